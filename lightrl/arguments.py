@@ -15,8 +15,8 @@ import typer
 from lightrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightrl.config import Config
-    from lightrl.messages import Role
+    from lightrl.config.schema import Config
+    from lightrl.messages.nodes import Role
 
 MAX_NAME = 64  # characters of a node's name
 
@@ -87,6 +87,15 @@ ParallelOption = Annotated[
         "with engines of other sizes over them",
     ),
 ]
+FromOption = Annotated[
+    str,
+    typer.Option(
+        "--from",
+        metavar="RUN|CHECKPOINT",
+        help="begin with another run's weights, optimizer and schedule, of its newest checkpoint "
+        "or of this one",
+    ),
+]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
 AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]
 Settings = Annotated[
@@ -141,25 +150,32 @@ def require_coherent(
     if name and not roles:
         raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
     if name:
-        from lightrl.config_sections import NAME_PATTERN
+        from lightrl.config.sections import NAME_PATTERN
 
         if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
             what = f"a letter or digit, then letters, digits, . _ -; at most {MAX_NAME} in all"
             raise ConfigError(f"--name {name!r}: is not a name: {what}")
 
 
-def config(settings: list[str]) -> "Config | None":
-    """The config that the arguments describe; None if there are none."""
+def config(settings: list[str], initial: str = "") -> "Config | None":
+    """The config that the arguments describe; None if there are none. `initial`: --from."""
     files, overrides = split_args(settings)
     if len(files) > 1:
         raise ConfigError(f"one CONFIG is possible, not {len(files)}: {' '.join(files)}")
     if not files:
         if overrides:
             raise ConfigError(f"{overrides[0]}: there is no CONFIG to override; name a TOML file")
+        if initial:
+            raise ConfigError(f"--from {initial}: is for a run that is started; name its CONFIG")
         return None
-    from lightrl.run_file import load_config
+    from lightrl.config.run_file import load_config
 
-    return load_config(Path(files[0]), overrides)
+    config = load_config(Path(files[0]), overrides)
+    if not initial:
+        return config
+    from lightrl.launch.initial import begun_from
+
+    return begun_from(config, initial)
 
 
 def split_args(settings: list[str]) -> tuple[list[str], list[str]]:
@@ -168,7 +184,7 @@ def split_args(settings: list[str]) -> tuple[list[str], list[str]]:
 
 
 def roles(text: str) -> "tuple[Role, ...]":
-    from lightrl.messages import Role
+    from lightrl.messages.nodes import Role
 
     chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     known = get_args(Role)

@@ -12,6 +12,7 @@ import typer
 
 from lightrl import __version__, arguments, commands, log
 from lightrl.arguments import (
+    FromOption,
     KeyFile,
     NameOption,
     NoTui,
@@ -28,8 +29,8 @@ from lightrl.errors import ConfigError, LightRLError
 from lightrl.system.output import print_error, show
 
 if TYPE_CHECKING:
-    from lightrl.config import Config
-    from lightrl.messages import Role
+    from lightrl.config.schema import Config
+    from lightrl.messages.nodes import Role
 
 RED = "\x1b[31m"
 
@@ -68,6 +69,7 @@ def up(
         typer.Option(metavar="tcp://HOST:PORT", help="become a node of that running coordinator"),
     ] = "",
     key: KeyFile = None,
+    from_: FromOption = "",
     role: RoleOption = "",
     name: NameOption = "",
     slots: Slots = 0,
@@ -94,7 +96,7 @@ def up(
     arguments.require_coherent(settings or [], join, roles, name, slots, *turns)
     if key is not None and not join:
         raise ConfigError("--key is for --join: a run that is started makes its own key")
-    config = arguments.config(settings or [])
+    config = arguments.config(settings or [], from_)
     if dry_run:
         _dry_run(config, roles, slots)
     elif roles:
@@ -174,6 +176,7 @@ for command in (
 @app.command()
 def slurm(
     settings: Settings = None,
+    from_: FromOption = "",
     nodes: Annotated[int, typer.Option(min=0, help="rollout nodes")] = 1,
     trainer_nodes: Annotated[
         int, typer.Option(min=0, help="that train together, the first job's too; default: CONFIG")
@@ -191,7 +194,7 @@ def slurm(
 ) -> None:
     """Run CONFIG on a Slurm cluster: batch scripts in the run directory, written and submitted."""
     trainers = [f"train.nodes={trainer_nodes}"] if settings and trainer_nodes else []
-    config = arguments.config([*(settings or []), *trainers])
+    config = arguments.config([*(settings or []), *trainers], from_)
     if config is None:
         raise typer.BadParameter("give a CONFIG")
     from lightrl.launch.slurm.scripts import SlurmOptions, submit
@@ -214,6 +217,7 @@ def slurm_job(
 
 
 app.command("config")(commands.reference)
+app.command("eval")(commands.evaluate)
 
 
 @app.command(hidden=True)
@@ -233,12 +237,12 @@ def daemon(
     parallel: ParallelOption = 0,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
+    from lightrl.config.run_file import load_config
     from lightrl.daemon.main import DaemonOptions, run
     from lightrl.daemon.parent import leave_when_stdin_closes
     from lightrl.devices.assign import Part
     from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
     from lightrl.launch.daemons import NOT_FINISHED, run_child
-    from lightrl.run_file import load_config
 
     def work() -> int:
         config = load_config(run_dir / "config.toml")
@@ -287,9 +291,11 @@ def _foreground(
         if join:
             raise typer.BadParameter("a coordinator does not --join another one")
         from lightrl.devices.plan import require_room
+        from lightrl.launch.initial import settled
         from lightrl.launch.preflight import require_files, require_here, require_new
 
         require_files(config)
+        config = settled(config)
         require_here(config, roles)
         require_new(config)
         require_room(config, roles, slots)
@@ -343,18 +349,20 @@ def _coordinator(
 
 
 def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> None:
+    from lightrl.config.run_file import to_toml
     from lightrl.devices.driver import look
     from lightrl.devices.plan import assigned
     from lightrl.devices.plan import describe as describe_devices
+    from lightrl.launch.initial import begins_with, settled
     from lightrl.launch.plan import describe, device_notes, here
     from lightrl.launch.preflight import require_files, require_here
     from lightrl.launch.weights_plan import describe as describe_weights
     from lightrl.launch.weights_plan import notes
-    from lightrl.run_file import to_toml
 
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
     require_files(config)
+    config = settled(config)
     require_here(config, roles)
     devices = describe_devices(config, roles, slots)
     machine = look()
@@ -362,8 +370,15 @@ def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> 
     local = here(config, roles, slots)
     weights = [*describe_weights(local, machine), *notes(config, found)]
     lines = describe(local, devices, weights, roles).split("\n")
+    labels = ("begins with", "", "")
+    lines += [f"{a:12}{line}" for a, line in zip(labels, begins_with(config), strict=False)]
     lines += [f"{'note':12}{note}" for note in device_notes(config, found, roles)]
     show([*to_toml(config).split("\n"), *lines])
+    if not roles or "coordinator" in roles:
+        from lightrl.launch.first_rows import describe as describe_rewards
+
+        for line in describe_rewards(config):
+            show([line])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,5 +1,5 @@
-"""The commands that start no daemon: they look at a run or ask something of it, check a machine,
-predict.
+"""The commands that begin no run: they look at one, ask something of it, evaluate what it has left,
+check a machine, predict.
 
 As in cli.py, which makes them commands: parses, calls, prints; everything heavier than typer is
 imported inside them.
@@ -8,7 +8,7 @@ imported inside them.
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -16,6 +16,9 @@ from lightrl import arguments
 from lightrl.arguments import AsJson, KeyFile, Settings, Target
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.system.output import show
+
+if TYPE_CHECKING:
+    from lightrl.config.schema import Config
 
 T = TypeVar("T")
 
@@ -27,12 +30,10 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Tell what the journal of a run holds: rounds, tokens, scores, versions, damage."""
-    from lightrl.client.address import find
+    from lightrl.client.address import find_folder
     from lightrl.replay.report import replay_json, replay_lines
 
-    _, run_dir = find(run)
-    if run_dir is None:
-        raise ConfigError(f"{run}: is an address; a journal is read from a run directory")
+    run_dir = find_folder(run, "a journal is read from a run directory")
     if as_json:
         show([replay_json(run_dir, step, response)])
     else:
@@ -41,7 +42,10 @@ def replay(
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/step_N, of any run")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="RUN/checkpoints/step_N; or RUN, for its newest one"
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a directory that is not there yet")],
     shard_mb: Annotated[
@@ -63,10 +67,49 @@ def export(
         raise ConfigError(
             f"--shard-mb {shard_mb}: with --merge the files are those of the model; leave it out"
         )
-    from lightrl.launch.export import export_checkpoint
+    from lightrl.launch.export import export_checkpoint, find_checkpoint
 
-    export_checkpoint(checkpoint, out, shard_mb, is_merged=merge)
+    export_checkpoint(find_checkpoint(checkpoint), out, shard_mb, is_merged=merge)
     show([str(out)])
+
+
+def evaluate(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="RUN/checkpoints/step_N, a run's name or directory (its newest), a Hugging Face "
+            "model directory or hub id, or LoRA adapters",
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [section.key=value ...]",
+            help="a TOML file; default: that of CHECKPOINT's run; values that override it",
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME", help="this set alone; several: --set A --set B"),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="write all responses there, as lines of JSON"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="the result as one line of JSON; progress to stderr")
+    ] = False,
+) -> None:
+    """Evaluate CHECKPOINT on the sets of CONFIG with this machine's engines; nothing is trained."""
+    files, overrides = arguments.split_args(settings or [])
+    if len(files) > 1:
+        raise ConfigError(f"one CONFIG is possible, not {len(files)}: {' '.join(files)}")
+    from lightrl.launch.evaluate import EvalOptions, evaluate
+
+    config = Path(files[0]) if files else None
+    options = EvalOptions(config, tuple(overrides), tuple(sets or ()), samples, as_json)
+    exit_with(wait_for(evaluate(checkpoint, options)))
 
 
 def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:
@@ -86,14 +129,12 @@ def compare(
     """Show what runs were told differently, and what came of each, side by side."""
     from rich.console import Console
 
-    from lightrl.client.address import find
+    from lightrl.client.address import find_folder
     from lightrl.launch import compare as comparing
 
-    folders = [(run, find(run)[1]) for run in runs]
-    for run, folder in folders:
-        if folder is None:
-            raise ConfigError(f"{run}: compare needs a run's name or directory")
-    results = [comparing.result_of(folder) for _, folder in folders if folder is not None]
+    folders = [find_folder(run, "compare needs a run's name or directory") for run in runs]
+    results = [comparing.result_of(folder) for folder in folders]
+    results = comparing.with_distinct_names(results, folders)
     if as_json:
         show([comparing.as_json(results)])
     else:
@@ -202,7 +243,10 @@ Workload = Annotated[
     str,
     typer.Option(metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"),
 ]
-NumSteps = Annotated[int | None, typer.Option(min=1, help="default: train.steps, at most 20")]
+NumSteps = Annotated[
+    int | None,
+    typer.Option(min=1, help="default: train.steps, at most 20; those of a run, at most 200"),
+]
 Compare = Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")]
 Reproduce = Annotated[
     bool,
@@ -232,9 +276,15 @@ def simulate(
     reproduce: Reproduce = False,
     as_json: Figures = False,
 ) -> None:
-    """Predict how fast CONFIG would run on a fleet, with the real scheduler."""
+    """Predict how fast CONFIG would run on a fleet, with the real scheduler.
+
+    With --workload RUN lengths and speeds are those of that run. Without CONFIG its own setting is
+    simulated, beside what it measured; overrides and --nodes say what would be otherwise.
+    """
+    from lightrl.client.address import run_folder
     from lightrl.launch.plan import count_prompts
     from lightrl.sim.command import FleetOptions, reproduce_published, simulate_run
+    from lightrl.sim.scenario import require_known
 
     fleet = FleetOptions(nodes, preemptible, trace, trace_share, trace_from, trace_to)
     if reproduce:
@@ -244,21 +294,43 @@ def simulate(
             )
         reproduce_published(json_line=as_json)
         return
-    config = arguments.config(settings or [])
-    if config is None:
-        raise typer.BadParameter(
-            "give a CONFIG; overrides such as rollout.slots=64 describe the nodes"
-        )
+    run_dir = run_folder(workload) if workload else None
+    if run_dir is None:
+        require_known(workload)
+    config, change = _to_simulate(settings or [], run_dir, fleet.text)
     simulate_run(
         config,
-        num_prompts=count_prompts(config.data.all_sets),
+        num_prompts=count_prompts(config.data.all_sets) if run_dir is None else None,
         fleet=fleet,
-        workload=workload,
+        workload=workload if run_dir is None else str(run_dir),
         steps=steps,
         offload=offload,
         all_variants=compare,
         json_line=as_json,
+        change=change,
     )
+
+
+def _to_simulate(
+    settings: list[str], run_dir: Path | None, fleet: str
+) -> "tuple[Config, str | None]":
+    """The config, and what is otherwise than in the run of which it is, if it is of one. Raises
+    ConfigError."""
+    from lightrl.config.run_file import load_config
+    from lightrl.launch.folder import CONFIG_FILE
+
+    files, overrides = arguments.split_args(settings)
+    if run_dir is not None and not files:
+        if not (run_dir / CONFIG_FILE).is_file():
+            raise ConfigError(f"--workload {run_dir}: is no run directory: it has no config.toml")
+        change = " ".join(filter(None, (*overrides, fleet)))
+        return load_config(run_dir / CONFIG_FILE, overrides), change
+    if (config := arguments.config(settings)) is None:
+        raise typer.BadParameter(
+            "give a CONFIG, or a run as --workload RUN; overrides such as rollout.slots=64 "
+            "describe the nodes"
+        )
+    return config, None
 
 
 def reference(
@@ -272,8 +344,8 @@ def reference(
 
         print("\n".join(table()))
         return
-    from lightrl.config import keys
-    from lightrl.config_keys import allowed
+    from lightrl.config.reference import allowed
+    from lightrl.config.schema import keys
 
     section = ""
     for key, default, description in keys():

@@ -1,10 +1,12 @@
 """The config as the core sees it: the one mapping, for the coordinator and the simulator alike. No
 policy."""
 
-from lightrl.config import Config
-from lightrl.core.settings import Settings, Tail
+from collections.abc import Mapping
+
+from lightrl.config.schema import Config
+from lightrl.core.settings import EvalSet, Settings, Tail
 from lightrl.core.worth import Prices
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 
 # After node.grace_s a node kills an engine that keeps its devices. It counts as lost after so many
 # of these, and what the kill may take, however short they are.
@@ -15,26 +17,25 @@ MAX_UNSCORED_STEPS = 5  # in a row; one, if nothing was ever scored
 def settings_of(
     config: Config,
     num_prompts: int,
-    num_eval_prompts: int = 0,
+    eval_sizes: Mapping[str, int] | None = None,
     vocabulary: int = 1,
     stop_ids: tuple[int, ...] = (),
 ) -> Settings:
     """What is not in the config is given; without tokens of a model there is neither vocabulary nor
-    stop."""
+    stop. `eval_sizes`: prompts of each set to evaluate on; None = nobody evaluates."""
     r = config.rollout
     eta_prompts, eta_responses = config.round.etas
     on_failure = config.reward.on_failure
     return Settings(
         run_seed=config.run.seed,
-        num_steps=config.train.steps,
+        num_steps=config.eval.last_step(config.train.steps),
+        first_step=config.eval.step,
         prompts_per_step=config.train.prompts_per_step,
         group_size=r.group_size,
         max_response_tokens=r.max_response_length,
         sampling=Sampling(r.temperature, r.top_p, r.top_k, stop_ids),
         eval_interval=config.eval.interval,
-        num_eval_prompts=num_eval_prompts,
-        eval_samples=config.eval.samples,
-        eval_sampling=Sampling(config.eval.temperature, stop_token_ids=stop_ids),
+        eval_sets=_eval_sets(config, eval_sizes or {}, stop_ids),
         slots=r.slots,
         vocabulary=vocabulary,
         lease_s=config.node.lease_s,
@@ -59,6 +60,22 @@ def settings_of(
         device_parts=config.device_parts,
         parallel=r.parallel,
         release_s=RELEASE_GRACES * config.node.grace_s + KILL_S,
+    )
+
+
+def _eval_sets(
+    config: Config, sizes: Mapping[str, int], stop_ids: tuple[int, ...]
+) -> tuple[EvalSet, ...]:
+    return tuple(
+        EvalSet(
+            one.name,
+            sizes[one.name],
+            how.samples,
+            Sampling(how.temperature, how.top_p, stop_token_ids=stop_ids),
+            how.max_response_length,
+        )
+        for one in config.eval_sets
+        if one.name in sizes and (how := config.eval_sampling(one))
     )
 
 

@@ -6,9 +6,14 @@ and defaults.
 """
 
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+# How many times as long everything takes on this machine: a variable of its environment, since the
+# config is that of all nodes.
+SLOWNESS = "LIGHTRL_EMULATED_SLOWNESS"
 
 DEFAULTS = {
     "t0_ms": 0.0,  # of a decode step at batch 1; 0 = no waiting
@@ -51,6 +56,18 @@ def arguments(engine_args: Mapping[str, Any]) -> dict[str, float]:
     if not args["faster"]:
         raise ValueError("engine_args.faster = 0: twice the devices are so many times as fast")
     return args
+
+
+def slowness() -> float:
+    """Of this machine. Raises ValueError, one line."""
+    said = os.environ.get(SLOWNESS) or "1"
+    try:
+        factor = float(said)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < math.inf:
+        raise ValueError(f"{SLOWNESS} = {said}: a positive number is needed")
+    return factor
 
 
 def kv_capacity(args: Mapping[str, float], size: int) -> int:

@@ -16,6 +16,10 @@ class DataError(LightRLError):
     """A data set cannot be read. Carries the file and the line number."""
 
 
+class DataUnreachable(DataError):
+    """A data set of the hub that is not here, while the hub cannot be reached."""
+
+
 class RewardError(LightRLError):
     """A reward function cannot be imported or has no known signature."""
 

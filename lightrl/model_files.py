@@ -27,6 +27,7 @@ MODEL_FILES = (
 )
 MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
 WEIGHTS_INDEX = "model.safetensors.index.json"
+ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of peft
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how such classes are called
 

@@ -14,7 +14,7 @@ import msgspec
 
 from lightrl.core.arrays import decode, encode
 from lightrl.errors import ProtocolError
-from lightrl.messages import Message
+from lightrl.messages.message import Message
 
 T = TypeVar("T")
 
@@ -28,10 +28,12 @@ class Codec(Generic[T]):
     """Encodes and decodes the classes of one closed union of dataclasses, or a single one."""
 
     def __init__(self, union: Any) -> None:
-        self._decoders = {_tag(c): msgspec.msgpack.Decoder(c) for c in get_args(union) or (union,)}
+        classes = get_args(union) or (union,)
+        self._tags: dict[type, str] = {c: _tag(c) for c in classes}
+        self._decoders = {_tag(c): msgspec.msgpack.Decoder(c) for c in classes}
 
     def encode(self, message: T) -> bytes:
-        return _encoder.encode((_tag(type(message)), message))
+        return _encoder.encode((self._tags[type(message)], message))
 
     def decode(self, frame: bytes | memoryview) -> T:
         """Raises ProtocolError for anything that is not exactly one well-typed message of the

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import Config, keys
-from lightrl.config_algorithm import ALGORITHMS
-from lightrl.config_keys import allowed
+from lightrl.config.algorithm import ALGORITHMS
+from lightrl.config.reference import allowed
+from lightrl.config.run_file import OTHER_NAMES, load_config, parse_config, to_toml
+from lightrl.config.schema import Config, keys
 from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError
 from lightrl.rollout.agent import STOP_S
-from lightrl.run_file import OTHER_NAMES, load_config, parse_config, to_toml
 
 MINIMAL = {"model": {"path": "org/model"}, "data": {"path": "org/data"}}
 TOML = '[model]\npath = "org/model"\n[data]\npath = "org/data"\n'
@@ -69,8 +69,9 @@ def test_the_reference_says_something_of_every_key():
 
 def test_number_of_keys_stays_small():
     # 7 of them are prices and scale: what nodes cost is known to nobody but the user
-    # 8 more describe a set of prompts, of which there may be several; 13 rewards "code" and "judge"
-    assert len(list(keys())) <= 170
+    # 8 more describe a set of prompts, of which there may be several; 13 rewards "code", "judge";
+    # 14 a set to evaluate on, and what such sets have in common
+    assert len(list(keys())) <= 184
 
 
 @pytest.mark.parametrize(
@@ -388,6 +389,10 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"run": {"name": "x\n"}}, ("run.name = 'x\\n'",)),
         ({"run": {"name": "latest"}}, ("run.name = 'latest'", "link")),
         ({"run": {"name": list(range(1000))}}, ("run.name = [0, 1, ", "...")),
+        ({"logging": {"samples": -1}}, ("logging.samples = -1:", "equal to 0 or 'all'")),
+        ({"logging": {"samples": "x"}}, ("logging.samples = 'x':", "valid integer or 'all'")),
+        ({"reward": {"on_failure": "0x"}}, ("on_failure = '0x':", "number or 'skip' or 'drop'")),
+        ({"eval": {"path": "e", "interval": "x"}}, ("eval.interval = 'x':", "valid integer")),
     ],
 )
 def test_wrong_values_are_one_line_with_key_and_value(tree, parts):
@@ -531,6 +536,7 @@ def test_what_a_short_round_launches(round, etas, launched):
         ("train.steps", "'train.steps': an override looks like section.key=value"),
         ("model.path.x=3", "model.path.x: path is not a section"),
         ("train.steps=two", "train.steps = 'two': input should be a valid integer"),
+        ("eval.sets=3", "eval.sets = 3: input should be a valid list"),
         ("train..steps=2", "train.: unknown key"),
         ("data.path=" + "x" * 400 + ".jsonl", "data.path = "),
         ("data.path=a\0.jsonl", "data.path = "),
@@ -603,3 +609,16 @@ def test_settings_of_adapters_that_cannot_act_are_refused(sections, said):
 def test_adapters_are_neither_broadcast_nor_sent_as_differences():
     lora = parse_config({"data": {"path": "d"}, "model": {"path": "m", "lora": {"rank": 4}}})
     assert (lora.broadcast, lora.has_deltas) == ("off", False)
+
+
+def test_arguments_of_functions_are_for_functions_of_ones_own(tmp_path):
+    model = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
+    own = {"functions": "r.py:f", "form": "trl", "kwargs": {"scale": 2.0, "names": ["a"], "t": {}}}
+    config = parse_config({**model, "reward": own})
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "again.toml").reward.kwargs == own["kwargs"]
+    for key, value in (("kwargs", {"scale": 2}), ("form", "verl")):
+        with pytest.raises(ConfigError, match=rf"reward\.{key}: is for functions of your own"):
+            parse_config({**model, "reward": {key: value}})
+    with pytest.raises(ConfigError, match=r"reward\.kwargs: .*cannot be sent to nodes"):
+        parse_config({**model, "reward": {**own, "kwargs": {"limit": float("inf")}}})

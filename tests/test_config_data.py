@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import Config
+from lightrl.config.run_file import load_config, parse_config, to_toml
+from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
-from lightrl.run_file import load_config, parse_config, to_toml
 
 MODEL = {"model": {"path": "org/model"}}
 
@@ -91,10 +91,7 @@ def test_what_is_wrong_with_sets_is_one_line(data, line):
     assert complaint(data) == line
 
 
-def test_an_evaluation_of_several_paths_and_an_empty_stop_string_are_refused():
-    assert complaint({"path": "a"}, eval={"path": ["b", "c"]}) == (
-        "eval.path = ['b', 'c']: is one path; several go into one folder"
-    )
+def test_an_empty_stop_string_is_refused():
     assert complaint({"path": "a"}, rollout={"stop": ["x", ""]}) == (
         "rollout.stop = '': is in every text; leave it out"
     )

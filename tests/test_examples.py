@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.config import Config, keys
+from lightrl.config.run_file import OTHER_NAMES, load_config
+from lightrl.config.schema import Config, keys
 from lightrl.devices.assign import TooLittleMemory, assign
 from lightrl.devices.driver import Gpu, Machine
 from lightrl.devices.memory import (
@@ -25,7 +26,6 @@ from lightrl.devices.memory import (
 )
 from lightrl.devices.plan import wanted
 from lightrl.launch.plan import describe
-from lightrl.run_file import OTHER_NAMES, load_config
 
 FOLDER = Path(__file__).parents[1] / "configs"
 README = FOLDER / "README.md"
@@ -92,8 +92,19 @@ def test_a_dry_run_of_an_example_passes(name, tmp_path, monkeypatch, capsys):
     model = shutil.copytree(quickstart / "model", tmp_path / "model")
     said = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 32768}
     (model / "config.json").write_text(json.dumps(said))
-    others = [f"model.path={model}", f"data.path={quickstart / 'train.jsonl'}"]
-    others += [f"eval.path={quickstart / 'eval.jsonl'}"]
+    train, held_out = quickstart / "train.jsonl", quickstart / "eval.jsonl"
+    config = load(name)
+    if config.reward.functions == ("code",):
+        programs = [{"prompt": f"{k}%9=", "answer": ["assert x"]} for k in range(256)]
+        train = held_out = tmp_path / "programs.jsonl"
+        train.write_text("".join(json.dumps(row) + "\n" for row in programs))
+    others = [f"model.path={model}", f"data.path={train}"]
+    others += ["reward.code.unisolated=true"] if train.parent == tmp_path else []
+    sampling = "samples = 4, max_response_length = 8192"
+    is_one = not config.eval.sets
+    others += [
+        f"eval.path={held_out}" if is_one else f'eval.sets=[{{path="{held_out}", {sampling}}}]'
+    ]
     others += [f"checkpoint.dir={tmp_path}"] if load(name).checkpoint.dir else []
     with pytest.raises(SystemExit) as end:
         main(["up", str(FOLDER / name), "--dry-run", *others])

@@ -10,19 +10,9 @@ import socket
 from pathlib import Path
 
 from lightrl.errors import ConfigError, PeerUnreachable
-from lightrl.system.addresses import ALL_HOSTS, host_and_port
-from lightrl.system.interfaces import own_host
+from lightrl.system.addresses import host_and_port
 
 CONNECT_S = 3.0
-
-
-def reachable(address: str) -> str:
-    """What others connect to: `address` with this machine's own address for "all of them".
-
-    Example: "tcp://10.0.0.1:5600" for "tcp://0.0.0.0:5600".
-    """
-    host, port = host_and_port(address)
-    return f"tcp://{own_host()}:{port}" if host in ALL_HOSTS else address
 
 
 def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Path | None]:
@@ -35,13 +25,26 @@ def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Pat
     ):
         host_and_port(target)
         return "tcp://" + target.removeprefix("tcp://"), None
-    folder = runs / "latest" if target is None else Path(target)
-    if not folder.is_dir() and target is not None:
-        folder = runs / target
-    if not folder.is_dir():
+    folder = run_folder(str(runs / "latest") if target is None else target, runs)
+    if folder is None:
         wanted = "no run here yet" if target is None else f"{target}: no such run"
-        raise ConfigError(f"{wanted}; give an address (tcp://HOST:PORT) or a run directory")
+        raise ConfigError(f"{wanted}; give a run's name or directory, or tcp://HOST:PORT")
     return listening(folder), folder.resolve()
+
+
+def find_folder(target: str | None, why: str) -> Path:
+    """Likewise, where an address would not do: `why`, in the words of that error."""
+    if target is not None and run_folder(target) is None and ":" not in target:
+        raise ConfigError(f"{target}: no such run; give a run's name or directory")
+    _, folder = find(target)
+    if folder is None:
+        raise ConfigError(f"{target}: is an address; {why}")
+    return folder
+
+
+def run_folder(target: str, runs: Path = Path("runs")) -> Path | None:
+    """The directory of a run, by itself or by its name. None: there is no such directory."""
+    return next((f for f in (Path(target), runs / target) if f.is_dir()), None)
 
 
 def listening(run_dir: Path) -> str | None:

@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncGenerator
 
 from lightrl.errors import PeerUnreachable
-from lightrl.messages import Drain, Snapshot, Watch
+from lightrl.messages.nodes import Drain
+from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.system.silence import patient_timeout
 from lightrl.transport.link import Link
 

@@ -14,7 +14,7 @@ from lightrl.client.ask import watch
 from lightrl.core.state import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
 from lightrl.keys import KEY_FILE, find_key, read_key, require_full
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.wire import from_json
 
 

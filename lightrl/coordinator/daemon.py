@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.coordinator import run_files
+from lightrl.coordinator.core_timer import CoreTimer
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.coordinator.history_sync import open_histories
 from lightrl.coordinator.inbound import Inbound
@@ -42,7 +43,6 @@ from lightrl.core.events import (
     DrainRequested,
     Event,
     NodeLost,
-    PromptsDrawn,
     ShardLeft,
     ShellFailed,
     TimerFired,
@@ -50,11 +50,14 @@ from lightrl.core.events import (
 from lightrl.core.recovery import recover
 from lightrl.core.state import RunState
 from lightrl.errors import JournalError, LightRLError, first_error
-from lightrl.history.lengths import LengthsLog
+from lightrl.history.lengths import WorkloadLog
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.log import reporter
-from lightrl.messages import Generate, Heartbeat, Message, TrainShard, Welcome
-from lightrl.metrics.round_figures import live_figures, step_line, warnings
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import Heartbeat, Welcome
+from lightrl.messages.responses import Generate
+from lightrl.messages.training import TrainShard
+from lightrl.metrics.round_figures import eval_lines, live_figures, step_line, warnings
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.system.output import plain
 from lightrl.transport.router import Peer, Router
@@ -86,6 +89,7 @@ class CoordinatorDaemon:
         """
         self._config = config
         self._run_dir = run_dir
+        self._is_resumed = resume
         bind = (run_files.old_address(run_dir) if resume else "") or config.run.bind
         self._router = Router(bind, key)
         self.address = self._router.address
@@ -101,10 +105,9 @@ class CoordinatorDaemon:
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
         self._prompts = Prompts(config)
         self._core = Coordinator(self._prompts.settings, time.monotonic())
-        self._records = new_records(config, run_dir, name)
-        self._scale = ScaleCommand(
-            config.scale, lambda: self._core.fleet.num_preemptible, self._warn
-        )
+        self._records = new_records(config, run_dir, name, self.address)
+        fleet = self._core.fleet
+        self._scale = ScaleCommand(config.scale, lambda: fleet.num_preemptible, self._warn)
         self._histories = open_histories(config, run_dir, resume, self._report)
         self._journaling = Journaling(run_dir, config.journal, self._report, max_trouble_s)
         self._replays = Replays(
@@ -112,29 +115,26 @@ class CoordinatorDaemon:
         )
         self._to_do = self._recover() if resume else []  # before anything else
         self._prompts.start()
-        self._lengths = LengthsLog(run_dir, self._core.step, self._report)
+        self._workload = WorkloadLog(run_dir, self._core.step, self._report)
         if resume:
             run_files.go_on(run_dir)
         self._scoring: Scoring | None = None
         self._reason = "ended before it was over"
-        self._timer: asyncio.TimerHandle | None = None
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
+        self._timer = CoreTimer(
+            self._core.next_deadline,
+            lambda: self._inbox.put_nowait(TimerFired()),
+            2 * config.node.heartbeat_s,
+            time.monotonic,
+            asyncio.get_running_loop().call_later,
+        )
         self._descriptors = Descriptors(self._report, self._router.num_connections)
         self._peers = self._new_peers(name)
-        self._inbound = Inbound(
-            config.run.name,
-            self._router,
-            self._core,
-            self._peers,
-            self._watchers,
-            self._histories,
-            self._replays,
-            self._journaling,
-            self._records,
-            self.feed,
-        )
+        peers = self._router, self._core, self._peers, self._watchers
+        logs = self._histories, self._replays, self._journaling, self._records
+        self._inbound = Inbound(config.run.name, *peers, *logs, self.feed)
 
     def _new_peers(self, name: str) -> Peers:
         return Peers(
@@ -178,7 +178,7 @@ class CoordinatorDaemon:
                 # what is recorded now stands in the segment that follows
                 self._journaling.close_step()
                 self._carry_out(self._to_do)
-                self._begin_segment()
+                self._begin_if_due()
                 async with asyncio.TaskGroup() as tasks:
                     self._background = tasks
                     background = [
@@ -187,6 +187,7 @@ class CoordinatorDaemon:
                         tasks.create_task(self._beat(), name="heartbeat"),
                         tasks.create_task(self._serve_rewards(self._scoring), name="rewards"),
                         tasks.create_task(self._scale.run(), name="scale"),
+                        tasks.create_task(self._prompts.serve(self.feed), name="prompts"),
                         tasks.create_task(self._prompts.check(logs, self._report), name="data"),
                     ]
                     await self._finished
@@ -205,7 +206,7 @@ class CoordinatorDaemon:
                 self._scoring.samples.close()
                 await self._journaling.close()
                 await self._metrics.close()
-                self._lengths.close()
+                self._workload.close()
                 self._router.close()
                 self._prompts.close()
                 await self._histories.close()
@@ -223,37 +224,36 @@ class CoordinatorDaemon:
         return commands
 
     def _begin_segment(self) -> None:
-        elapsed_s, settings = time.monotonic() - self._core.started_at, self._core.settings
-        counts = settings.num_prompts, settings.num_eval_prompts
-        note = self._records.note(elapsed_s, self._prompts.digest, *counts)
+        elapsed_s = time.monotonic() - self._core.started_at
+        note = self._records.note(elapsed_s, self._prompts.digest, self._core.settings)
         self._journaling.begin(self._core, note)
-        self._set_timer()
+        self._timer.set()
 
     async def _serve_rewards(self, scoring: Scoring) -> None:
-        """Nodes may come while the workers start; that all input is good is said by the address
-        file."""
-        await scoring.start()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(
-                run_files.announce(self._run_dir, self.address, self._report), name="announce"
-            )
-            tasks.create_task(scoring.pool.run(), name="scores")
+        """Nodes may come meanwhile; that all input is good is said by the address file."""
+        await scoring.serve(
+            lambda: run_files.announce(self._run_dir, self.address, self._report),
+            tries_rows=not self._is_resumed,
+        )
 
     # Events in, commands out
 
     def feed(self, event: Event) -> None:
         """Hands an event to the core and does what it says; failures met on the way go back in as
         events."""
-        self._carry_out(self._core.handle(event, time.monotonic()))
-        if self._journaling.is_due and self._records.is_hashed:
+        commands = self._records.speeds.handle(self._core, event, time.monotonic())
+        self._carry_out(commands)
+        self._begin_if_due()
+        self._timer.set()
+
+    def _begin_if_due(self) -> None:
+        """A segment begins with what the step's responses hash to, and with whole rounds."""
+        if self._journaling.is_due and self._records.is_hashed and not self._core.steps.draws:
             self._begin_segment()
-        self._set_timer()
 
     async def _begin_when_hashed(self) -> None:
-        """A segment begins with what the step's responses hash to."""
         await self._records.hashed()
-        if self._journaling.is_due:
-            self._begin_segment()
+        self._begin_if_due()
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         todo: deque[Event] = deque()
@@ -263,7 +263,8 @@ class CoordinatorDaemon:
                     todo.append(consequence)
             if not todo:
                 return
-            commands = self._core.handle(todo.popleft(), time.monotonic())
+            event, now = todo.popleft(), time.monotonic()
+            commands = self._records.speeds.handle(self._core, event, now)
 
     def _perform(self, command: Command) -> Event | None:
         match command:
@@ -281,22 +282,24 @@ class CoordinatorDaemon:
                 self._send(
                     node, Welcome(self._config.run.name, config_json, self._prompts.model_files)
                 )
-            case DrawPrompts(source, count):
-                return PromptsDrawn(self._prompts.draw(source, count))
+            case DrawPrompts():
+                self._prompts.ask(command)
             case ScoreResponse():
                 assert self._scoring is not None
                 self._scoring.submit(command)
             case CloseRound(round) if round.is_eval:
                 self._histories.learn(round)
-                record = self._records.close_eval(round)
+                record = self._records.close_eval(round, self._prompts.source_of)
                 self._metrics.write(round.step, record)
-                self._report(f"evaluation at step {round.step}: {self._records.evals[-1][1]:.3f}")
+                for line in eval_lines(*self._records.evals[-1], record):
+                    self._report(line)
             case CloseRound(round):
                 self._records.close_round(round, self._core, self._histories.learn(round))
-                self._lengths.write(round)
+                self._workload.write(round)
             case CloseStep(step):
                 self._journaling.close_step()
                 record = self._records.close_step(command, self._core)
+                self._workload.write_step(self._records.speeds.close_step(self._core, command))
                 record["timing_s/data"] = self._prompts.take_waited_s()
                 self._background.create_task(self._begin_when_hashed(), name="hashing")
                 self._metrics.write(step + 1, record)
@@ -311,6 +314,7 @@ class CoordinatorDaemon:
                 text = f"run {command.state}: {command.reason}"
                 self._report(text, logging.ERROR if failed else logging.INFO)
                 self._reason = command.reason
+                self._timer.stop()
                 if not self._finished.done():
                     self._finished.set_result(None)
         return None
@@ -341,24 +345,6 @@ class CoordinatorDaemon:
         while True:
             self.feed(await self._inbox.get())
 
-    def _set_timer(self) -> None:
-        deadline = self._core.next_deadline()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if deadline is not None and not self._finished.done():
-            delay = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._time_out, deadline)
-
-    def _time_out(self, deadline: float) -> None:
-        """If this process was late itself, heartbeats wait in its socket: they come first."""
-        grace_s = 2 * self._config.node.heartbeat_s
-        if time.monotonic() - deadline > grace_s:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(grace_s, self._inbox.put_nowait, TimerFired())
-        else:
-            self._inbox.put_nowait(TimerFired())
-
     async def _beat(self) -> None:
         """Lets every node know that the coordinator lives, and measures how fast they are."""
         while True:
@@ -368,6 +354,7 @@ class CoordinatorDaemon:
                 self.feed(ShellFailed(str(e)))
             self._descriptors.look()
             self._records.nodes.measure(self._core.fleet, time.monotonic())
+            self._records.waits.tell(self._core, time.monotonic(), self._report)
             self._metrics.show(lambda: live_figures(self._core))
             for name in self._core.fleet.nodes:
                 self._send(name, Heartbeat())
@@ -390,6 +377,7 @@ class CoordinatorDaemon:
     async def _write_end(self) -> None:
         await self._records.hashed()
         now = time.monotonic()
+        self._records.waits.tell(self._core, now, self._report)
         summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
         snapshot = self._records.snapshot(self._core, now, over=True)
         await run_files.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)

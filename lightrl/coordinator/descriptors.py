@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.system import open_files
 

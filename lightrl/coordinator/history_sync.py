@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.core.arrays import encode
 from lightrl.core.state import Group, Response, Round
 from lightrl.history.saved import SavedHistory
-from lightrl.history.store import History, PastResponse, answers, key_of
-from lightrl.messages import Generate, Hello, PromptHistory, WeightsFailed
+from lightrl.history.store import History, PastResponse, answers
+from lightrl.messages.nodes import Hello
+from lightrl.messages.responses import Generate, PromptHistory
+from lightrl.messages.weights import WeightsFailed
 from lightrl.system.threads import in_thread
 
 MAX_RESPONSES = 16  # of one prompt
@@ -130,7 +132,7 @@ def _newest(history: History, group: Group) -> list[PastResponse]:
 def _known(history: History, group: Group) -> list[PastResponse]:
     """Oldest first; of one epoch those that were given up come first, for least is lost with
     them."""
-    earlier = sorted(history.of(key_of(group)), key=lambda past: past.finished)
+    earlier = sorted(history.of(group.key), key=lambda past: past.finished)
     finished = (r for r in group.responses if r.finish_reason is not None)
     return [
         *earlier,

@@ -17,20 +17,12 @@ from lightrl.coordinator.watchers import Watchers
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import CheckpointWritten, DrainRequested, Event, NodeJoined, NodeLost
 from lightrl.errors import PeerUnreachable, ProtocolError
-from lightrl.messages import (
-    REJOIN,
-    Bye,
-    Checkpointed,
-    Drain,
-    Heartbeat,
-    Hello,
-    Message,
-    ShardsTaken,
-    Watch,
-    Welcome,
-)
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import REJOIN, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.snapshot import Watch
+from lightrl.messages.trainers import TrainerRelay
+from lightrl.messages.training import Checkpointed, ShardsTaken
 from lightrl.metrics.rounds import Records
-from lightrl.trainer_messages import TrainerRelay
 from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import as_event
 

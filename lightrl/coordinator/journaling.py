@@ -9,31 +9,36 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 
-from lightrl import config
+from lightrl.config import schema
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import LogEntry, ShardSent, ShellNote
 from lightrl.core.recovery import take_snapshot
-from lightrl.errors import JournalError
+from lightrl.errors import JournalError, ProtocolError
+from lightrl.joining import join_hint
 from lightrl.journal import read
 from lightrl.journal.disk import FOLDER
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
-from lightrl.messages import TrainShard
-from lightrl.metrics.rounds import Records, RecordsNote
-from lightrl.metrics.sinks import read as read_metrics
+from lightrl.keys import JOIN_FILE
+from lightrl.messages.training import TrainShard
+from lightrl.metrics.note import RecordsNote
+from lightrl.metrics.rounds import HISTORY_STEPS, Records
+from lightrl.metrics.sinks import read_newest
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.wire import from_json
 
 
-def new_records(settings: config.Config, run_dir: Path, head: str) -> Records:
-    """`head` is the name of the coordinator's daemon; "" if it is gone."""
+def new_records(settings: schema.Config, run_dir: Path, head: str, address: str = "") -> Records:
+    """`head` is the name of the coordinator's daemon, which listens at `address`; "" if it is
+    gone."""
+    bind, key = settings.run.bind, run_dir.absolute() / JOIN_FILE
     return Records(
         settings.run.name,
         str(run_dir),
         head,
-        Path(settings.eval.path).stem,
-        settings.train.steps,
+        settings.eval.last_step(settings.train.steps),
         settings.rollout.max_response_length,
+        join_hint(address, bind, key) if address else "",
     )
 
 
@@ -47,16 +52,21 @@ def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
 
 
 def noted(entries: Iterable[LogEntry]) -> RecordsNote | None:
-    """What the shell wrote down last. Raises ProtocolError."""
+    """What the shell wrote down last. Raises JournalError, one line."""
     notes = (entry.data for entry in entries if isinstance(entry, ShellNote))
-    return next((from_json(data, RecordsNote) for data in notes), None)
+    try:
+        return next((from_json(data, RecordsNote) for data in notes), None)
+    except ProtocolError as e:
+        raise JournalError(
+            "the journal is of another version of LightRL: go on with that one, or begin a new run "
+            f"with lightrl up --from ({e})"
+        ) from None
 
 
 def recall(records: Records, core: Coordinator, run_dir: Path, known: RecordsNote) -> None:
     """What was shown of the run so far, and its time, go on where they were; the core is recovered
     already."""
-    steps = [r for r in read_metrics(run_dir) if r["step"] <= core.step]
-    records.recall(known, core, steps)
+    records.recall(known, core, read_newest(run_dir, HISTORY_STEPS, until=core.step))
     core.started_at -= known.elapsed_s
 
 
@@ -66,7 +76,7 @@ class Journaling:
     def __init__(
         self,
         run_dir: Path,
-        settings: config.Journal,
+        settings: schema.Journal,
         report: Callable[[str], None],
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:

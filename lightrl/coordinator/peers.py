@@ -11,7 +11,8 @@ from lightrl.coordinator.descriptors import Descriptors
 from lightrl.core.fleet import Fleet
 from lightrl.errors import PeerUnreachable
 from lightrl.keys import Access
-from lightrl.messages import TAKEN, Heartbeat, Hello, Message, Welcome
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import TAKEN, Heartbeat, Hello, Welcome
 from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import why_unwelcome
 

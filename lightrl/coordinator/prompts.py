@@ -3,15 +3,19 @@
 Owns the data sets, the position in them, and the small files of the model. Decides nothing.
 """
 
+import asyncio
+import contextlib
 import hashlib
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from lightrl.config import Config
-from lightrl.config_data import Data, DataSet
-from lightrl.config_reward import VERIFIERS
+from lightrl.config.data import ANSWER_KEY, DataSet, SomeSet
+from lightrl.config.reward import VERIFIERS
+from lightrl.config.schema import Config
 from lightrl.coordinator.settings import core_settings, require_context, vocabulary
+from lightrl.core.commands import DrawPrompts
+from lightrl.core.events import PromptsDrawn
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt
 from lightrl.data.check import check_large, check_small
@@ -19,38 +23,44 @@ from lightrl.data.draws import Draws
 from lightrl.data.prompts import Prompt, PromptSet, load_prompts
 from lightrl.errors import DataError
 from lightrl.model_files import load_tokenizer, model_files, stop_token_ids
-from lightrl.rewards.rubrics import rows_file
+from lightrl.rewards.rubrics import Split, rows_file
 from lightrl.rewards.worker import RewardSet
+from lightrl.system.temporary import temporary_folder
 from lightrl.wire import pack_i32
+
+Result = TypeVar("Result")
 
 
 class Prompts:
     def __init__(self, config: Config) -> None:
-        """Looks at all prompts of small sets; `check` does at those of large ones. `start`
-        before the first `draw`.
+        """Looks at all prompts of small sets; `check` does at those of large ones. `start`, then
+        `serve`; `ask` at any time.
 
         Raises ConfigError or DataError, one line, for anything that is wrong with the run's input.
         """
-        self._rows: tempfile.TemporaryDirectory[str] | None = None  # of environments
-        paths = (config.eval.path, *(one.path for one in config.data.all_sets))
-        if any(path.startswith(VERIFIERS) for path in paths):
-            self._rows = tempfile.TemporaryDirectory(prefix="lightrl-rows-")
-            config = with_rows(config, Path(self._rows.name))
+        self._folders = contextlib.ExitStack()
+        given = (*config.data.all_sets, *config.eval_sets)
+        if any(one.path.startswith(VERIFIERS) for one in given):
+            config = with_rows(config, self._folders.enter_context(temporary_folder("rows")))
         self._config = config
         self.model_files = model_files(config.model.path)
         require_context(self.model_files, config)
         tokenizer = load_tokenizer(config.model.path)
         self._vocabulary = vocabulary(self.model_files, config)
 
-        def opened(sets: tuple[DataSet, ...]) -> tuple[PromptSet, ...]:
+        def opened(sets: Sequence[DataSet]) -> tuple[PromptSet, ...]:
             return tuple(PromptSet(one, config.data, tokenizer, self._vocabulary) for one in sets)
 
         self.train_sets, self.eval_sets = opened(config.data.all_sets), opened(config.eval_sets)
         self._unchecked = check_small(self.train_sets)
-        self._eval = {p.id: p for one in self.eval_sets for p in load_prompts(one)}
+        evaluated = {one.name: load_prompts(one) for one in self.eval_sets}
+        self._eval = {p.id: p for prompts in evaluated.values() for p in prompts}
         self.scored_alike = tuple(
             _reward_set(config, one) for one in (*self.train_sets, *self.eval_sets)
         )
+        names = [(False, one.name) for one in self.train_sets]
+        names += [(True, one.name) for one in self.eval_sets]
+        self._scored_as = {name: index for index, name in enumerate(names)}
         sizes = [len(one) - one.num_dropped for one in self.train_sets]
         self._draws = Draws(
             self.train_sets,
@@ -58,25 +68,28 @@ class Prompts:
             shuffle=config.data.shuffle,
             at_once=config.launched[0],
         )
+        self._asked: asyncio.Queue[DrawPrompts] = asyncio.Queue()
         self.settings: Settings = core_settings(
             config,
             vocabulary=self._vocabulary,
             stop_ids=stop_token_ids(config.model.path, tokenizer),
             sizes=dict(zip((one.name for one in self.train_sets), sizes, strict=True)),
-            num_eval_prompts=len(self._eval),
+            eval_sizes={name: len(prompts) for name, prompts in evaluated.items()},
         )
+        self.tokenizer = tokenizer
 
     @property
     def digest(self) -> str:
         """Of the prompts in their order: a run that goes on with other data would repeat or skip
-        some."""
-        names = "\n".join(f"{one.name} {one.digest}" for one in self.train_sets)
+        some, or lack those of an evaluation that it is in."""
+        sets = (*self.train_sets, *self.eval_sets)
+        names = "\n".join(f"{one.name} {one.digest}" for one in sets)
         return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
     def require_same(self, digest: str) -> None:
         """Raises DataError if the data are not those of this digest."""
         if digest != self.digest:
-            where = ", ".join(f"{one.settings.path}" for one in self.train_sets)
+            where = ", ".join(one.settings.path for one in (*self.train_sets, *self.eval_sets))
             raise DataError(f"{where}: the prompts differ from those the run started with")
 
     def take_waited_s(self) -> float:
@@ -84,13 +97,22 @@ class Prompts:
         waited_s, self._draws.waited_s = self._draws.waited_s, 0.0
         return waited_s
 
-    def get(self, prompt: str, is_eval: bool) -> Prompt:
-        return self._eval[prompt] if is_eval else self._draws.get(prompt)
+    def known(self, prompt: str, is_eval: bool) -> Prompt | None:
+        """None: `get` must read it."""
+        return self._eval[prompt] if is_eval else self._draws.known(prompt)
 
-    def set_of(self, prompt: str, is_eval: bool) -> PromptSet:
-        """The set that a prompt is of."""
-        sets, name = self.eval_sets if is_eval else self.train_sets, prompt.partition("/")[0]
-        return next(one for one in sets if one.name == name)
+    async def get(self, prompt: str, is_eval: bool) -> Prompt:
+        """Any that was drawn, with its row. Raises DataError."""
+        return self._eval[prompt] if is_eval else await self._draws.get(prompt)
+
+    async def in_turn(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns or raises: rows and tokenizers are made for one thread, in which it
+        has its turn."""
+        return await self._draws.in_turn(act)
+
+    def source_of(self, prompt: str) -> str:
+        """`data_source` of a prompt to evaluate on, as verl's rows have it; "" = there is none."""
+        return str(self._eval[prompt].row.get("data_source") or "")
 
     def start(self) -> None:
         self._draws.start()
@@ -107,14 +129,23 @@ class Prompts:
 
     def scored_as(self, prompt: str, is_eval: bool) -> int:
         """Index into `scored_alike` of the set that a prompt is of."""
-        sets = (*self.train_sets, *self.eval_sets)
-        return sets.index(self.set_of(prompt, is_eval))
+        return self._scored_as[is_eval, prompt.partition("/")[0]]
 
-    def draw(self, source: str, count: int) -> tuple[DrawnPrompt, ...]:
+    def ask(self, wanted: DrawPrompts) -> None:
+        """`serve` answers; what comes meanwhile need not wait for it."""
+        self._asked.put_nowait(wanted)
+
+    async def serve(self, feed: Callable[[PromptsDrawn], None]) -> None:
+        """Answers what was asked for, one after the other, until cancelled. Raises DataError."""
+        while True:
+            wanted = await self._asked.get()
+            feed(PromptsDrawn(await self.draw(wanted.source, wanted.count)))
+
+    async def draw(self, source: str, count: int) -> tuple[DrawnPrompt, ...]:
         """The next prompts of the training data, or all evaluation prompts."""
         if source == "eval":
             return tuple(DrawnPrompt(p.id, 0, pack_i32(p.token_ids)) for p in self._eval.values())
-        drawn = self._draws.draw(count)
+        drawn = await self._draws.draw(count)
         return tuple(DrawnPrompt(p.id, epoch, pack_i32(p.token_ids)) for epoch, p in drawn)
 
     def go_on_from(self, num_drawn: int) -> None:
@@ -123,21 +154,27 @@ class Prompts:
 
     def close(self) -> None:
         self._draws.close()
-        if self._rows is not None:
-            self._rows.cleanup()
+        self._folders.close()
 
 
 def with_rows(config: Config, folder: Path) -> Config:
     """Sets that are environments of `verifiers` become files in `folder`. Raises DataError."""
-    sets = config.data.all_sets
-    paths = [rows_file(one.path, "train", config.reward, folder) for one in sets]
-    evaluated = rows_file(config.eval.path, "eval", config.reward, folder)
-    given = tuple(
-        one.model_copy(update={"path": path}) for one, path in zip(sets, paths, strict=True)
+
+    def in_files(sets: Sequence[SomeSet], split: Split) -> tuple[SomeSet, ...]:
+        paths = [rows_file(one.path, split, config.reward, folder) for one in sets]
+        return tuple(
+            one.model_copy(update={"path": path}) for one, path in zip(sets, paths, strict=True)
+        )
+
+    train, evaluated = config.data.all_sets, config.eval_sets
+    data: dict[str, Any] = {"path": "", "subset": "", "split": "", "sets": in_files(train, "train")}
+    evaluation: dict[str, Any] = {"path": "", "sets": in_files(evaluated, "eval")}
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=data),
+            "eval": config.eval.model_copy(update=evaluation),
+        }
     )
-    data = config.data.model_copy(update={"path": "", "subset": "", "split": "", "sets": given})
-    evaluation = config.eval.model_copy(update={"path": evaluated})
-    return config.model_copy(update={"data": data, "eval": evaluation})
 
 
 def _reward_set(config: Config, prompts: PromptSet) -> RewardSet:
@@ -145,11 +182,10 @@ def _reward_set(config: Config, prompts: PromptSet) -> RewardSet:
     given and that no row has."""
     reward, settings = config.reward, prompts.settings
     columns = tuple(sorted(prompts.portable))
-    default = Data.model_fields["answer_key"].default
-    if not prompts.have_answers and settings.answer_key not in (default, *columns):
+    if not prompts.have_answers and settings.answer_key not in (ANSWER_KEY, *columns):
         raise DataError(
-            f"data.answer_key = {settings.answer_key!r}: no row has it; the columns are "
-            f"{', '.join(columns)}"
+            f"data.answer_key = {settings.answer_key!r}: no row of {settings.path} has it; the "
+            f"columns are {', '.join(columns)}"
         )
     functions = settings.reward or reward.functions
     weights = (1.0,) * len(functions)
@@ -162,4 +198,6 @@ def _reward_set(config: Config, prompts: PromptSet) -> RewardSet:
         settings.answer_key,
         columns,
         prompts.have_answers,
+        config.data.as_chat,
+        config.data.system_prompt,
     )

@@ -12,7 +12,7 @@ from lightrl.coordinator.journaling import Journaling
 from lightrl.core.commands import ReplayShards
 from lightrl.core.trainer_feed import Window
 from lightrl.errors import JournalError
-from lightrl.messages import ShardsTaken, TrainShard
+from lightrl.messages.training import ShardsTaken, TrainShard
 
 
 class Replays:

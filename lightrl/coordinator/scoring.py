@@ -1,28 +1,40 @@
 """Finished responses on their way to the reward pool, and what comes back of it.
 
-Owns the pool, and which responses are scored in one call. Must not run user code (rewards/ does),
-nor say what a response without a score is worth: the core does.
+Owns the pool, which responses are scored in one call, and that rows which are not at hand are read
+first, by others than the event loop. Must not run user code (rewards/ does), nor say what a
+response without a score is worth: the core does.
 
 Where functions compare the responses of a prompt, a group waits until all of them have finished.
 That they will is what the core promises of a group that does not race within itself: either they
 have all finished, or the whole group is out.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
+from lightrl.coordinator.first_rows import first_rows
 from lightrl.coordinator.prompts import Prompts
+from lightrl.core import waits
 from lightrl.core.commands import ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import ResponseScored
 from lightrl.core.state import Group, Response, ResponseState, Round, RoundState
+from lightrl.core.unscored import TRIED
+from lightrl.data.prompts import Prompt
 from lightrl.errors import RewardError
 from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
 from lightrl.metrics.samples import SamplesLog
 from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
+from lightrl.rewards.trial import Trials, doubts
+
+# For how long a run waits for what functions say of first rows before its daemons are started, and
+# further forms of a right response are tried.
+PATIENCE_S = 0.5
 
 
 class Scoring:
@@ -37,8 +49,8 @@ class Scoring:
         feed: Callable[[ResponseScored], None],
         report: Callable[[str], None],
     ) -> None:
-        """`log_dir` lies in the run directory. `await start()`, then `pool.run()`; `submit` at any
-        time; `pool.stop()` and `samples.close()` at the end."""
+        """`log_dir` lies in the run directory. `serve` as a task; `submit` at any time;
+        `pool.stop()` and `samples.close()` at the end."""
         sets, steps = prompts.scored_alike, config.train.steps
         self.pool = RewardPool(
             config.reward, sets, tokenizer_dir, log_dir, self._scored, report, steps
@@ -49,32 +61,83 @@ class Scoring:
         self._core = core
         self._records = records
         self._feed = feed
-        self._by_group: tuple[bool, ...] | None = None  # None: not known yet
+        self._report = report
+        self._by_group: tuple[bool, ...] | None = None  # None: not open yet
         self._early: list[ScoreResponse] = []  # until it is
         self._gathered = GatheredGroups()
+        self._unread: asyncio.Queue[Sequence[Response]] = asyncio.Queue()  # of one prompt each
+        self._num_unread = 0  # responses in there
+        self._prompt_texts: dict[tuple[str, int], str] = {}  # of (response, attempt) in the pool
+        self._trials = Trials(config.reward, prompts.tokenizer, prompts.in_turn)
+        records.waits.scoring = lambda: waits.Scoring(self._num_unscored, config.reward.workers)
 
-    async def start(self) -> None:
-        """Raises RewardError, one line, if the functions cannot be used."""
+    @property
+    def _num_unscored(self) -> int:
+        """Responses in the pool, or on the way to it."""
+        return len(self._early) + self._num_unread + len(self._prompt_texts)
+
+    async def serve(
+        self, announce: Callable[[], Coroutine[Any, Any, None]], tries_rows: bool
+    ) -> None:
+        """Until it is cancelled. `announce`: that the functions can be used, as soon as that is
+        known. With `tries_rows` they are tried with a row of each set, before any response is
+        scored; if that takes long, it goes on beside whatever is announced.
+
+        Raises RewardError, one line, if they cannot be used or never say anything, or if the
+        workers cannot be kept alive; DataError for a row that cannot be read.
+        """
         await self.pool.start()
-        self._by_group = self.pool.by_group
-        require_whole_groups(self._config, self._by_group)
-        early, self._early = self._early, []
-        for command in early:
-            self.submit(command)
+        require_whole_groups(self._config, self.pool.by_group)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.pool.run(), name="pool")
+            tasks.create_task(self._read(), name="rows")
+            trying = tasks.create_task(self._try_rows(tries_rows), name="first rows")
+            await asyncio.wait({trying}, timeout=PATIENCE_S)
+            tasks.create_task(announce(), name="announce")
+            await trying
+            self._by_group = self.pool.by_group
+            early, self._early = self._early, []
+            for command in early:
+                self.submit(command)
+
+    async def _try_rows(self, is_wanted: bool) -> None:
+        rows = await first_rows(self._config, self._prompts) if is_wanted else ()
+        for each in await self._trials.run(self.pool, rows, PATIENCE_S):
+            for line in doubts(self._config.reward, each):
+                self._report(f"{TRIED}{line}")
 
     def submit(self, command: ScoreResponse) -> None:
         response, group = command.response, command.response.group
         if self._by_group is None:
             self._early.append(command)
         elif not self._by_group[self._prompts.scored_as(group.prompt.id, group.round.is_eval)]:
-            self.pool.submit(self._job(response))
+            self._hand_over((response,))
         elif self._gathered.add(response):
-            self.pool.submit(*map(self._job, group.responses))
+            self._hand_over(group.responses)
 
-    def _job(self, r: Response) -> RewardJob:
+    def _hand_over(self, responses: Sequence[Response]) -> None:
+        group = responses[0].group
+        task = self._prompts.known(group.prompt.id, group.round.is_eval)
+        if task is None:
+            self._num_unread += len(responses)
+            self._unread.put_nowait(responses)
+        else:
+            self.pool.submit(*(self._job(r, task) for r in responses))
+
+    async def _read(self) -> None:
+        """Rows of prompts that were drawn long ago, or by another process."""
+        while True:
+            responses = await self._unread.get()
+            group = responses[0].group
+            task = await self._prompts.get(group.prompt.id, group.round.is_eval)
+            self._num_unread -= len(responses)
+            if self._core.table.responses.get(responses[0].id) is responses[0]:  # still wanted
+                self.pool.submit(*(self._job(r, task) for r in responses))
+
+    def _job(self, r: Response, task: Prompt) -> RewardJob:
         group = r.group
-        task = self._prompts.get(group.prompt.id, group.round.is_eval)
         assert r.finish_reason is not None
+        self._prompt_texts[r.id, r.attempt] = task.text
         return RewardJob(
             r.id,
             r.attempt,
@@ -88,17 +151,25 @@ class Scoring:
         )
 
     def _scored(self, result: RewardResult) -> None:
+        if self._trials.take(result):
+            return
+        prompt = self._prompt_texts.pop((result.response, result.attempt))
         response = self._core.table.responses.get(result.response)
         done = response is not None and response.state is ResponseState.DONE
         # one that came too late is no figure and no sample
         if response is not None and done and response.attempt == result.attempt:
             self._records.scored(response, result.metrics, result.failure, result.duration_s)
-            task = self._prompts.get(response.group.prompt.id, response.group.round.is_eval)
             self.samples.write(
-                response, task.text, result.text, result.reward, result.metrics, result.failure
+                response,
+                prompt,
+                result.text,
+                result.reward,
+                result.metrics,
+                result.failure,
+                result.extras,
             )
             text = result.text + "".join(f"\n[{k}: {v}]" for k, v in result.extras.items())
-            self._records.sample(sample_of(response, task.text, text, result.reward))
+            self._records.sample(sample_of(response, prompt, text, result.reward))
         self._feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError, DataError
@@ -17,12 +17,14 @@ def core_settings(
     vocabulary: int,
     stop_ids: tuple[int, ...],
     sizes: Mapping[str, int],
-    num_eval_prompts: int,
+    eval_sizes: Mapping[str, int],
 ) -> Settings:
-    """`sizes`: prompts of each set. Raises DataError if there are fewer than a round launches."""
-    _require_enough(config, sizes)
+    """`sizes`, `eval_sizes`: prompts of each set, to train and to evaluate on. Raises DataError if
+    there are fewer to train on than a round launches."""
+    if not config.eval.checkpoint:
+        _require_enough(config, sizes)
     num_prompts = sum(sizes.values())
-    settings = settings_of(config, num_prompts, num_eval_prompts, vocabulary, stop_ids)
+    settings = settings_of(config, num_prompts, eval_sizes, vocabulary, stop_ids)
     return replace(settings, num_trainers=config.train.nodes)
 
 
@@ -55,10 +57,13 @@ def require_context(files: Mapping[str, bytes], config: Config) -> None:
         return
     limit = config.data.max_prompt_length
     default = " (the default)" if "max_prompt_length" not in config.data.model_fields_set else ""
+    key, tokens = "rollout.max_response_length", config.rollout.max_response_length
+    if config.max_trained_length <= longest:
+        key, tokens = config.eval.longest(tokens)
     raise ConfigError(
-        f"data.max_prompt_length = {limit}{default} and rollout.max_response_length = "
-        f"{config.rollout.max_response_length} are {config.max_model_length} tokens: the model's "
-        f"context (max_position_embeddings) is {longest}; lower one of them"
+        f"data.max_prompt_length = {limit}{default} and {key} = {tokens} add up to "
+        f"{limit + tokens:,} tokens, but the model's context (max_position_embeddings) is "
+        f"{longest:,}; lower one of them"
     )
 
 

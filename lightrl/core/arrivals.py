@@ -16,7 +16,7 @@ from lightrl.core.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState
 from lightrl.errors import InvariantViolation
-from lightrl.messages import ResponseTokens, TokenChunk
+from lightrl.messages.responses import ResponseTokens, TokenChunk
 
 
 class Arrivals:
@@ -53,7 +53,7 @@ class Arrivals:
             self._outbox.record(TokensTaken(version, tuple(self._taken)))
         num_tokens = node.num_tokens - before
         node.observe(now, batch, context, len(self._taken), num_tokens)
-        if node.has_become_slow():
+        if node.speed.has_become_slow():
             table.mark_slow()
         table.counters.count_tokens(num_tokens, table.is_evaluating)
         return problem
@@ -86,8 +86,8 @@ class Arrivals:
                 return "sent a logprob that is not finite"
             num_new = len(new)
             held += num_new
-            if held > settings.max_response_tokens:
-                return f"sent more than {settings.max_response_tokens} tokens for one response"
+            if held > group.max_response_tokens:
+                return f"sent more than {group.max_response_tokens} tokens for one response"
             _append(response, version, data, logprobs)
             node.add_tokens(response, num_new, finish is None)
             self._taken.append(item)

@@ -75,7 +75,8 @@ class Balance:
         if has_ended or not self._settings.migration or not self._is_worth_a_look():
             self.deadline = None
         elif self.deadline is None:
-            pause_s = PAUSE_S + len(self._fleet.ready) * PAUSE_S_PER_NODE
+            pause_s = self._settings.look_pause * PAUSE_S
+            pause_s += len(self._fleet.ready) * PAUSE_S_PER_NODE
             self.deadline = max(now, self._looked_at + pause_s)
 
     def _is_worth_a_look(self) -> bool:

@@ -18,7 +18,13 @@ is found out by others, who all say so here:
 - Whoever is late for another reason: the next boundary, to which others bring the run.
 """
 
-from lightrl.broadcast_messages import (
+from lightrl.core.broadcast_groups import MAX_MARKS, BroadcastGroups, Candidate, Phase, choose
+from lightrl.core.commands import Outbox
+from lightrl.core.events import BroadcastNews
+from lightrl.core.offers import PULLING, Offers
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, NodeState
+from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
@@ -28,12 +34,6 @@ from lightrl.broadcast_messages import (
     SendBroadcast,
     VersionTaken,
 )
-from lightrl.core.broadcast_groups import MAX_MARKS, BroadcastGroups, Candidate, Phase, choose
-from lightrl.core.commands import Outbox
-from lightrl.core.events import BroadcastNews
-from lightrl.core.offers import PULLING, Offers
-from lightrl.core.settings import Settings
-from lightrl.core.state import Node, NodeState
 
 FORMING_TIMEOUTS = 2  # times the time limit of members, who say before it why they are not there
 UNREACHABLE = "cannot reach the trainer"

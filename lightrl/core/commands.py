@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from lightrl.core.log_entries import LogEntry
 from lightrl.core.state import Response, Round, RunState
-from lightrl.messages import Message
+from lightrl.messages.message import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from lightrl.core.arrivals import Arrivals
 from lightrl.core.backlog import Backlog
 from lightrl.core.balance import Balance
 from lightrl.core.commands import Command, Outbox
+from lightrl.core.deadlines import earliest
 from lightrl.core.ending import Ending
 from lightrl.core.engine_sizes import EngineSizes
 from lightrl.core.events import (
@@ -53,19 +54,12 @@ from lightrl.core.responses import ResponseTable
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
-from lightrl.core.sides import Sides, rule_of
+from lightrl.core.sides import Sides
 from lightrl.core.state import Node, NodeState, Response, RunState
 from lightrl.core.versions import Versions
-from lightrl.messages import (
-    ENDING,
-    Abort,
-    Drain,
-    Hello,
-    TokenChunk,
-    WeightsFailed,
-    WeightsReady,
-    Welcome,
-)
+from lightrl.messages.nodes import ENDING, Drain, Hello, Welcome
+from lightrl.messages.responses import Abort, TokenChunk
+from lightrl.messages.weights import WeightsFailed, WeightsReady
 
 
 class Coordinator:
@@ -87,7 +81,7 @@ class Coordinator:
         self.trainer_feed = self.steps.trainer_feed
         self.ending = ending = Ending(settings, fleet, self.steps, out)
         self.versions = Versions(fleet, self.steps, ending, out)
-        self.sides = sides = Sides(fleet, table, predictor, rule_of(settings))
+        self.sides = sides = Sides(settings, fleet, table, predictor)
         self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
         self.sizes = EngineSizes(
             settings, fleet, table, self.backlog, predictor, ending, self.outbox
@@ -181,9 +175,9 @@ class Coordinator:
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
         fleet, ends_at = self.fleet, self.ending.patience_ends_at
-        times = (fleet.lease_check_at, fleet.broadcasts.deadline, self.balance.deadline, ends_at)
-        times += (self.handover.deadline, self.sizes.deadline)
-        return min((t for t in times if t is not None), default=None)
+        of_fleet = fleet.lease_check_at, fleet.broadcasts.deadline
+        of_sides = self.handover.deadline, self.sizes.deadline
+        return earliest(*of_fleet, self.balance.deadline, ends_at, *of_sides)
 
     # Weights
 

@@ -6,7 +6,7 @@ had and how they are applied: weights/delta/encoding.py.
 
 from collections.abc import Iterable
 
-from lightrl.messages import DeltaOffer
+from lightrl.messages.weights import DeltaOffer
 
 MAX_CHAIN = 8  # steps that a node may be behind and still get differences
 MAX_SHARE = 0.75  # of the version's bytes: what a chain may have at most

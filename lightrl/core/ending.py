@@ -11,7 +11,8 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
 from lightrl.core.state import RunState
-from lightrl.messages import Drain
+from lightrl.messages.fields import MAX_TEXT
+from lightrl.messages.nodes import Drain
 
 
 class Ending:
@@ -34,6 +35,11 @@ class Ending:
         """Of a run that ends."""
         return self._outcome if self.is_over else RunState.FINISHING
 
+    @property
+    def _farewell(self) -> str:
+        """What nodes are told. Example: run finished: 100 steps done"""
+        return f"run {self._outcome}: {self._reason}"[:MAX_TEXT]
+
     def begin(self, outcome: RunState, reason: str) -> None:
         """Asks every node to leave; the run is over when all have. A failure outranks a success."""
         if self.has_begun:
@@ -46,7 +52,7 @@ class Ending:
         tell(reason)
         for name in self._fleet.nodes:
             if name not in self._fleet.trainers:
-                self._outbox.send(name, Drain(name, reason))
+                self._outbox.send(name, Drain(name, self._farewell))
         self.dismiss_trainer()
 
     def conclude(self) -> None:
@@ -56,7 +62,7 @@ class Ending:
             for name in self._fleet.trainers.names:
                 if name not in self._dismissed:
                     self._dismissed.add(name)
-                    self._outbox.send(name, Drain(name, self._reason))
+                    self._outbox.send(name, Drain(name, self._farewell))
         if not self._fleet.nodes and not self.awaits_trainer:
             self.is_over = True
             self._outbox.add(Finish(self._outcome, self._reason))
@@ -67,7 +73,7 @@ class Ending:
         is_behind = self._trainer_feed.stands_at != self._settings.num_steps
         has_work = self._ends_as(RunState.FINISHED) and is_behind
         if trainer is not None and not has_work and not self._hands_over:
-            self._outbox.send(trainer, Drain(trainer, self._reason))
+            self._outbox.send(trainer, Drain(trainer, self._farewell))
 
     @property
     def awaits_trainer(self) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from lightrl.core import rounds
 from lightrl.core.backlog import Backlog
 from lightrl.core.commands import Outbox
+from lightrl.core.deadlines import earliest
 from lightrl.core.ending import Ending
 from lightrl.core.fleet import Fleet
 from lightrl.core.length_predictor import LengthPredictor
@@ -25,8 +26,8 @@ from lightrl.core.responses import ResponseTable
 from lightrl.core.round_time import EngineKind, prior_lengths, round_s
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState, Round, RoundState
-from lightrl.messages import Load
-from lightrl.sharing_messages import Release, Wake
+from lightrl.messages.load import Load
+from lightrl.messages.sharing import Release, Wake
 
 MAX_LENGTHS = 256  # of a round, that are remembered
 AWAKE = {NodeState.JOINING, NodeState.LOADING, NodeState.READY, NodeState.UPDATING}
@@ -121,7 +122,7 @@ class EngineSizes:
     @property
     def deadline(self) -> float | None:
         waits = None if self._none_since is None else self._none_since + self._settings.release_s
-        return min((t for t in (waits, self._released_by) if t is not None), default=None)
+        return earliest(waits, self._released_by)
 
     def late(self, now: float) -> list[Node]:
         """Nodes that have not given their devices back."""

@@ -3,26 +3,24 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightrl.broadcast_messages import (
+from lightrl.core.state import DrawnPrompt
+from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
     BroadcastSums,
 )
-from lightrl.core.state import DrawnPrompt
-from lightrl.messages import (
+from lightrl.messages.nodes import Heartbeat, Hello
+from lightrl.messages.responses import TokenChunk
+from lightrl.messages.sharing import Parked, Released
+from lightrl.messages.training import ShardsTaken, StepDone
+from lightrl.messages.weights import (
     BadSource,
-    Heartbeat,
-    Hello,
     PublishWeights,
-    ShardsTaken,
-    StepDone,
-    TokenChunk,
     WeightsEndpoint,
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.sharing_messages import Parked, Released
 
 
 @dataclass(frozen=True, slots=True)

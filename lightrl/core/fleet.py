@@ -20,13 +20,10 @@ from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shar
 from lightrl.core.speed import Speed
 from lightrl.core.state import Node, NodeState
 from lightrl.core.trainers import Trainers
-from lightrl.messages import (
-    PROTOCOL,
+from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
+from lightrl.messages.weights import (
     BadSource,
     DeltaOffer,
-    Drain,
-    Heartbeat,
-    Hello,
     PublishWeights,
     WeightsEndpoint,
     WeightsFailed,
@@ -106,6 +103,7 @@ class Fleet:
             heard_at=now,
             pid=hello.pid,
             host=hello.host,
+            joined_at=now,
             speed=speed,
             gain=gain,
             number=self.num_joined,
@@ -149,9 +147,9 @@ class Fleet:
 
     def hear(self, name: str, heartbeat: Heartbeat, now: float) -> None:
         if (node := self.nodes.get(name)) is not None:
-            node.heard_at, node.load = now, heartbeat.load
+            node.heard_at, node.load, node.weights = now, heartbeat.load, heartbeat.weights
             node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
-            node.num_workers, node.weights = heartbeat.num_workers, heartbeat.weights
+            node.num_workers, node.is_saving = heartbeat.num_workers, heartbeat.is_saving
 
     def _typical(self) -> tuple[Speed, Gain]:
         """What to expect of a node not heard of yet: the mean of some that were. Between two steps

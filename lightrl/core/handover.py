@@ -13,6 +13,7 @@ measured by it. It is not told to wake before it has answered.
 """
 
 from lightrl.core.commands import Outbox
+from lightrl.core.deadlines import earliest
 from lightrl.core.device_times import DeviceTimes
 from lightrl.core.ending import Ending
 from lightrl.core.fleet import Fleet
@@ -22,8 +23,9 @@ from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import NO_PARTS, NO_TRAINER
 from lightrl.core.sides import Sides
 from lightrl.core.state import Node, NodeState, Round, RoundState
-from lightrl.messages import Hello, StepDone
-from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
+from lightrl.messages.nodes import Hello
+from lightrl.messages.sharing import Park, Parked, Release, Released, Wake
+from lightrl.messages.training import StepDone
 
 AWAKE = {NodeState.JOINING, NodeState.LOADING, NodeState.READY, NodeState.UPDATING}
 RESTING = {NodeState.RELEASING, NodeState.RELEASED}
@@ -141,8 +143,7 @@ class Handover:
 
     @property
     def deadline(self) -> float | None:
-        times = (self._released_by, self._sides.look_again_at)
-        return min((t for t in times if t is not None), default=None)
+        return earliest(self._released_by, self._sides.look_again_at)
 
     def late(self, now: float) -> list[Node]:
         """Nodes that have not given their devices back."""

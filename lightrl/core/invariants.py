@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightrl.core import race
+from lightrl.core import race, rounds
 from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
 from lightrl.core.handover import RESTING
 from lightrl.core.offers import PULLING
@@ -214,7 +214,7 @@ def _response(core: "Coordinator", round: Round, r: Response) -> None:
     _require(len(r.tokens) == len(r.logprobs), f"{r.id}: tokens and logprobs differ in length")
     covered = all(n > 0 for _, n in r.spans) and sum(n for _, n in r.spans) == len(r.tokens)
     _require(covered, f"{r.id}: version spans do not cover its tokens")
-    _require(len(r.tokens) <= core.settings.max_response_tokens, f"{r.id} is too long")
+    _require(len(r.tokens) <= r.group.max_response_tokens, f"{r.id} is too long")
     for version, _ in r.spans:
         fresh = round.step - core.settings.max_staleness <= version <= round.step
         _require(fresh, f"{r.id} has tokens of version {version} in step {round.step}")
@@ -234,15 +234,16 @@ def _round(core: "Coordinator", round: Round) -> None:
         _require(group.num_open == unsettled, f"{group.id}: {unsettled} responses are open")
         num_open += unsettled > 0
         _require(
-            len(group.responses) == round.responses_launched, f"{group.id} has too few responses"
+            len(group.responses) == rounds.num_launched(core.settings, group),
+            f"{group.id} has too few responses",
         )
         if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}:
             skipped = sum(r.scored and r.reward is None for r in group.responses)
             skips = core.settings.skips_unscored or round.is_eval
-            least = round.group_size - skips * skipped
-            least = max(least, 0 if round.is_eval else min(race.MIN_COMPARED, round.group_size))
+            least = group.size - skips * skipped
+            least = max(least, 0 if round.is_eval else min(race.MIN_COMPARED, group.size))
             _require(
-                least <= len(group.kept) <= round.group_size,
+                least <= len(group.kept) <= group.size,
                 f"{group.id} keeps {len(group.kept)} responses",
             )
             unscored = [r.id for r in group.kept if not r.scored]

@@ -15,7 +15,7 @@ from lightrl.core.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
 from lightrl.core.unscored import UnscoredSteps
-from lightrl.messages import FinishReason
+from lightrl.messages.responses import FinishReason
 
 
 class Judge:

@@ -24,6 +24,8 @@ class Memory:
     )
     finished: dict[str, int] = field(default_factory=dict[str, int])
     counts: tuple[float, ...] = ()
+    # of each set to evaluate on
+    longest: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class LengthPredictor:
@@ -33,15 +35,19 @@ class LengthPredictor:
         self._lengths: dict[str, tuple[int, list[int]]] = {}
         # prompt -> longest response trained in its newest epoch
         self._finished: dict[str, int] = {}
+        # set to evaluate on -> longest response of its newest evaluation
+        self._longest: dict[str, int] = {}
         self._counts = [0.0] * NUM_BINS  # of all finished responses, by length
         self._means: list[float] | None = None  # of those longer than a bin's lower end
 
     def memory(self) -> Memory:
-        return Memory(dict(self._lengths), dict(self._finished), tuple(self._counts))
+        counts = tuple(self._counts)
+        return Memory(dict(self._lengths), dict(self._finished), counts, dict(self._longest))
 
     def recall(self, memory: Memory) -> None:
         """Everything known is replaced."""
         self._lengths, self._finished = dict(memory.lengths), dict(memory.finished)
+        self._longest = dict(memory.longest)
         self._counts = list(memory.counts) or [0.0] * NUM_BINS
         self._means = None
 
@@ -57,6 +63,22 @@ class LengthPredictor:
         for group in round.accepted:
             self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
 
+    def learn_evaluation(self, round: Round) -> None:
+        """What an evaluation says of its own prompts; of training it says nothing, that samples
+        otherwise and is cut elsewhere."""
+        longest: dict[str, int] = {}
+        for group in round.groups.values():
+            lengths = [len(r.tokens) for r in group.responses if r.tokens]
+            if lengths:
+                self._lengths[group.key] = (group.prompt.epoch, lengths)
+                longest[group.set] = max(longest.get(group.set, 0), *lengths)
+        self._longest = longest
+
+    def longest_of_set(self, group: Group) -> int:
+        """The longest response that an evaluation had last of the set that this prompt is of; its
+        limit, if none is known."""
+        return self._longest.get(group.set, group.max_response_tokens)
+
     def _remember(self, group: Group) -> None:
         """A group that was put off says less than its last epoch, unless it came farther."""
         lengths = [len(r.tokens) for r in group.responses if r.tokens]
@@ -70,7 +92,8 @@ class LengthPredictor:
     def mean(self, group: Group) -> float | None:
         """Expected length of the group's responses; None = earlier epochs say nothing."""
         epoch, known = self._lengths.get(group.prompt.id, (0, []))
-        return sum(known) / len(known) if known and epoch < group.prompt.epoch else None
+        is_new = group.round.is_eval or epoch >= group.prompt.epoch
+        return None if is_new or not known else sum(known) / len(known)
 
     def lengths(self, prompt: str) -> list[float]:
         """Of this prompt's responses when they were sampled last; one that had come as far as any
@@ -83,21 +106,23 @@ class LengthPredictor:
     def expect(self, response: Response) -> float:
         """Expected whole length of a response that goes on, given what it has already.
 
-        The mean of the longer ones among its prompt's last epoch and its finished siblings; where
-        there are none, of all responses of recent rounds.
+        The mean of the longer ones among its prompt's last epoch, or evaluation, and its finished
+        siblings; where there are none, of all responses of recent rounds, or the limit.
         """
         held = len(response.tokens)
         group = response.group
-        longer = [n for n in self._lengths.get(group.prompt.id, (0, []))[1] if n > held]
+        longer = [n for n in self._lengths.get(group.key, (0, []))[1] if n > held]
         if group.finishers:
             longer += [len(r.tokens) for r in group.responses if r.scored and len(r.tokens) > held]
         if longer:
             return sum(longer) / len(longer)
-        return min(self._tail_mean(held), float(self._max_tokens))
+        if group.round.is_eval:  # of a set with a higher limit first: nothing else tells them apart
+            return float(group.max_response_tokens)
+        return min(self._tail_mean(held), float(group.max_response_tokens))
 
     def expect_longest(self, response: Response) -> float:
         """As if nothing were known."""
-        return float(self._max_tokens)
+        return float(response.group.max_response_tokens)
 
     def finished(self, prompt: str) -> int | None:
         """When this prompt's group finished in its last epoch: the length of its longest kept

@@ -17,7 +17,9 @@ from lightrl.core.planner import PlannerMemory
 from lightrl.core.sides_memory import SidesMemory
 from lightrl.core.state import DrawnPrompt, RoundKind
 from lightrl.core.worth import Learned
-from lightrl.messages import Canary, ResponseTokens, StepDone, TrainShard, WeightsBase
+from lightrl.messages.responses import ResponseTokens
+from lightrl.messages.training import StepDone, TrainShard
+from lightrl.messages.weights import Canary, WeightsBase
 
 
 @dataclass(frozen=True, slots=True)

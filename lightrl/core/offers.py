@@ -13,7 +13,7 @@ from lightrl.core.delta_chain import DeltaChain
 from lightrl.core.settings import Settings
 from lightrl.core.sources import Ring, choose
 from lightrl.core.state import Node, NodeState
-from lightrl.messages import (
+from lightrl.messages.weights import (
     BadSource,
     Canary,
     DeltaOffer,

@@ -6,7 +6,7 @@ Pure. Which response runs where is decided in `placement` and `responses`.
 
 from collections.abc import Iterable, Iterator
 
-from lightrl.messages import Generate, ResponseRequest, Sampling
+from lightrl.messages.responses import Generate, ResponseRequest, Sampling
 
 MAX_ORDER_BYTES = 8 << 20  # of tokens in one message
 OF_REQUEST = 512  # bytes of a request without its tokens, at most

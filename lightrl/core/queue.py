@@ -7,8 +7,8 @@ from lightrl.core.placement import Foresee
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, ResponseState
 
-# of the round, resumed or not, by length, of arrival: that is unique
-Entry = tuple[int, bool, float, int, Response]
+# of the round, resumed or not, by what its set may take, by length, of arrival: that is unique
+Entry = tuple[int, bool, int, float, int, Response]
 
 
 class WorkQueue:
@@ -29,12 +29,20 @@ class WorkQueue:
         """Entries, those that will be skipped included."""
         return len(self._heap) - len(self._taken)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether `waiting` is not empty; looks no further than the first."""
+        return any(_is_valid(number, response) for *_, number, response in self._heap)
+
     def waiting(self) -> list[Response]:
         """In no order."""
         return [response for *_, number, response in self._heap if _is_valid(number, response)]
 
     def push(self, response: Response, resumed: bool = False) -> None:
         """Older rounds first, then what is resumed, then what is predicted to run longest.
+
+        In an evaluation the set with the longest responses comes first: one of its prompts that is
+        short on average may have a sample as long as any.
 
         With steps that overlap, every other one goes by ascending length instead: a node that ends
         one step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv
@@ -48,7 +56,8 @@ class WorkQueue:
         response.queued_as = self._num_pushed
         length = tokens if ascending else -tokens
         self.tokens += tokens
-        entry = (order, not resumed, length, self._num_pushed, response)
+        of_set = -response.group.longest_of_set
+        entry = (order, not resumed, of_set, length, self._num_pushed, response)
         heapq.heappush(self._heap, entry)
         if self._shortest is not None:
             heapq.heappush(self._shortest, _turned(entry))
@@ -59,7 +68,7 @@ class WorkQueue:
         if shortest:
             return self._pop_shortest()
         while self._heap:
-            _, _, length, number, response = heapq.heappop(self._heap)
+            *_, length, number, response = heapq.heappop(self._heap)
             if number in self._taken:
                 self._taken.discard(number)
             else:
@@ -75,7 +84,7 @@ class WorkQueue:
             self._shortest = [_turned(entry) for entry in self._heap]
             heapq.heapify(self._shortest)
         while self._shortest:
-            _, _, length, number, response = heapq.heappop(self._shortest)
+            *_, length, number, response = heapq.heappop(self._shortest)
             if _is_valid(number, response):
                 response.queued_as = 0
                 self._taken.add(number)
@@ -94,8 +103,8 @@ class WorkQueue:
 
 
 def _turned(entry: Entry) -> Entry:
-    order, is_new, length, number, response = entry
-    return order, is_new, -length, number, response
+    order, is_new, of_set, length, number, response = entry
+    return order, is_new, -of_set, -length, number, response
 
 
 def _is_valid(number: int, response: Response) -> bool:

@@ -48,8 +48,7 @@ def finish_of_group(group: Group) -> tuple[int, int]:
 
 def bound(settings: Settings, group: Group) -> int:
     """Tokens at which a response that still goes on has lost, as its siblings have finished."""
-    round = group.round
-    if not round.races or len(group.finishers) < round.group_size:
+    if not group.round.races or len(group.finishers) < group.size:
         return UNBOUNDED
     return DECIDED if settings.tail.race == "clock" else _last_kept(group)[0]
 
@@ -132,13 +131,13 @@ def is_out(group: Group) -> bool:
     or the cut came first must not matter.
     """
     in_time = bisect.bisect_right(group.finishers, (group.round.cut, UNBOUNDED))
-    if group.num_open + in_time < group.round.group_size:
+    if group.num_open + in_time < group.size:
         return True
     return not group.num_open and not _can_be_compared(group)
 
 
 def _can_be_compared(group: Group) -> bool:
-    least = min(MIN_COMPARED, group.round.group_size)
+    least = min(MIN_COMPARED, group.size)
     return group.round.is_eval or len(group.kept) >= least
 
 
@@ -160,7 +159,7 @@ def is_surplus_flat(settings: Settings, group: Group) -> bool:
 
 def _last_kept(group: Group) -> tuple[int, int]:
     """(finishing time, index) of the last response that is kept as things stand."""
-    keep = group.round.group_size
+    keep = group.size
     return group.finishers[keep - 1] if len(group.finishers) >= keep else (UNBOUNDED, 0)
 
 
@@ -169,5 +168,5 @@ def _earliest(group: Group) -> int:
     times = [time for time, _ in group.finishers]
     times += [len(r.tokens) + (not r.finish_reason) for r in group.responses if not r.resolved]
     times.sort()
-    keep = group.round.group_size
+    keep = group.size
     return times[keep - 1] if len(times) >= keep else UNBOUNDED

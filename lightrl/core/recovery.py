@@ -37,7 +37,8 @@ from lightrl.core.state import (
     RoundState,
 )
 from lightrl.errors import InvariantViolation, JournalError
-from lightrl.messages import FinishReason, ResponseTokens, StepDone
+from lightrl.messages.responses import FinishReason, ResponseTokens
+from lightrl.messages.training import StepDone
 
 MAX_TOKENS_TOLD = 1 << 20  # in one entry: some 8 MiB
 

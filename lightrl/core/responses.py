@@ -17,7 +17,7 @@ from lightrl.core.placement import Foresee
 from lightrl.core.queue import WorkQueue
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState, Round
-from lightrl.messages import Abort, ResponseRequest, Sampling
+from lightrl.messages.responses import Abort, ResponseRequest, Sampling
 
 
 class ResponseTable:
@@ -137,7 +137,7 @@ class ResponseTable:
                 response.move(ResponseState.QUEUED)
                 self.counters.migrations += 1
                 self.counters.responses_moved += 1
-            key = (node.name, response.group.round.sampling)
+            key = (node.name, response.group.sampling)
             sent.setdefault(key, []).append(self._place(response, node))
         version = self._fleet.published.policy_version if self._fleet.published is not None else 0
         for (name, sampling), requests in sent.items():
@@ -153,7 +153,7 @@ class ResponseTable:
             seed=response.seed,
             prompt=response.group.prompt.tokens,
             prefix=encode(response.tokens),
-            max_new_tokens=self._settings.max_response_tokens - len(response.tokens),
+            max_new_tokens=response.group.max_response_tokens - len(response.tokens),
         )
 
     def run(self, response: Response, node: Node, attempt: int) -> None:

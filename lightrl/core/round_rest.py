@@ -47,7 +47,7 @@ def rest_of(round: Round, expect: Foresee) -> Rest:
             rest.done += sum(len(r.tokens) for r in group.kept)
         elif group.state is GroupState.OPEN and lengths:
             left.sort()
-            kept = min(round.group_size, len(lengths))
+            kept = min(group.size, len(lengths))
             until = left[kept - 1]
             rest.groups.append((until, sum(sorted(lengths)[:kept])))
     rest.kv_tokens = peak_context(running)

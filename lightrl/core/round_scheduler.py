@@ -5,6 +5,7 @@ is decided in `rounds`, who wins it in `race`; which node does the work is no co
 """
 
 from collections import deque
+from statistics import median
 
 from lightrl.core import race, rounds, staleness
 from lightrl.core.backlog import Backlog, PutOff
@@ -19,8 +20,9 @@ from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundState
 from lightrl.core.trainer_feed import TrainerFeed
-from lightrl.messages import StepDone
+from lightrl.messages.training import StepDone
 
+STEPS_REMEMBERED = 8
 DRAWS_PER_ROUND = 32  # of replacements, about; each looks at all prompts of the round
 
 
@@ -37,7 +39,7 @@ class RoundScheduler:
         outbox: Outbox,
         now: float,
     ) -> None:
-        self.step = 0  # optimizer steps done
+        self.step = settings.first_step  # optimizer steps done
         self.evaluated: int | None = None  # the policy version evaluated last
         self._backlog = backlog
         self.finished = False  # nothing is left to be opened
@@ -49,11 +51,12 @@ class RoundScheduler:
         self._predictor = predictor
         self._scaling = scaling
         self._outbox = outbox
-        self.opened = 0  # training rounds
+        self.opened = settings.first_step  # training rounds, with those before the run
         self.last_cut = 0  # tokens, of the newest short round that closed
         self._step_began = now
         self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
         self._step_done: StepDone | None = None
+        self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
 
     def _on_settled_groups(self) -> None:
         """What follows when groups are over: others are drawn for those that are out, and those
@@ -65,8 +68,10 @@ class RoundScheduler:
             self._accept_decided(round)
 
     def _accept_decided(self, round: Round) -> None:
-        """The trainer gets what is certain to belong to the step, while others still generate."""
-        if round.is_eval or not race.is_recheck_due(round):
+        """The trainer gets what is certain to belong to the step, while others still generate.
+        Nothing is, before it is known who takes part."""
+        is_filling = round.state is RoundState.FILLING
+        if round.is_eval or is_filling or not race.is_recheck_due(round):
             return
         self._judge.accept_decided(round)
         self._scaling.accept(round)
@@ -222,6 +227,7 @@ class RoundScheduler:
         self._judge.unscored.close(round, self._table.counters.trained_responses)
         if round.is_eval:
             self.evaluated = round.step
+            self._predictor.learn_evaluation(round)
             round.move(RoundState.CLOSED)
             self._outbox.add(CloseRound(round))
             self._table.retire()
@@ -247,7 +253,8 @@ class RoundScheduler:
         round.move(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
-        closed_at = max(round.closed_at, self._step_began)
+        closed_at = self.train_began(round)
+        self._train_s.append(round.published_at - closed_at)
         self._outbox.add(
             CloseStep(
                 step=round.step,
@@ -260,6 +267,20 @@ class RoundScheduler:
         self._scaling.learn(round, now - self._step_began, done.metrics)
         self._step_began = now
         self._table.retire()
+
+    def train_began(self, round: Round) -> float:
+        """When nothing but training was left of the step of a round that has closed."""
+        return max(round.closed_at, self._step_began)
+
+    @property
+    def usual_train_s(self) -> float | None:
+        """Of the newest steps, from then on to the new version; None before there are any."""
+        return median(self._train_s) if self._train_s else None
+
+    @property
+    def is_step_done(self) -> bool:
+        """The trainer has finished the step that it is at; nodes may still have to load it."""
+        return self._is_trained()
 
     def training(self) -> Round | None:
         """The round that the trainer is at; rounds of later steps wait for it."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightrl.load_messages import StepCosts
+from lightrl.messages.load import StepCosts
 
 MAX_EVENTS = 20_000  # of the engine that is played; the rest goes on as it went until then
 GOLDEN = 0.6180339887498949  # an order in which short and long ones come evenly

@@ -63,25 +63,20 @@ def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Rou
     return Round(
         kind=kind,
         step=step,
-        sampling=settings.sampling,
         needed=settings.prompts_per_step,
-        group_size=settings.group_size,
         prompts_launched=settings.prompts_launched if races else settings.prompts_per_step,
-        responses_launched=settings.responses_launched if races else settings.group_size,
         opened_at=now,
     )
 
 
 def evaluation(settings: Settings, step: int, now: float) -> Round:
-    """Of the policy after `step` steps; all evaluation prompts, nothing raced or dropped."""
+    """Of the policy after `step` steps; the prompts of all sets at once, so that none waits for the
+    longest responses of another; nothing raced or dropped."""
     return Round(
         kind="eval",
         step=step,
-        sampling=settings.eval_sampling,
         needed=settings.num_eval_prompts,
-        group_size=settings.eval_samples,
         prompts_launched=settings.num_eval_prompts,
-        responses_launched=settings.eval_samples,
         opened_at=now,
     )
 
@@ -145,23 +140,46 @@ def add(
     """
     started: list[Response] = []
     for held in prompts:
-        label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
-        if settings.tail.fresh_noise and held.attempts:
-            label += f"'{round.step}"
-        group = Group(
-            f"{held.prompt.id}@{label}", held.prompt, round, len(round.groups), held.attempts
-        )
-        names = [f"{group.id}#{k}" for k in range(round.responses_launched)]
+        group = _new_group(settings, round, held)
+        names = [f"{group.id}#{k}" for k in range(num_launched(settings, group))]
         group.responses = [
             Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)
             for k, name in enumerate(names)
         ]
         group.num_open = len(names)
         group.foreseen_tokens = predictor.mean(group)
+        group.longest_of_set = predictor.longest_of_set(group) if round.is_eval else 0
         round.groups[group.id] = group
         round.num_open += 1
         started += group.responses
     return started
+
+
+def num_launched(settings: Settings, group: Group) -> int:
+    """Responses that are begun for a prompt."""
+    return settings.responses_launched if group.round.races else group.size
+
+
+def _new_group(settings: Settings, round: Round, held: PutOff) -> Group:
+    """Without responses. How it is sampled is said by the set that an evaluation has it from."""
+    label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
+    if settings.tail.fresh_noise and held.attempts:
+        label += f"'{round.step}"
+    group = Group(
+        f"{held.prompt.id}@{label}",
+        held.prompt,
+        round,
+        position=len(round.groups),
+        size=settings.group_size,
+        sampling=settings.sampling,
+        max_response_tokens=settings.max_response_tokens,
+        attempts=held.attempts,
+    )
+    if round.is_eval:
+        of = settings.eval_set(held.prompt.id)
+        group.size, group.sampling = of.samples, of.sampling
+        group.max_response_tokens = of.max_response_tokens
+    return group
 
 
 def sample_seed(run_seed: int, response: str) -> int:

@@ -15,7 +15,7 @@ from lightrl.core.placement import Foresee, outlook
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState, Round
 from lightrl.core.worth import Engine, Forecast, Learned, StepWork
-from lightrl.messages import Drain
+from lightrl.messages.nodes import Drain
 
 # what the trainer computes for a step, by its own word
 TRAIN_METRICS = ("timing_s/forward_backward", "timing_s/optimizer")
@@ -79,9 +79,11 @@ class Scaling:
     def num_reserved(self) -> int:
         """Nodes that are paid for, but for preemptible ones: who shares the devices of a trainer
         node is paid for with that, and so are engines that lie over the devices of smaller ones."""
-        fleet = self._fleet
-        sharing = sum(not node.is_preemptible for node in fleet.devices.nodes.values())
-        return len(fleet.nodes) - fleet.num_preemptible - sharing - self._num_larger
+        fleet, devices = self._fleet, self._fleet.devices
+        num = len(fleet.nodes) - fleet.num_preemptible
+        if devices.nodes:  # asked for in every event, and mostly there are none
+            num -= sum(not node.is_preemptible for node in devices.nodes.values())
+        return num - self._num_larger if devices.parallel else num
 
     @property
     def _num_larger(self) -> int:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.core.worth import Prices
-from lightrl.messages import Sampling
+from lightrl.errors import InvariantViolation
+from lightrl.messages.responses import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,19 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalSet:
+    """One set to evaluate on, and how its prompts are answered. Their ids begin with its name and a
+    slash. Example: EvalSet("math", 500, 4, Sampling(0.6, 0.95), 8192)"""
+
+    name: str
+    num_prompts: int
+    # responses for each
+    samples: int
+    sampling: Sampling
+    max_response_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What the core must know of the configuration. Lengths in tokens, times in seconds."""
 
@@ -37,12 +51,6 @@ class Settings:
     group_size: int
     max_response_tokens: int
     sampling: Sampling
-    # 0 = only before the first and after the last step
-    eval_interval: int
-    # 0 = no evaluation
-    num_eval_prompts: int
-    eval_samples: int
-    eval_sampling: Sampling
     # of a node that does not name its own
     slots: int
     # token ids are below it
@@ -52,6 +60,10 @@ class Settings:
     reward_on_failure: float | None
     # of one epoch of the training data
     num_prompts: int
+    # steps between evaluations; 0 = only before the first and after the last
+    eval_interval: int = 0
+    # that an evaluation has all of at once; () = no evaluation
+    eval_sets: tuple[EvalSet, ...] = ()
     # without reward_on_failure: it holds its place in its group, which is trained without it
     skips_unscored: bool = False
     # steps in a row without any score after which a run ends; 0 = it goes on
@@ -97,11 +109,28 @@ class Settings:
     release_s: float = 40.0
     # devices of an engine, of each of the sizes that take turns; the first begins. () = one size
     parallel: tuple[int, ...] = ()
+    # times the usual pause between two looks at all that runs; 1 but in long simulations, most of
+    # whose time these looks would take
+    look_pause: float = 1.0
+    # where the trainer stands when the run begins; one that only evaluates ends there, too
+    first_step: int = 0
 
     def slots_of(self, parallel: int) -> int:
         """Of a node that does not say how many it has: `slots` is what an engine of the first size
         has, and a larger one stands for several."""
         return self.slots * max(1, parallel // self.parallel[0]) if self.parallel else self.slots
+
+    @property
+    def num_eval_prompts(self) -> int:
+        return sum(one.num_prompts for one in self.eval_sets)
+
+    def eval_set(self, prompt: str) -> EvalSet:
+        """That a prompt to evaluate on is of. Raises InvariantViolation if it is of none."""
+        name = prompt.partition("/")[0]
+        found = next((one for one in self.eval_sets if one.name == name), None)
+        if found is None:
+            raise InvariantViolation(f"{prompt}: is of no set to evaluate on")
+        return found
 
     @property
     def prompts_launched(self) -> int:

@@ -12,7 +12,7 @@ from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
 from lightrl.core.trainers import Trainers
 from lightrl.errors import InvariantViolation
-from lightrl.messages import Hello
+from lightrl.messages.nodes import Hello
 
 NO_TRAINER = "which is no trainer node of this run"
 DevicePart: TypeAlias = tuple[str, int]  # a trainer node, and a number among its parts

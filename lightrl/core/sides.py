@@ -82,13 +82,14 @@ def rule_of(settings: Settings) -> Rule:
 
 class Sides:
     def __init__(
-        self, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor, rule: Rule
+        self, settings: Settings, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor
     ) -> None:
-        self.rule = rule
+        self.rule = rule_of(settings)
         self.released: set[str] = set()  # by the rule
         self.wanted: frozenset[str] = frozenset()  # for training: of these, but who comes back
         self.look_again_at: float | None = None
         self.figures: dict[str, float] = {}  # of the step that was trained last
+        self._look_pause = settings.look_pause
         self._fleet = fleet
         self._devices = fleet.devices
         self._table = table
@@ -138,7 +139,8 @@ class Sides:
         if not (view.sampling or view.num_others or view.shared_loading or change.take_back):
             change = Change(take_back=tuple(n.name for n in view.released))  # else nobody goes on
         self._moves, self._looked_at = self._devices.num_moves, now
-        self._pause_s = LOOK_S_PER_NODE * len(ready) + LOOK_S_PER_RESPONSE * view.num
+        look_s = LOOK_S_PER_NODE * len(ready) + LOOK_S_PER_RESPONSE * view.num
+        self._pause_s = self._look_pause * look_s
         self._look_at = now + self._pause_s
         if change.look_at is not None:
             soon = self.look_again_at = max(change.look_at, now + SOON_S)
@@ -281,7 +283,7 @@ class Sides:
         looks = [outlook(node, foresee) for node in sampling]
         waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._table.queue.waiting()]
         group_s, token_s = self._train_s(round)
-        launched = len(round.groups) * round.responses_launched
+        launched = sum(len(group.responses) for group in round.groups.values())
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
         left = sorted((*(tokens / gain for tokens in waiting), *(s for o in looks for s in o.left)))
         if launched >= WAVES * sum(node.capacity for node in sampling):

@@ -20,6 +20,7 @@ PRIOR_WEIGHT = 0.05  # of the assumed shape against one observation
 MOST = 1 / (1 - FORGET)  # weight of all observations together
 # Relative errors: of what is assumed of a node, of an observation before some were compared, at
 # least, and for each size of batch beyond those seen.
+SLOWED = 1.25  # times as long as before
 PRIOR_ERROR = 0.1
 PRIOR_NOISE = 0.05
 LEAST_ERROR = 0.01
@@ -27,6 +28,10 @@ UNSEEN_ERROR = 0.025
 # A node that has become slow, or fast, shows it twice within three chunks; an odd one says nothing.
 RECENT = 3
 SURPRISING = 0.25  # relative, and at least twice the noise
+# Times as fast or slow that it is believed to be at once. Chunks that come late and then together
+# are odd by far more, and where all is scaled by that, what is seen of a size for the first time
+# meanwhile is wrong for good: the estimate runs away.
+MOST_CHANGE = 4.0
 ASSUMED = 0.25  # observations for which the line counts in a bin
 TRUSTED = 3.0  # observations of a size of batch, from which on others can surprise
 SETTLED = 16.0  # and from which on they tell what context costs
@@ -52,7 +57,7 @@ class _Bin:
     seen: int = 0
 
 
-def _size(batch: int) -> int:
+def size_of(batch: int) -> int:
     """Four for each power of two: ... 8 and 9, 10 and 11, 12 and 13, 14 and 15, 16 to 19, ..."""
     bits = batch.bit_length()
     return 4 * bits + (batch >> (bits - 3) & 3 if bits > 2 else batch - (1 << bits - 1))
@@ -85,6 +90,7 @@ class Speed:
         "_curve",
         "_each",
         "_fitted",
+        "_level_seen",
         "_line",
         "_newest",
         "_noise",
@@ -109,6 +115,7 @@ class Speed:
         self.num_observed = num_observed
         self.context = context  # tokens, of a response lately
         self.level = 1.0
+        self._level_seen = 1.0  # when it was last found slow
         self._base, self._slope, self._each = base, slope, each
         self._fitted = num_observed  # observations that these three rest on
         self._line = LineFit()
@@ -146,7 +153,7 @@ class Speed:
         self.num_observed = num = self.num_observed + 1
         self.context += (context / batch - self.context) * (1 / num if num < MOST else 1 / MOST)
         seconds /= self.level
-        size = _size(batch)
+        size = size_of(batch)
         bin = self._bins.get(size) or _Bin()
         is_usual = False
         if bin.weight >= TRUSTED:
@@ -217,13 +224,17 @@ class Speed:
         return min(then, whole), max(then, whole)
 
     def _change(self, size: int, seconds: float, log: float, surprised: int) -> None:
-        """Everything takes exp(log) times as long, it seems.
+        """Everything takes exp(log) times as long, it seems; at most MOST_CHANGE for now.
 
         But a bin that was not seen since the last such change was only believed to have taken part
         in it. If that is the one that is wrong, and those seen since go with this observation, then
         the change was of these only, a cliff, and the others are put right.
         """
-        ratio, fresh = math.exp(log), {k for k, b in self._bins.items() if b.seen > self._changed}
+        limit = math.log(MOST_CHANGE)
+        ratio, fresh = (
+            math.exp(max(-limit, min(log, limit))),
+            {k for k, b in self._bins.items() if b.seen > self._changed},
+        )
         sure = 1 + 2 * math.sqrt(self._noise)
         if not fresh & {size, surprised} and all(
             self._bins[k].seconds < seconds * sure
@@ -308,9 +319,7 @@ class Speed:
         if self._whole is None or self._whole[0] != self.num_observed:
             self._fit()
             known, level = self._through(0.0, self._slope), self.level
-            both = known.seconds, known.slopes
-            seconds, slopes = (tuple(level * x for x in many) for many in both)
-            self._whole = self.num_observed, Curve(known.batches, seconds, slopes)
+            self._whole = self.num_observed, known.scaled(level)
         return self._whole[1]
 
     def step_s(self, batch: int, context: float | None = None) -> float:
@@ -323,6 +332,17 @@ class Speed:
         """Seconds until all responses are done that have so many steps left, fewest first; `reads`:
         tokens of context, summed over all these steps."""
         return self.level * (self._shape.finishes_in(left) + self._each * reads)
+
+    def has_become_slow(self) -> bool:
+        """Its steps take much longer than when this was last so; each time once."""
+        level = self.level
+        if level == self._level_seen:
+            return False
+        self._level_seen = min(self._level_seen, level)
+        if level <= SLOWED * self._level_seen:
+            return False
+        self._level_seen = level
+        return True
 
     def peak(self, limit: int) -> int:
         """The largest batch up to `limit` before throughput falls off: of more than these, the
@@ -340,7 +360,7 @@ class Speed:
         """Standard error of step_s(batch), as a share of it."""
         if not self._bins:
             return PRIOR_ERROR
-        size = _size(batch)
+        size = size_of(batch)
         nearest = min(self._bins, key=lambda known: abs(known - size))
         seen = math.sqrt(self._noise / self._bins[nearest].weight)
         return max(LEAST_ERROR, seen) + UNSEEN_ERROR * abs(nearest - size)

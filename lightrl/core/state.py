@@ -10,10 +10,12 @@ from lightrl.core.chunk_window import ChunkWindow
 from lightrl.core.gain import Gain
 from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
-from lightrl.messages import FinishReason, Load, Role, Sampling, WeightsProgress
+from lightrl.messages.load import Load
+from lightrl.messages.nodes import Role
+from lightrl.messages.responses import FinishReason, Sampling
+from lightrl.messages.weights import WeightsProgress
 
 RoundKind: TypeAlias = Literal["plain", "short", "long", "flush", "eval"]
-SLOWED = 1.25  # times as long as before
 UNBOUNDED = sys.maxsize  # a number of tokens that no response reaches
 
 
@@ -55,8 +57,7 @@ class NodeState(StrEnum):
 
 
 class RoundState(StrEnum):
-    # its prompts are being drawn
-    FILLING = "filling"
+    FILLING = "filling"  # its prompts are being drawn
     RUNNING = "running"
     # every group is accepted, put off or dropped
     CLOSED = "closed"
@@ -71,8 +72,7 @@ class RunState(StrEnum):
     # nodes are leaving
     FINISHING = "finishing"
     FINISHED = "finished"
-    # by an operator
-    STOPPED = "stopped"
+    STOPPED = "stopped"  # by an operator
     FAILED = "failed"
 
 
@@ -136,8 +136,7 @@ class Response:
 
     id: str
     group: "Group" = field(repr=False)
-    # in its group
-    index: int
+    index: int  # in its group
     seed: int
     state: ResponseState = ResponseState.QUEUED
     # where it runs; None unless RUNNING
@@ -198,6 +197,11 @@ class Group:
     round: "Round" = field(repr=False)
     # in its round, in the order in which prompts were drawn
     position: int
+    # responses that it keeps
+    size: int
+    # how they are sampled, and how many tokens each may have
+    sampling: Sampling
+    max_response_tokens: int
     # at its responses in earlier rounds, which put it off
     attempts: int = 0
     responses: list[Response] = field(default_factory=list[Response])
@@ -211,15 +215,28 @@ class Group:
     bound: int = UNBOUNDED
     # mean length of a response, from earlier epochs
     foreseen_tokens: float | None = None
+    # in an evaluation: the tokens that a response of its set may take, by the last one
+    longest_of_set: int = 0
 
     def move(self, to: GroupState) -> None:
         check_edge(self.id, self.state, to)
         self.state = to
 
     @property
+    def set(self) -> str:
+        """Name of the set that its prompt is of."""
+        return self.prompt.id.partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """Of its prompt, under which is kept what is known of it from earlier rounds. Sets to train
+        and to evaluate on may have the same ids; none contains a control character."""
+        return f"\0{self.prompt.id}" if self.round.is_eval else self.prompt.id
+
+    @property
     def kept(self) -> list[Response]:
         """Trained of a complete group, in order: the first to finish, without those unscored."""
-        first = sorted(index for _, index in self.finishers[: self.round.group_size])
+        first = sorted(index for _, index in self.finishers[: self.size])
         return [r for index in first if (r := self.responses[index]).reward is not None]
 
 
@@ -229,14 +246,9 @@ class Round:
 
     kind: RoundKind
     step: int
-    sampling: Sampling
     # prompts that it accepts
     needed: int
-    # responses that it keeps of each
-    group_size: int
     prompts_launched: int
-    # of each prompt
-    responses_launched: int
     opened_at: float
     state: RoundState = RoundState.FILLING
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
@@ -297,6 +309,7 @@ class Node:
     heard_at: float
     pid: int
     host: str
+    joined_at: float = 0.0
     # nodes that have joined the run before
     number: int = 0
     state: NodeState = NodeState.JOINING
@@ -324,7 +337,8 @@ class Node:
     weights: WeightsProgress | None = None
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
-    device: str = ""
+    device: str = ""  # "" until its engine, or its ranks, have started
+    is_saving: bool = False  # its ranks stand until a checkpoint is written
     # accepted from it
     num_tokens: int = 0
     # learned from its chunks,
@@ -336,8 +350,6 @@ class Node:
     chunks: ChunkWindow = field(default_factory=ChunkWindow)
     # tokens, prompts included, that the responses running here hold
     context: int = 0
-    # of its speed, when it was last found slow
-    level_seen: float = 1.0
 
     def move(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
@@ -386,14 +398,3 @@ class Node:
             self.speed.observe(*took, context + num_tokens / 2)
         if not self.running:
             self.chunks.pause()
-
-    def has_become_slow(self) -> bool:
-        """Its steps take much longer than when this was last so; each time once."""
-        level = self.speed.level
-        if level == self.level_seen:
-            return False
-        self.level_seen = min(self.level_seen, level)
-        if level <= SLOWED * self.level_seen:
-            return False
-        self.level_seen = level
-        return True

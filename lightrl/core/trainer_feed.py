@@ -14,8 +14,8 @@ from lightrl.core.commands import Outbox, ReplayShards
 from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import ShardSent
 from lightrl.core.state import Group, Round, RoundState
-from lightrl.messages import TrainGroup, TrainResponse, TrainShard
-from lightrl.sharing_messages import Give
+from lightrl.messages.sharing import Give
+from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard
 
 MAX_SHARD_TOKENS = 1 << 18  # some 2 MiB with their logprobs
 # shards on their way to the journal; the event loop waits while that many are made

@@ -6,8 +6,8 @@ With one trainer node it leads, and nothing is told.
 """
 
 from lightrl.core.commands import Outbox
-from lightrl.messages import Hello
-from lightrl.trainer_messages import TrainerSet
+from lightrl.messages.nodes import Hello
+from lightrl.messages.trainers import TrainerSet
 
 
 class Trainers:

@@ -14,6 +14,8 @@ from lightrl.core.state import Round
 
 # How lines begin, or what is in them, that tell of it.
 NO_REWARD, NONE_SCORED = "no reward for ", ": none of "
+# Of those that doubt a reward before it has scored anything (rewards/trial.py).
+TRIED = "rewards: "
 
 
 class _Tally:

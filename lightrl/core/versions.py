@@ -9,7 +9,7 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import VersionPublished
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.state import RunState
-from lightrl.messages import PublishWeights
+from lightrl.messages.weights import PublishWeights
 
 
 class Versions:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.errors import ConfigError, PeerUnreachable, ProtocolError
-from lightrl.message_fields import MAX_FILE_BYTES, MAX_FILES
-from lightrl.messages import ENDING, TAKEN, Welcome
+from lightrl.messages.fields import MAX_FILE_BYTES, MAX_FILES
+from lightrl.messages.nodes import ENDING, TAKEN, Welcome
 
 MAX_FILES_BYTES = MAX_FILE_BYTES  # in all
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}")

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from lightrl import log
-from lightrl.config import Config
+from lightrl.config.schema import Config
+from lightrl.daemon.words import why_it_leaves
 from lightrl.devices.assign import Part
 from lightrl.errors import LightRLError, first_error
 from lightrl.keys import ENVIRONMENT
-from lightrl.messages import Role
+from lightrl.messages.nodes import Role
 from lightrl.system import open_files
 from lightrl.system.signals import stop_signals
+from lightrl.transport.zeromq import leave
 
 if TYPE_CHECKING:
     from lightrl.coordinator.daemon import CoordinatorDaemon
@@ -68,7 +70,10 @@ def run(options: DaemonOptions) -> int:
     _configure_log(options)
     open_files.raise_limit()
     os.environ.pop(ENVIRONMENT, None)  # no child that runs others' code inherits the key
-    return uvloop.run(_main(options))
+    try:
+        return uvloop.run(_main(options))
+    finally:
+        leave()
 
 
 def _configure_log(options: DaemonOptions) -> None:
@@ -143,6 +148,7 @@ async def _work(worker: "Worker", beside: "CoordinatorDaemon | None") -> None:
     too."""
     try:
         await worker.run()
+        logger.info("left: %s", why_it_leaves(worker.reason))
     except LightRLError as e:
         if beside is None:
             raise

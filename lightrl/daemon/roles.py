@@ -10,37 +10,32 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from lightrl.broadcast_messages import (
+from lightrl.config.schema import Config
+from lightrl.daemon.admission import require_shared, require_size, write_model_files
+from lightrl.daemon.weights import MachineWeights
+from lightrl.devices.assign import CPU, Assignment
+from lightrl.messages.broadcasts import (
     BroadcastSums,
     JoinBroadcast,
     OpenBroadcast,
     SendBroadcast,
     VersionTaken,
 )
-from lightrl.config import Config
-from lightrl.daemon.admission import require_shared, require_size, write_model_files
-from lightrl.daemon.weights import MachineWeights
-from lightrl.devices.assign import CPU, Assignment
-from lightrl.messages import (
-    Abort,
-    Generate,
-    Heartbeat,
-    Hello,
-    Load,
-    Message,
-    PublishWeights,
-    Role,
-    TrainShard,
-)
+from lightrl.messages.load import Load
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import Heartbeat, Hello, Role
+from lightrl.messages.responses import Abort, Generate
+from lightrl.messages.sharing import Give, Park, Release, Wake
+from lightrl.messages.trainers import TrainerRelay, TrainerSet
+from lightrl.messages.training import TrainShard
+from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
-from lightrl.sharing_messages import Give, Park, Release, Wake
 from lightrl.system.addresses import WILDCARD, split_address
 from lightrl.system.interfaces import own_host
 from lightrl.trainer.nodes.follower import Follower
 from lightrl.trainer.nodes.node import TrainerNode
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
-from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
 
 class Roles:
@@ -102,9 +97,12 @@ class Roles:
         """`lag_ms`: how late the loop of this process is."""
         parts = [part for part in (self._rollout, self._trainer) if part is not None]
         device = next((part.device for part in parts if part.device), "")
+        saves = self._trainer.saves if self._trainer is not None else None
+        is_saving = saves is not None and saves.num_awaited > 0
         if (rollout := self._rollout) is None:
-            return Heartbeat(Load(), lag_ms, device)
-        return Heartbeat(rollout.load, lag_ms, device, rollout.pulls, rollout.num_workers)
+            return Heartbeat(Load(), lag_ms, device, is_saving=is_saving)
+        pulls, workers = rollout.pulls, rollout.num_workers
+        return Heartbeat(rollout.load, lag_ms, device, pulls, workers, is_saving)
 
     def start(
         self,

@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices import memory
 from lightrl.keys import coordinator_public_key
-from lightrl.messages import WeightsEndpoint
+from lightrl.messages.weights import WeightsEndpoint
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import own_address
 from lightrl.weights.machine.store import Store

@@ -21,36 +21,26 @@ from functools import partial
 from pathlib import Path
 
 from lightrl import log
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.daemon.admission import config_of, is_same_config, require_kept, require_welcome
 from lightrl.daemon.parent import end_by_force
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
+from lightrl.daemon.words import what_it_serves, why_it_leaves
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.plan import for_daemon
 from lightrl.devices.sizes import slots_of
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
-from lightrl.message_fields import MAX_TEXT
-from lightrl.messages import (
-    ENDING,
-    PROTOCOL,
-    REJOIN,
-    TAKEN,
-    Abort,
-    Bye,
-    Drain,
-    Generate,
-    Hello,
-    Message,
-    PublishWeights,
-    Role,
-    Welcome,
-)
+from lightrl.messages.fields import MAX_TEXT
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import ENDING, PROTOCOL, REJOIN, TAKEN, Bye, Drain, Hello, Role, Welcome
+from lightrl.messages.responses import Abort, Generate
+from lightrl.messages.trainers import TrainerRelay
+from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
-from lightrl.trainer_messages import TrainerRelay
 from lightrl.transport.link import Link
 from lightrl.weights.machine.scratch import scratch_dir_in_thread
 
@@ -107,20 +97,20 @@ class Worker:
         self._link: Link | None = None
         self._state = ConnectionState.OUT_OF_TOUCH
         self._admitted = asyncio.Event()  # for who waits until that is the state
-        # the last hello, and when it was said
-        self._said = self._hello
+        self._said = self._hello  # the last one, and when that was
         self._said_at = 0.0
         self._taken_since = 0.0  # another process has had our name; valid in NAME_TAKEN only
         self._heard_at = 0.0
         self._config: Config | None = None  # of the first welcome
         # To be asked to leave may happen in every state and changes none of them.
         self._drained = asyncio.Event()
-        self._reason = "drained"
+        self.reason = "drained"
 
     def drain(self, reason: str) -> None:
         """Leave in order: take no more work, say what remains to be said, go."""
         if not self._drained.is_set():
-            self._reason = reason
+            self.reason = reason
+            logger.info("leaving: %s", why_it_leaves(reason))
             self._drained.set()
             self._send(Drain(self._name, reason))
 
@@ -136,13 +126,14 @@ class Worker:
                 welcome, early = joined
                 config = self._config = config_of(welcome)
                 log.configure_again(config.logging.level, config.logging.json_)
+                logger.info(what_it_serves(config, self._address, self._hello))
                 # a checkpoint is worth waiting for
                 if self._is_alone and "trainer" not in self._role_names:
                     force = threading.Timer(config.node.grace_s, end_by_force)
                     force.daemon = True
                 gpus = await self._find_gpus(config, welcome.model_files)
                 await self._take_part(link, config, welcome.model_files, early, force, gpus)
-            link.send(Bye(self._reason))
+            link.send(Bye(self.reason))
         except LightRLError as e:
             link.send(Bye(str(e)[:MAX_TEXT], ok=False))
             raise
@@ -235,7 +226,7 @@ class Worker:
             self._send(self._weights.endpoint)
         self._roles.on_welcome()
         if self._drained.is_set():
-            self._send(Drain(self._name, self._reason))
+            self._send(Drain(self._name, self.reason))
 
     def _may_wait_for_name(self) -> bool:
         """Another process has our name: most likely the one before us, which is gone but not yet
@@ -364,10 +355,8 @@ class Worker:
         is_admitted = self._state is ConnectionState.ADMITTED
         match message:
             case Generate() if self._drained.is_set() or not is_admitted:
-                # sent before the coordinator knew; it goes to another node, or is sent once more
-                pass
+                pass  # sent before the coordinator knew: it is sent once more, here or elsewhere
             case Drain(_, reason):
-                logger.info("sent away: %s", reason)
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
                 self._rejoin(has_missed=True)

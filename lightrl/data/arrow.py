@@ -1,9 +1,10 @@
 """Rows of Arrow tables that lie on the disk: parquet files, what save_to_disk wrote, data sets of
 the hub.
 
-Parquet cannot be read by the row. A file is unpacked once into a temporary one of small batches:
-the columns that prompts are made of at first, all when `get_ready` is called. The temporary file
-has no name and vanishes with the process. Must be imported only where pyarrow is needed.
+Parquet cannot be read by the row. A file is unpacked once into small batches: the columns that
+prompts are made of at first, all when `get_ready` is called. All files of a set are unpacked into
+one temporary file, which never has a name and vanishes with the process, however that ends. Must be
+imported only where pyarrow is needed.
 """
 
 import bisect
@@ -74,9 +75,10 @@ class TableRows:
 class ParquetRows:
     """Implements `rows.Rows`."""
 
-    def __init__(self, file: Path, prompt_key: str) -> None:
+    def __init__(self, file: Path, prompt_key: str, spool: "Spool") -> None:
         self._file = file
-        parquet = self._open()
+        self._spool = spool
+        parquet = _open(file)
         self.num_rows = int(parquet.metadata.num_rows)
         self.columns = tuple(parquet.schema_arrow.names)
         self._prompt_column = prompt_column(dict.fromkeys(self.columns), prompt_key)
@@ -111,18 +113,10 @@ class ParquetRows:
             self._prompts = self._unpack(self._of_prompts)
         return self._prompts
 
-    def _open(self) -> pq.ParquetFile:
-        try:
-            return pq.ParquetFile(self._file, pre_buffer=False, buffer_size=READ_BYTES)
-        except (OSError, pa.ArrowException) as e:
-            raise DataError(
-                f"{self._file}: not a readable parquet file (cut off?): {first_line(e)}"
-            ) from None
-
     def _batches(self, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
         done = 0
         try:
-            with self._open() as parquet:
+            with _open(self._file) as parquet:
                 for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
                     yield batch
                     done += batch.num_rows
@@ -133,7 +127,7 @@ class ParquetRows:
 
     def _unpack(self, columns: Sequence[str] | None) -> "Unpacked":
         try:
-            return Unpacked(self._batches(columns))
+            return Unpacked(self._batches(columns), self._spool)
         except OSError as e:
             raise DataError(
                 f"{self._file}: no room to unpack it in {tempfile.gettempdir()} (TMPDIR): "
@@ -141,25 +135,38 @@ class ParquetRows:
             ) from None
 
 
-class Unpacked:
-    """Batches in a temporary file without a name, from which any row is read quickly."""
+class Spool:
+    """A temporary file without a name, in which Arrow files lie behind each other: two descriptors,
+    however many they are."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+    def __init__(self) -> None:
+        """Raises OSError if there is no room."""
+        with tempfile.TemporaryFile() as file:
+            place = f"/proc/self/fd/{file.fileno()}"
+            self.sink, self._source = pa.OSFile(place, "ab"), pa.OSFile(place)
+
+    def newest(self) -> Any:
+        """A reader of the Arrow file that was written last, and ends where this one does."""
+        return pa.ipc.open_file(self._source, footer_offset=self.sink.tell())
+
+
+class Unpacked:
+    """Batches in a temporary file, from which any row is read quickly."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch], spool: Spool) -> None:
         """Raises OSError if there is no room."""
         self._reader: Any = None  # without any batch
         self._ends: list[int] = []  # after each batch, rows so far
-        with tempfile.NamedTemporaryFile(prefix="lightrl-data-") as file:
-            writer = None
-            for batch in batches:
-                writer = writer or pa.ipc.new_file(file, batch.schema)
-                for start in range(0, batch.num_rows, UNPACKED_ROWS):
-                    part = batch.slice(start, UNPACKED_ROWS)
-                    writer.write_batch(part)
-                    self._ends.append(part.num_rows + (self._ends[-1] if self._ends else 0))
-            if writer is not None:
-                writer.close()
-                file.flush()
-                self._reader = pa.ipc.open_file(pa.OSFile(file.name))
+        writer = None
+        for batch in batches:
+            writer = writer or pa.ipc.new_file(spool.sink, batch.schema)
+            for start in range(0, batch.num_rows, UNPACKED_ROWS):
+                part = batch.slice(start, UNPACKED_ROWS)
+                writer.write_batch(part)
+                self._ends.append(part.num_rows + (self._ends[-1] if self._ends else 0))
+        if writer is not None:
+            writer.close()
+            self._reader = spool.newest()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All, in order."""
@@ -191,7 +198,16 @@ def saved_table(folder: Path, file_names: Sequence[str]) -> pa.Table:
 
 def num_rows(file: Path) -> int:
     """By the file's own account. Raises DataError."""
-    return ParquetRows(file, "prompt").num_rows
+    return int(_open(file).metadata.num_rows)
+
+
+def _open(file: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
+    except (OSError, pa.ArrowException) as e:
+        raise DataError(
+            f"{file}: not a readable parquet file (cut off?): {first_line(e)}"
+        ) from None
 
 
 def _row(table: pa.Table, index: int) -> dict[str, Any]:
@@ -257,7 +273,7 @@ def _plain_numbers(column: pa.Array) -> NDArray[np.uint64] | None:
         column = column.field("index")
     if not pa.types.is_integer(column.type) or column.null_count or not len(column):
         return None
-    values = column.to_numpy()
+    values = np.from_dlpack(column)  # `to_numpy` would import pandas
     return values.astype(np.uint64) if values.min() >= 0 else None
 
 
@@ -286,7 +302,8 @@ def _texts_of_chats(chunk: pa.Array) -> Callable[[], Iterator[memoryview]] | Non
     if content.type not in TEXTS or content.null_count:
         return None
     texts, offsets = _buffers(content)
-    bounds = offsets[chunk.offsets.to_numpy()].tolist()
+    starts: NDArray[Any] = np.from_dlpack(chunk.offsets)
+    bounds = offsets[starts].tolist()
     return lambda: (texts[a:b] for a, b in pairwise(bounds))
 
 

@@ -9,14 +9,15 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.data.prompts import PromptSet
 from lightrl.errors import DataError, LightRLError
 from lightrl.log import environment
 from lightrl.model_files import load_tokenizer
-from lightrl.system.child import Child, Pipe
+from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
 from lightrl.wire import Codec
 
 SMALL = 20_000  # rows that are looked at before anything else
@@ -65,11 +66,18 @@ async def check_large(
     log: Path,
     report: Callable[[str], None],
 ) -> None:
-    """In a process of its own; returns when all of these sets are known to be sound. Raises
-    DataError, one line, and ChildDied."""
-    child = await Child.start(
-        "lightrl.data.check:main", "data", COMMANDS, EVENTS, env=environment("data"), log=log
+    """In a process of its own; returns when all of these sets are known to be sound, or that
+    process has died: then what is wrong is said when its turn comes. Raises DataError, one line."""
+    start = partial(
+        Child.start,
+        "lightrl.data.check:main",
+        "data",
+        COMMANDS,
+        EVENTS,
+        env=environment("data"),
+        log=log,
     )
+    child = await retry_on_resource_limit(start, "data check", report)
     try:
         child.send(CheckSets(config.model_dump_json(), tuple(names), vocabulary))
         for _ in names:
@@ -78,6 +86,8 @@ async def check_large(
                 raise DataError(checked.failure)
             if checked.dropped:
                 report(checked.dropped)
+    except ChildDied as e:
+        report(f"WARNING: rows are not looked at before their turn any more: {e}")
     finally:
         child.kill()
         await child.stop()

@@ -1,15 +1,17 @@
 """The prompts of all sets in the order in which they are drawn, some of them ahead of time.
 
-Owns the position in the data, and the thread that reads, templates and tokenises ahead of it. A
-call waits only where it comes before that thread is done.
+Owns the position in the data, and the thread that reads, templates and tokenises ahead of it. An
+event loop awaits what that thread is not done with; it never waits for a file itself.
 """
 
+import asyncio
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 from lightrl.data.order import RowCursor, SetOrder
 from lightrl.data.prompts import DROPPED, KEPT, UNKNOWN, Numbered, Prompt, PromptSet
@@ -18,6 +20,7 @@ from lightrl.errors import DataError
 REMEMBERED = 4096  # prompts that were drawn last, with their rows
 SKIPPED = 1024  # rows looked at together
 AHEAD = 256  # prompts at a time, at least
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Draws:
     ) -> None:
         """`at_once`: as many are drawn together, mostly. `go_on_from`, then `start`."""
         self._sets = sets
-        weights = [one.settings.weight for one in sets]
+        weights = [one.weight for one in sets]
         shares = [len(one) if w is None else w for one, w in zip(sets, weights, strict=True)]
         self._order = SetOrder(shares, seed)
         # the first set is drawn as if it were alone
@@ -60,15 +63,19 @@ class Draws:
 
     def start(self) -> None:
         """The first prompts are made ready, while the caller goes on."""
+        if not self._sets:
+            return
         self._blocks.append(self._thread.submit(self._prepare))
         self._thread.submit(self._unpack)
         self._blocks.append(self._thread.submit(self._prepare))
 
-    def draw(self, count: int) -> list[tuple[int, Numbered]]:
-        """The next as (epoch of its set, prompt). Raises DataError for a row that is wrong."""
+    async def draw(self, count: int) -> list[tuple[int, Numbered]]:
+        """The next as (epoch of its set, prompt); one call at a time. Raises DataError for a row
+        that is wrong."""
         begun_at = time.perf_counter()
         while len(self._ready) < count:
-            self._ready.extend(self._blocks.popleft().result())
+            self._ready.extend(await asyncio.wrap_future(self._blocks[0]))
+            self._blocks.popleft()
             self._blocks.append(self._thread.submit(self._prepare))
         self.waited_s += time.perf_counter() - begun_at
         drawn = [self._ready.popleft() for _ in range(count)]
@@ -84,12 +91,22 @@ class Draws:
         for rows, count in zip(self._rows, self._order.counts(num_drawn), strict=True):
             rows.skip(count)
 
-    def get(self, prompt: str) -> Prompt:
-        """One that was drawn, with its row."""
+    def known(self, prompt: str) -> Prompt | None:
+        """One that was drawn lately, with its row; None: `get` must read it."""
         if (known := self._remembered.get(prompt)) is not None:
             self._remembered.move_to_end(prompt)
+        return known
+
+    async def get(self, prompt: str) -> Prompt:
+        """Any that was drawn, with its row. Raises DataError."""
+        if (known := self.known(prompt)) is not None:
             return known
-        return self._remember(self._thread.submit(self._read, prompt).result())
+        return self._remember(await asyncio.wrap_future(self._thread.submit(self._read, prompt)))
+
+    async def in_turn(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns or raises, once the thread is at it: for whoever else reads rows, or
+        tokenises."""
+        return await asyncio.wrap_future(self._thread.submit(act))
 
     def set_of(self, prompt: str) -> int:
         """The number of the set that has a prompt of this id."""

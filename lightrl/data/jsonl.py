@@ -5,7 +5,6 @@ Owns where its lines begin; keeps nothing else of them.
 
 import json
 import os
-import weakref
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column
+from lightrl.data.open_files import OpenFiles
 from lightrl.data.rows import Keys
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
@@ -22,8 +22,9 @@ from lightrl.model_files import first_line
 class JsonlRows:
     """Implements `rows.Rows`. Reads the file once when it is opened: every line must be JSON."""
 
-    def __init__(self, file: Path, prompt_key: str) -> None:
+    def __init__(self, file: Path, prompt_key: str, files: OpenFiles) -> None:
         self._file = file
+        self._files = files
         self._starts = array("q")
         self._lines = array("q")  # numbers of lines, which begin at 1; empty ones are no rows
         names: dict[str, None] = {}
@@ -51,7 +52,7 @@ class JsonlRows:
     def read(self, index: int) -> dict[str, Any]:
         try:
             size = self._starts[index + 1] - self._starts[index]
-            lines = os.pread(self._descriptor, size, self._starts[index])
+            lines = os.pread(self._files.descriptor(self._file), size, self._starts[index])
         except OSError as e:
             raise DataError(f"{self._file}: cannot be read: {e.strerror}") from None
         return self._row(lines.partition(b"\n")[0], self._lines[index])  # empty ones may follow
@@ -67,10 +68,8 @@ class JsonlRows:
 
     def _index(self) -> Iterator[dict[str, Any]]:
         try:
-            # Stays open: later others may have all descriptors.
-            self._descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._descriptor)
-            with open(self._descriptor, "rb", closefd=False) as file:
+            descriptor = self._files.descriptor(self._file)
+            with open(descriptor, "rb", closefd=False) as file:
                 start = 0
                 for number, line in enumerate(file, 1):
                     if line.strip():
@@ -86,6 +85,9 @@ class JsonlRows:
         where = f"{self._file}, line {number}"
         try:
             row = json.loads(line)
+        except json.JSONDecodeError as e:  # its own text counts lines from this one
+            column = min(e.pos, len(e.doc.rstrip())) + 1
+            raise DataError(f"{where}: not valid JSON: {e.msg} at column {column}") from None
         except (ValueError, RecursionError) as e:
             raise DataError(f"{where}: not valid JSON: {first_line(e)}") from None
         if not isinstance(row, dict):

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from lightrl.config.data import ANSWER_KEY
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
 from lightrl.wire import to_json
@@ -43,14 +44,18 @@ def prompt_of(where: str, row: Mapping[str, Any], prompt_key: str) -> Any:
 
 
 def answer_of(row: Mapping[str, Any], answer_key: str) -> Any:
-    """The reference answer of a row, wherever its layout keeps it; None if there is none."""
-    if answer_key in row:
+    """The reference answer of a row, wherever its layout keeps it; None if there is none.
+
+    Of several the one in the column that was asked for, if one was; then the one that verl takes;
+    then that of a column "answer".
+    """
+    if answer_key in row and answer_key != ANSWER_KEY:
         return row[answer_key]
     for column in ANSWER_COLUMNS[:2]:  # verl, SkyRL
         nested = row.get(column)
-        if isinstance(nested, Mapping) and "ground_truth" in nested:
+        if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
             return nested["ground_truth"]
-    return next((row[k] for k in ANSWER_COLUMNS[2:] if k in row), None)
+    return next((row[k] for k in (answer_key, *ANSWER_COLUMNS[2:]) if k in row), None)
 
 
 def explicit_id(row: Mapping[str, Any]) -> str | None:

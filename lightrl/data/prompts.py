@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrl.config_data import Data, DataSet
+from lightrl.config.data import Data, DataSet, TrainSet
 from lightrl.data.layouts import (
     ANSWER_COLUMNS,
     answer_of,
@@ -60,13 +61,13 @@ class PromptSet:
     """Rows are read when they are wanted; in memory there are their ids' peculiarities only."""
 
     def __init__(self, settings: DataSet, data: Data, tokenizer: Any, vocabulary: int = 0) -> None:
-        """`settings` as `config_data.resolved` gives them; `vocabulary`: of the model, 0 = not
+        """`settings` as `config.data.resolved` gives them; `vocabulary`: of the model, 0 = not
         known. Raises DataError, one line."""
         self.settings = settings
         self.rows: Rows = open_rows(settings)
         self._num = self.rows.num_rows
         if not self._num:
-            raise DataError(f"{settings.path}: holds no prompts")
+            raise DataError(f"{settings.path}: contains no prompts")
         self.columns = self.rows.columns
         self._template = Template(data, tokenizer, vocabulary)
         self._column = prompt_column(dict.fromkeys(self.columns), settings.prompt_key)
@@ -88,6 +89,11 @@ class PromptSet:
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def weight(self) -> float | None:
+        """Of what is drawn for training; None: its size counts."""
+        return self.settings.weight if isinstance(self.settings, TrainSet) else None
 
     @property
     def have_answers(self) -> bool:
@@ -133,6 +139,12 @@ class PromptSet:
                 yield from ((prepared[indices[i]], rows[i]) for i in kept)
                 indices, rows = [], []
 
+    def first(self, most: int) -> Iterator[tuple[Numbered, dict[str, Any]]]:
+        """As `scan`, of the first `most` rows, one by one."""
+        for index, row in enumerate(islice(self.rows.scan(), most)):
+            portable = self._portable(index, row)
+            yield from ((prompt, portable) for prompt in self._prepare([index], [portable]))
+
     @property
     def num_dropped(self) -> int:
         """As far as is known."""
@@ -142,7 +154,7 @@ class PromptSet:
         """Raises DataError if all prompts are left out."""
         if self.num_dropped == self._num:
             raise DataError(
-                f"{self.settings.path}: none of its {self._num:,} prompts has at most "
+                f"{self.settings.path}: every prompt ({self._num:,}) has more than "
                 f"data.max_prompt_length = {self._max_prompt_length} tokens"
             )
 

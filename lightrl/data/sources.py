@@ -7,12 +7,13 @@ module.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.config_data import DataSet
-from lightrl.errors import DataError
+from lightrl.config.data import DataSet
+from lightrl.config.evaluation import EvalSet
+from lightrl.errors import DataError, DataUnreachable
 from lightrl.model_files import HUB_ID, first_line
 
 if TYPE_CHECKING:
@@ -31,13 +32,13 @@ def open_rows(one: DataSet) -> "Rows":
 
     path, split = _path_and_split(one)
     place = Path(path)
-    if place.is_dir() and (saved := _saved_folder(place, one.subset, split)) is not None:
+    if place.is_dir() and (saved := _saved_folder(one, place, split)) is not None:
         return _saved_rows(saved, one.prompt_key)
     if place.exists():
-        return JoinedRows([_file_rows(file, one.prompt_key) for file in files(one)])
+        return JoinedRows(list(_rows_of_files(files(one), one.prompt_key)))
     if not HUB_ID.fullmatch(path) or place.suffix in (*SUFFIXES, ".json"):
         raise DataError(f"{path}: no such file")
-    return _hub_rows(path, one.subset, split, one.prompt_key)
+    return _hub_rows(one, path, split)
 
 
 def count_rows(one: DataSet) -> int | None:
@@ -48,7 +49,7 @@ def count_rows(one: DataSet) -> int | None:
     if not place.exists():
         return None
     try:
-        if place.is_dir() and (saved := _saved_folder(place, one.subset, split)) is not None:
+        if place.is_dir() and (saved := _saved_folder(one, place, split)) is not None:
             return _saved_rows(saved, one.prompt_key).num_rows
         return sum(_count(file) for file in files(one))
     except DataError as e:
@@ -62,7 +63,7 @@ def require_there(one: DataSet) -> None:
     path, split = _path_and_split(one)
     place = Path(path)
     local = place.is_absolute() or path.startswith((".", "~"))
-    if place.is_dir() and _saved_folder(place, one.subset, split) is not None:
+    if place.is_dir() and _saved_folder(one, place, split) is not None:
         return
     if place.exists():
         empty = [file for file in files(one) if not file.stat().st_size]
@@ -70,6 +71,8 @@ def require_there(one: DataSet) -> None:
             raise DataError(f"{empty[0]}: the file is empty")
     elif local or place.suffix in (*SUFFIXES, ".json") or not HUB_ID.fullmatch(path):
         raise DataError(f"{path}: no such file")
+    elif not split:
+        _default_split(one, ())
 
 
 def files(one: DataSet) -> list[Path]:
@@ -79,7 +82,9 @@ def files(one: DataSet) -> list[Path]:
     if not place.is_dir():
         for key, value in (("subset", one.subset), ("split", split)):
             if value:
-                raise DataError(f"{path}: is a file; {key} = {value!r} is of folders and hub ids")
+                raise DataError(
+                    f"{path}: is a file; {key} = {value!r} works only for folders and hub ids"
+                )
         return [place]
     if one.subset:
         place = _subset(place, one.subset)
@@ -88,7 +93,18 @@ def files(one: DataSet) -> list[Path]:
         subsets = ", ".join(sorted(d.name for d in place.iterdir() if d.is_dir()))
         only = f", only {subsets}" if subsets else ""
         raise DataError(f"{place}: holds no {' or '.join(SUFFIXES)} file{only}")
-    return _of_split(place, found, split)
+    return _of_split(one, place, found, split)
+
+
+def _default_split(one: DataSet, there: Sequence[str]) -> str:
+    """Of these splits, where none is asked for. What is evaluated on is not taken from what may be
+    trained on by default."""
+    if len(there) == 1:
+        return there[0]
+    if isinstance(one, EvalSet):
+        splits = f"has the splits {', '.join(sorted(there))}" if there else "names no split"
+        raise DataError(f"{one.path}: {splits}: set split to the one to evaluate on")
+    return DEFAULT_SPLIT
 
 
 def _path_and_split(one: DataSet) -> tuple[str, str]:
@@ -114,15 +130,15 @@ def _subset(folder: Path, subset: str) -> Path:
 
 def _no_subset(path: str, subset: str, there: Sequence[str]) -> DataError:
     return DataError(
-        f"{path}: no subset {subset!r}; there are {', '.join(sorted(there)) or 'none'}"
+        f"{path}: no subset {subset!r}; available: {', '.join(sorted(there)) or 'none'}"
     )
 
 
 def _no_split(path: str, split: str, there: Sequence[str]) -> DataError:
-    return DataError(f"{path}: no split {split!r}; there are {', '.join(sorted(there)) or 'none'}")
+    return DataError(f"{path}: no split {split!r}; available: {', '.join(sorted(there)) or 'none'}")
 
 
-def _of_split(folder: Path, found: list[Path], split: str) -> list[Path]:
+def _of_split(one: DataSet, folder: Path, found: list[Path], split: str) -> list[Path]:
     """Those whose names say so; all, where names say nothing and none is asked for."""
     splits = {file: _split_of(file.relative_to(folder)) for file in found}
     named = sorted({s for s in splits.values() if s})
@@ -134,7 +150,7 @@ def _of_split(folder: Path, found: list[Path], split: str) -> list[Path]:
             f"{folder}: {unnamed[0].name} lies beside files of a split ({', '.join(named)}): which "
             "are meant? Set split, or move it elsewhere"
         )
-    wanted = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in named or len(named) > 1 else named[0])
+    wanted = split or _default_split(one, named)
     chosen = [file for file, s in splits.items() if s == wanted or file.stem == wanted]
     if not chosen:
         raise _no_split(str(folder), wanted, named)
@@ -150,12 +166,22 @@ def _split_of(file: Path) -> str:
     return ""
 
 
-def _file_rows(file: Path, prompt_key: str) -> "Rows":
-    if file.suffix != ".parquet":
-        from lightrl.data.jsonl import JsonlRows
+def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
+    """With few descriptors for all of them."""
+    from lightrl.data.jsonl import JsonlRows
+    from lightrl.data.open_files import OpenFiles
 
-        return JsonlRows(file, prompt_key)
-    return _arrow(str(file)).ParquetRows(file, prompt_key)
+    opened, spool = OpenFiles(), None
+    for file in files:
+        if file.suffix != ".parquet":
+            yield JsonlRows(file, prompt_key, opened)
+            continue
+        arrow = _arrow(str(file))
+        try:
+            spool = spool or arrow.Spool()
+        except OSError as e:
+            raise DataError(f"{file}: nowhere to unpack it (TMPDIR): {e.strerror or e}") from None
+        yield arrow.ParquetRows(file, prompt_key, spool)
 
 
 def _count(file: Path) -> int:
@@ -179,10 +205,10 @@ def _arrow(what: str) -> Any:
 # What Dataset.save_to_disk and DatasetDict.save_to_disk write
 
 
-def _saved_folder(folder: Path, subset: str, split: str) -> Path | None:
+def _saved_folder(one: DataSet, folder: Path, split: str) -> Path | None:
     """The folder of the split that is meant. None: nobody wrote it so."""
-    if subset and (folder / subset).is_dir():
-        folder = folder / subset
+    if one.subset and (folder / one.subset).is_dir():
+        folder = folder / one.subset
     if (folder / "state.json").is_file():
         if split and split != (own := _json(folder / "state.json").get("_split")):
             raise _no_split(str(folder), split, [str(own)] if own else [])
@@ -190,7 +216,7 @@ def _saved_folder(folder: Path, subset: str, split: str) -> Path | None:
     if not (folder / "dataset_dict.json").is_file():
         return None
     there = [str(name) for name in _json(folder / "dataset_dict.json").get("splits", [])]
-    wanted = split or (there[0] if len(there) == 1 else DEFAULT_SPLIT)
+    wanted = split or _default_split(one, there)
     if wanted not in there:
         raise _no_split(str(folder), wanted, there)
     return folder / wanted
@@ -216,7 +242,7 @@ def _json(file: Path) -> dict[str, Any]:
 # The hub
 
 
-def _hub_rows(name: str, subset: str, split: str, prompt_key: str) -> "Rows":
+def _hub_rows(one: DataSet, name: str, split: str) -> "Rows":
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -224,7 +250,7 @@ def _hub_rows(name: str, subset: str, split: str, prompt_key: str) -> "Rows":
             f"{name}: no such file; as an HF data set it needs datasets: pip install "
             "'lightrl[data]'"
         ) from None
-    split = split or DEFAULT_SPLIT
+    subset, split = one.subset, split or _default_split(one, ())
     label = ":".join(part for part in (name, subset, split) if part)
     try:
         rows = datasets.load_dataset(name, subset or None, split=split)
@@ -232,11 +258,13 @@ def _hub_rows(name: str, subset: str, split: str, prompt_key: str) -> "Rows":
         raise _not_loaded(name, subset, split, e) from None
     if rows._indices is not None:
         rows = rows.flatten_indices()
-    return _arrow(name).TableRows(label, rows.data.table, prompt_key)
+    return _arrow(name).TableRows(label, rows.data.table, one.prompt_key)
 
 
 def _not_loaded(name: str, subset: str, split: str, error: Exception) -> DataError:
     """With the subsets, or the splits, that there are, if that is what the library complains of."""
+    if isinstance(error, ConnectionError):
+        return DataUnreachable(f"{name}: the hub cannot be reached: {first_line(error)}")
     text = str(error)
     listed = re.search(r"(?:available|should be one of)[^\[]*\[([^\]]*)\]", text, re.I | re.S)
     there = re.findall(r"[\w.-]+", listed[1]) if listed else []

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.config_data import Data
+from lightrl.config.data import Data
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
 
@@ -101,13 +101,13 @@ class Template:
         role = last["role"]
         if role == ASSISTANT and not self._data.continue_final:
             raise DataError(
-                f"{where}: the last message is the assistant's, and its answer would be part of "
-                "the prompt; name the column without it, or set data.continue_final = true to have "
-                "it continued"
+                f"{where}: the last message is the assistant's, so the answer would be part of the "
+                "prompt; use a column without it, or set data.continue_final = true to have that "
+                "message continued"
             )
         if role != ASSISTANT and role not in LAST_ROLES:
             raise DataError(
-                f"{where}: the last message is of {role!r}: there is no user's to answer"
+                f"{where}: the last message is from {role!r}, so there is no user message to answer"
             )
         if not last["content"] and role in LAST_ROLES:
             raise DataError(f"{where}: the prompt is empty")

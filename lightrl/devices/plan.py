@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment, TooLittleMemory, Wanted, arithmetic, assign
 from lightrl.devices.driver import Machine, look
 from lightrl.devices.sizes import describe_sizes, slots_of
 from lightrl.errors import ConfigError
-from lightrl.messages import Role
+from lightrl.messages.nodes import Role
 
 PATIENCE_S = 15.0  # processes that were killed give their memory back by then
 PAUSE_S = 1.0
@@ -32,7 +32,7 @@ def wanted(
     """`ranks` and `engines`: how many of them are to run here. `slots`: of this node, 0 = as
     configured. `parallel`: sizes of these engines, if they take turns with those of others."""
     train, rollout = config.train, config.rollout
-    if train.engine == "emulated":
+    if train.engine == "emulated" or config.eval.checkpoint:
         ranks = 0
     if rollout.engine == "emulated":
         engines = 0

@@ -5,7 +5,7 @@ Owns that alone; pure. Which GPUs these are is decided in assign.py.
 
 from dataclasses import dataclass
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices.assign import Assignment
 
 

@@ -9,17 +9,17 @@ import torch or vllm.
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from lightrl.messages import (
+from lightrl.messages.load import Load
+from lightrl.messages.responses import (
     Abort,
-    Canary,
     FinishReason,
     Generate,
-    Load,
     PromptHistory,
     ResponseRequest,
     Sampling,
     TokenChunk,
 )
+from lightrl.messages.weights import Canary
 from lightrl.weights.broadcast.rendezvous import IsUnwanted, Membership
 from lightrl.weights.version.manifest import VersionFile
 

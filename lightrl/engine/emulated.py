@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lightrl.emulation import arguments, kv_capacity, logprobs, step_factor
+from lightrl.emulation import arguments, kv_capacity, logprobs, slowness, step_factor
 from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.emulated_cache import EmulatedCache
 from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
-from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
+from lightrl.messages.load import Load
+from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 
@@ -37,11 +38,11 @@ class EmulatedEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         try:
-            args = arguments(spec.engine_args)
+            args, slow = arguments(spec.engine_args), slowness()
         except ValueError as e:
             raise EngineError(str(e)) from None
         size = max(1, spec.parallel)
-        factor = step_factor(args, size) / 1000
+        factor = slow * step_factor(args, size) / 1000
         self._t0_s, self._half_batch = args["t0_ms"] * factor, args["half_batch"] or math.inf
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))

@@ -37,8 +37,9 @@ from lightrl.engine.inbox import EnginePipe, Inbox
 from lightrl.engine.step_costs import measure
 from lightrl.engine.stop_strings import with_stop_strings
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
-from lightrl.load_messages import StepCosts
-from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
+from lightrl.messages.load import Load, StepCosts
+from lightrl.messages.responses import Abort, FinishReason, Generate, ResponseTokens, TokenChunk
+from lightrl.messages.weights import Canary
 from lightrl.system.child import Pipe
 from lightrl.system.imports import importing
 from lightrl.weights.broadcast.rendezvous import UNWANTED, OutOfReach
@@ -53,8 +54,7 @@ FINISHED_SHARE = 5  # a finished response waits chunk_ms / 5 for others to finis
 
 
 def main(sock: socket.socket) -> None:
-    """The child: builds the engine that the first command describes, then serves until the pipe
-    closes."""
+    """The child: builds the engine of the first command, serves until the pipe closes."""
     pipe: EnginePipe = Pipe(sock, Codec(EngineCommand), Codec(EngineEvent))
     try:
         spec, *commands = pipe.receive()
@@ -103,8 +103,7 @@ class UnsentTokens:
     """Sampled tokens of one running attempt that have not been sent."""
 
     attempt: int
-    # of the first of them, in tokens of the response
-    offset: int
+    offset: int  # of the first of them, in tokens of the response
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     finish_reason: FinishReason | None = None

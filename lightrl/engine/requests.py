@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrl.errors import EngineError
-from lightrl.messages import FinishReason, ResponseRequest, Sampling
+from lightrl.messages.responses import FinishReason, ResponseRequest, Sampling
 from lightrl.wire import unpack_i32
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from lightrl.config_sections import EngineKind
+from lightrl.config.sections import EngineKind
 from lightrl.engine.base import EngineCommand, EngineEvent, EngineSpec, Kind
 from lightrl.errors import EngineError
 from lightrl.log import environment as log_environment

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lightrl.engine.base import Engine, EngineSpec
 from lightrl.engine.requests import vocabulary_size
-from lightrl.load_messages import StepCosts
-from lightrl.messages import ResponseRequest, Sampling
+from lightrl.messages.load import StepCosts
+from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.wire import pack_i32
 
 SHORT, LONG = 16, 8192  # tokens of a prompt

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from lightrl.engine.base import Delta, Engine, EngineSpec
 from lightrl.errors import ConfigError, EngineUnusable
-from lightrl.messages import ResponseRequest, Sampling
+from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.model_files import load_tokenizer
 from lightrl.wire import unpack_i32
 

@@ -32,12 +32,12 @@ from lightrl.engine.requests import Running, accept, check_text
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
-from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
+from lightrl.messages.load import Load
+from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile
 
-# of one forward pass, padding included; bounds its activations
-PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS
+PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS  # of one pass, padding included; bounds its activations
 UNEVEN = (
     "run.deterministic: GPU kernels round differently for different batch sizes, so the torch "
     "engine may draw another token where two are almost equally likely; vLLM has batch-invariant "

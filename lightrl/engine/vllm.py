@@ -30,7 +30,8 @@ from lightrl.engine.vllm_versions import (
 )
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
-from lightrl.messages import FinishReason, Load, PromptHistory, ResponseRequest, Sampling
+from lightrl.messages.load import Load
+from lightrl.messages.responses import FinishReason, PromptHistory, ResponseRequest, Sampling
 from lightrl.system.imports import importing
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.canary import arbitrary_text

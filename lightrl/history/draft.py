@@ -17,8 +17,8 @@ from itertools import accumulate
 
 from lightrl.history.gate import Gate
 from lightrl.history.index import BYTES_PER_TOKEN, LONGEST, NOWHERE, Book, SuffixIndex
-from lightrl.load_messages import Drafting
-from lightrl.messages import PromptHistory
+from lightrl.messages.load import Drafting
+from lightrl.messages.responses import PromptHistory
 from lightrl.wire import unpack_i32
 
 FIRST_WINDOW = 4

@@ -44,7 +44,7 @@ class PastResponse:
 class PromptAnswers:
     """What one group brought. Example: PromptAnswers("p7", 1, ((0, PastResponse(1, ...)),))."""
 
-    # as in `key_of`
+    # as `Group.key`
     prompt: str
     epoch: int
     # (index in its group, response)
@@ -124,15 +124,6 @@ class History:
         self.num_bytes += sign * sum(past.num_bytes for past in responses.values())
 
 
-def key_of(group: Group) -> str:
-    """Under which the answers to a group's prompt are kept.
-
-    An evaluation set may have the ids of the training data; none of either contains a control
-    character.
-    """
-    return f"\0{group.prompt.id}" if group.round.is_eval else group.prompt.id
-
-
 def answers(round: Round) -> list[PromptAnswers]:
     """All that a closed round brought. Quick, however long it is: nothing is copied."""
     return [
@@ -146,4 +137,4 @@ def _answered(group: Group, epoch: int) -> PromptAnswers:
         (r.index, PastResponse(epoch, r.tokens, r.finish_reason is not None, r.reward))
         for r in group.responses
     )
-    return PromptAnswers(key_of(group), epoch, tuple(responses))
+    return PromptAnswers(group.key, epoch, tuple(responses))

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightrl.core.log_entries import LogEntry, TokensTaken
 from lightrl.errors import ProtocolError
-from lightrl.messages import FinishReason, ResponseTokens
+from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.wire import Codec, pack_i32, unpack_i32
 
 SEPARATOR = "\0"

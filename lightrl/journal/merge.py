@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightrl.core.events import ResponseScored
 from lightrl.core.log_entries import LogEntry, TokensTaken
 from lightrl.journal.codec import PackedTokens, pack
-from lightrl.messages import FinishReason, ResponseTokens
+from lightrl.messages.responses import FinishReason, ResponseTokens
 
 Ints: TypeAlias = NDArray[np.int64]
 

@@ -26,7 +26,7 @@ from lightrl.journal import disk
 from lightrl.journal.codec import LOG, LogCodec
 from lightrl.journal.disk import Segment, is_in_use, segments
 from lightrl.journal.merge import merge
-from lightrl.messages import TrainGroup, TrainShard
+from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.system import framing
 from lightrl.wire import MAX_FRAME_BYTES, Codec
 

@@ -1,7 +1,8 @@
 """`lightrl check`: is this machine able to run LightRL, and if not, what to do about it.
 
 Looks only at what is quick to look at: no torch, no vLLM is imported; nothing but nvidia-smi is
-started, and for LoRA targets that no file of the model names a process that asks transformers.
+started, with a config a reward worker that scores a row of each set, and for LoRA targets that no
+file of the model names a process that asks transformers.
 """
 
 import os
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Literal
 
 from lightrl.client.address import require_free
-from lightrl.config import Config
-from lightrl.config_sections import Run
+from lightrl.config.schema import Config
+from lightrl.config.sections import Run
 from lightrl.devices.driver import look
 from lightrl.devices.plan import assigned
 from lightrl.devices.visible import visible
 from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
-from lightrl.errors import ConfigError, LightRLError
+from lightrl.errors import ConfigError, DataError, DataUnreachable, LightRLError, RewardError
+from lightrl.launch.initial import settled
 from lightrl.launch.plan import device_notes, key_notes
 from lightrl.launch.preflight import require_files, require_here
 from lightrl.launch.weights_plan import notes, room, room_to_park
@@ -71,7 +73,10 @@ def findings(config: Config | None) -> Iterator[Finding]:
             yield Finding("weights", "ok" if found.folder is not None else "fail", found.text)
         if (parked := room_to_park(config, look())) is not None:
             yield Finding("host memory", "ok" if parked.is_enough else "warn", parked.text)
-        yield _files(config)
+        files = _files(config)
+        yield files
+        if files.verdict == "ok":
+            yield from _rewards(config)
 
 
 def _packages() -> Iterator[Finding]:
@@ -180,10 +185,35 @@ def _clock() -> Finding:
 def _files(config: Config) -> Finding:
     try:
         require_files(config)
+        settled(config)
         require_here(config)
     except LightRLError as e:
         return Finding("config", "fail", str(e))
     return Finding("config", "ok", "model, data and reward files are there")
+
+
+def _rewards(config: Config) -> Iterator[Finding]:
+    """What the reward functions say of a row of each set."""
+    from lightrl.launch.first_rows import try_rewards
+    from lightrl.rewards.trial import doubts
+
+    try:
+        tried = try_rewards(config)
+    except DataUnreachable as e:
+        yield Finding("data", "warn", f"{e}: no reward was tried")
+        return
+    except LightRLError as e:
+        subject = "rewards" if isinstance(e, RewardError) else "config"
+        yield Finding("data" if isinstance(e, DataError) else subject, "fail", str(e))
+        return
+    for each in tried:
+        try:
+            lines = doubts(config.reward, each)
+        except RewardError as e:
+            yield Finding("rewards", "fail", str(e))
+            continue
+        yield Finding("rewards", "warn" if lines else "ok", each.sentence())
+        yield from (Finding("rewards", "warn", line) for line in lines)
 
 
 def _version(name: str) -> str | None:

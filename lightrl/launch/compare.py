@@ -5,20 +5,24 @@ Reads run directories; starts nothing and needs no run to be alive.
 
 import json
 import math
+import re
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightrl.errors import ConfigError
 from lightrl.metrics.sinks import read
 
 LAST_STEPS = 10  # whose mean is shown as where a run ended
+# a set's, not those of its sources
+OF_A_SET = re.compile(r"eval/[^/]+/(avg|pass)@\d+")
 OF_THE_RUN = ("run.name", "run.dir", "run.bind")  # differ in any case
 
 
@@ -42,6 +46,19 @@ def result_of(run_dir: Path) -> RunResult:
     return RunResult(run_dir.resolve().name, settings, _figures(run_dir))
 
 
+def with_distinct_names(runs: Sequence[RunResult], folders: Sequence[Path]) -> list[RunResult]:
+    """Runs of one name with as much of the path in front as tells them apart."""
+    paths = [folder.resolve().parts for folder in folders]
+    names = [run.name for run in runs]
+    for length in range(2, max(map(len, paths)) + 1):
+        repeated = {name for name, count in Counter(names).items() if count > 1}
+        names = [
+            "/".join(path[-length:]).replace("//", "/") if name in repeated else name
+            for name, path in zip(names, paths, strict=True)
+        ]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
 def differences(runs: Sequence[RunResult]) -> dict[str, list[Any]]:
     """Keys of which some runs have other values than others; None where a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_RUN)
@@ -54,27 +71,36 @@ def as_json(runs: Sequence[RunResult]) -> str:
         {
             "runs": [run.name for run in runs],
             "settings": differences(runs),
-            "figures": {name: [run.figures[name] for run in runs] for name in runs[0].figures},
+            "figures": {
+                name: [_known(run.figures.get(name)) for run in runs] for name in _names(runs)
+            },
         }
     )
 
 
 def as_table(runs: Sequence[RunResult]) -> Table:
-    """A column for each run: what it was told differently, then what came of it."""
-    table = Table("", *(run.name for run in runs), box=box.SIMPLE_HEAD)
+    """A column for each run: what it was told differently, then what came of it. What is too long
+    for its column goes on below: cut off, two names or paths may look alike."""
+    names = ("", *(run.name for run in runs))
+    table = Table(*(Column(name, overflow="fold") for name in names), box=box.SIMPLE_HEAD)
     for key, values in differences(runs).items():
         table.add_row(key, *("-" if v is None else str(v) for v in values))
     table.add_section()
-    for name in runs[0].figures:
-        table.add_row(name, *(_shown(run.figures[name]) for run in runs))
+    for name in _names(runs):
+        table.add_row(name, *(_shown(run.figures.get(name)) for run in runs))
     return table
+
+
+def _names(runs: Sequence[RunResult]) -> list[str]:
+    """Of what any of them has, in the order of those with the most."""
+    longest = sorted(runs, key=lambda run: -len(run.figures))
+    return list(dict.fromkeys(name for run in longest for name in run.figures))
 
 
 def _figures(run_dir: Path) -> dict[str, float | str | None]:
     records = read(run_dir)
     steps = [r for r in records if "reward/mean" in r]
     last = steps[-LAST_STEPS:]
-    scores = [v for r in records for k, v in r.items() if k.startswith("eval/") and "/avg@" in k]
     try:
         summary = json.loads((run_dir / "summary.json").read_bytes())
     except (OSError, ValueError):
@@ -88,9 +114,7 @@ def _figures(run_dir: Path) -> dict[str, float | str | None]:
     return {
         "state": summary.get("state", "not over"),
         "steps": float(len(steps)),
-        "evaluation, first": scores[0] if scores else None,
-        "evaluation, last": scores[-1] if scores else None,
-        "evaluation, best": max(scores, default=None),
+        **_evaluations(records),
         "reward/mean": mean("reward/mean"),
         "response_length/mean": mean("response_length/mean"),
         "entropy": mean("entropy"),
@@ -103,12 +127,36 @@ def _figures(run_dir: Path) -> dict[str, float | str | None]:
     }
 
 
+def _evaluations(records: Sequence[dict[str, float]]) -> dict[str, float | str | None]:
+    """The mean over the sets, and what each came to where there are several."""
+    found = [{k: v for k, v in r.items() if OF_A_SET.fullmatch(k)} for r in records]
+    averages = [[v for k, v in r.items() if "/avg@" in k] for r in found]
+    scores = [statistics.fmean(each) for each in averages if each]
+    told: dict[str, float | str | None] = {
+        "evaluation, first": scores[0] if scores else None,
+        "evaluation, last": scores[-1] if scores else None,
+        "evaluation, best": max(scores, default=None),
+    }
+    names = list(dict.fromkeys(name for r in found for name in r))
+    if max(map(len, averages), default=0) == 1:  # the mean is the only set's
+        names = [name for name in names if "/pass@" in name]
+    for name in names:
+        values = [r[name] for r in found if name in r]
+        told |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
+    return told
+
+
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def _known(value: float | str | None) -> float | str | None:
+    """JSON has no number for what is none."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(value: float | str | None) -> str:

@@ -18,7 +18,7 @@ from lightrl.client.address import relative
 from lightrl.errors import LightRLError
 from lightrl.log import configure, inherited, last_line
 from lightrl.log import environment as log_environment
-from lightrl.messages import Role
+from lightrl.messages.nodes import Role
 
 # Exit statuses: of a coordinator whose run has ended in order, but stopped or failed; of any daemon
 # that ended by an error whose reason is the last line of its log. 1 is that of a crash.

@@ -5,19 +5,19 @@ Reads every row, as a run does. Runs no user code but that of an environment of 
 """
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightrl.config import Config
-from lightrl.config_data import DataSet
+from lightrl.config.data import DataSet
+from lightrl.config.evaluation import EvalSampling
+from lightrl.config.schema import Config
 from lightrl.coordinator.prompts import with_rows
 from lightrl.data.layouts import answer_of
 from lightrl.data.prompts import Numbered, PromptSet
 from lightrl.model_files import load_tokenizer
+from lightrl.system.temporary import temporary_folder
 from lightrl.wire import to_json
 
 SHOWN_TOKENS = 48  # at the beginning and the end of a prompt, together
@@ -39,7 +39,7 @@ class ShownPrompt:
 @dataclass(frozen=True, slots=True)
 class SetReport:
     """Of one set; lengths in tokens, of the prompts that are kept. `share`: of the prompts drawn;
-    None: for evaluation."""
+    None: for evaluation, `sampling`: how its prompts are answered there."""
 
     name: str
     path: str
@@ -47,6 +47,7 @@ class SetReport:
     num_kept: int
     num_dropped: int
     share: float | None
+    sampling: EvalSampling | None
     min_length: int
     mean_length: float
     max_length: int
@@ -70,8 +71,8 @@ def data_lines(config: Config, num: int) -> Iterator[str]:
 
 
 def _reports(config: Config, num: int) -> list[SetReport]:
-    with tempfile.TemporaryDirectory(prefix="lightrl-rows-") as folder:
-        return _reports_of(with_rows(config, Path(folder)), num)
+    with temporary_folder("rows") as folder:
+        return _reports_of(with_rows(config, folder), num)
 
 
 def _reports_of(config: Config, num: int) -> list[SetReport]:
@@ -81,13 +82,19 @@ def _reports_of(config: Config, num: int) -> list[SetReport]:
         return [PromptSet(one, config.data, tokenizer) for one in sets]
 
     train, evaluation = opened(config.data.all_sets), opened(config.eval_sets)
-    weights = [one.settings.weight or len(one) for one in train]
+    weights = [one.weight or len(one) for one in train]
     shares = [weight / sum(weights) for weight in weights]
-    reports = [_report(one, s, num, tokenizer) for one, s in zip(train, shares, strict=True)]
-    return reports + [_report(one, None, num, tokenizer) for one in evaluation]
+    reports = [_report(one, s, None, num, tokenizer) for one, s in zip(train, shares, strict=True)]
+    samplings = map(config.eval_sampling, config.eval_sets)
+    return reports + [
+        _report(one, None, sampling, num, tokenizer)
+        for one, sampling in zip(evaluation, samplings, strict=True)
+    ]
 
 
-def _report(one: PromptSet, share: float | None, num: int, tokenizer: Any) -> SetReport:
+def _report(
+    one: PromptSet, share: float | None, sampling: EvalSampling | None, num: int, tokenizer: Any
+) -> SetReport:
     lengths: list[int] = []
     examples: list[ShownPrompt] = []
     num_unanswered = 0
@@ -105,6 +112,7 @@ def _report(one: PromptSet, share: float | None, num: int, tokenizer: Any) -> Se
         len(lengths),
         one.num_dropped,
         share,
+        sampling,
         min(lengths),
         fmean(lengths),
         max(lengths),
@@ -130,8 +138,9 @@ def _lines(report: SetReport) -> Iterator[str]:
             f"; {report.num_dropped:,} are too long and left out, the longest with "
             f"{report.longest_dropped:,} tokens"
         )
-    share = "for evaluation" if report.share is None else f"{report.share:.1%} of what is drawn"
-    yield _line("prompts", f"{report.num_kept:,}, {share}{dropped}")
+    share = f"{report.share:.1%} of what is drawn" if report.share is not None else ""
+    use = share if report.sampling is None else f"for evaluation, each {report.sampling.words}"
+    yield _line("prompts", f"{report.num_kept:,}, {use}{dropped}")
     yield _line(
         "tokens", f"{report.min_length} to {report.max_length}, mean {report.mean_length:.1f}"
     )

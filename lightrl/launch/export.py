@@ -4,13 +4,15 @@ Owns what is refused before, and in which words. Starts nothing, needs no run an
 """
 
 import errno
+import logging
 import shutil
 import warnings
 from pathlib import Path
 
-from lightrl.config_sections import Checkpoint
+from lightrl.client.address import run_folder
+from lightrl.config.sections import Checkpoint
 from lightrl.errors import LightRLError
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS, STEP_FILE, latest
+from lightrl.trainer.checkpoint.saved import STEP_FILE, newest_in, those_beside
 from lightrl.trainer.checkpoint.seal import damage
 
 MB = 1_000_000
@@ -26,7 +28,11 @@ def export_checkpoint(
     _require_whole(checkpoint)
     _require_free(out)
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    from lightrl.trainer.checkpoint.export import export, merge
+    logging.disable(logging.WARNING)  # what transformers finds of torchao, with or without a use
+    try:
+        from lightrl.trainer.checkpoint.export import export, merge
+    finally:
+        logging.disable(logging.NOTSET)
 
     try:
         if is_merged:
@@ -40,11 +46,20 @@ def export_checkpoint(
         raise LightRLError(f"{e.filename if is_read else out}: {e.strerror or e}{room}") from None
 
 
+def find_checkpoint(named: Path) -> Path:
+    """A checkpoint, or the newest one of a run, by its directory or its name. What is neither is
+    returned as it is, or below `runs/` where those beside it are."""
+    if (folder := run_folder(str(named))) is not None:
+        return newest_in(folder) or folder
+    of_run = Path("runs", named)
+    return of_run if of_run.parent.is_dir() and not named.parent.is_dir() else named
+
+
 def _require_whole(checkpoint: Path) -> None:
+    if not checkpoint.exists():
+        raise LightRLError(f"{checkpoint}: no such run or checkpoint{those_beside(checkpoint)}")
     if not (checkpoint / STEP_FILE).is_file():
-        newest = latest(checkpoint / CHECKPOINTS) if checkpoint.is_dir() else None
-        hint = f"; the newest of that run is {newest}" if newest is not None else ""
-        raise LightRLError(f"{checkpoint}: is no complete checkpoint{hint}")
+        raise LightRLError(f"{checkpoint}: is no complete checkpoint")
     try:
         problem = damage(checkpoint)
     except OSError as e:

@@ -9,15 +9,14 @@ import os
 import shutil
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.run_file import CONFIG_FILE, to_toml
+from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.journal.disk import FOLDER
 from lightrl.keys import write_keys
-from lightrl.run_file import to_toml
 from lightrl.system import files
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 
-CONFIG_FILE = "config.toml"
 SLURM_CONFIG = "run.toml"  # in it, the config that was submitted
 SLURM_FOLDER = "slurm"  # scripts and output of batch jobs, there before the run is
 

@@ -22,24 +22,24 @@ from lightrl.client.address import (
     left_at,
     listening,
     listening_since,
-    reachable,
     relative,
 )
 from lightrl.client.ask import drain
 from lightrl.client.find_run import ask, final_snapshot
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.core.state import RunState
 from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.devices.plan import part_with, shared_with
 from lightrl.devices.sizes import sized_options
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
+from lightrl.joining import join_command, reachable, why_here_only
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.log import WARNING
-from lightrl.messages import Role, Snapshot
+from lightrl.messages.nodes import Role
+from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
-from lightrl.system.addresses import host_and_port, is_loopback
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 
@@ -358,7 +358,7 @@ def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = 
     over = threading.Event()
     before = left_at(run_dir)
     threading.Thread(
-        target=_announce, args=(run_dir, before, over), name="announce", daemon=True
+        target=_announce, args=(config, run_dir, before, over), name="announce", daemon=True
     ).start()
     try:
         return daemon(run_dir)
@@ -370,24 +370,25 @@ def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = 
         over.set()
 
 
-def _announce(run_dir: Path, before: float | None, over: threading.Event) -> None:
+def _announce(config: Config, run_dir: Path, before: float | None, over: threading.Event) -> None:
     """Says so and moves `latest` once the coordinator listens, which comes after reading its
     input."""
     while (address := listening_since(run_dir, before)) is None:
         if over.wait(LOOK_S):
             return
-    logger.info(join_line(reachable(address), run_dir))
+    for line in join_lines(reachable(address), config.run.bind, run_dir):
+        logger.info(line)
     # looked at before the start; the run is worth more than the link
     with contextlib.suppress(ConfigError):
         point_latest(run_dir)
 
 
-def join_line(address: str, run_dir: Path) -> str:
-    """How a node elsewhere takes part. Its key is a file, so that it is in no list of processes."""
-    key = relative(run_dir / JOIN_FILE)
-    host, _ = host_and_port(address)
-    where = "from this machine" if is_loopback(host) else "from elsewhere"
-    return f"join it {where}: lightrl up --join {address} --key {key}"
+def join_lines(address: str, bind: str, run_dir: Path) -> list[str]:
+    """How a node elsewhere takes part, or why none can. `bind`: the run.bind of the run."""
+    why = why_here_only(address, bind)
+    where = "from this machine" if why else "from elsewhere"
+    line = f"join it {where}: {join_command(address, relative(run_dir / JOIN_FILE))}"
+    return [line, *filter(None, [why])]
 
 
 def _record_of_steps(run_dir: Path) -> int:

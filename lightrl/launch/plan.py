@@ -6,12 +6,12 @@ Pure text; reads no more than how many rows the data has.
 from collections.abc import Iterator, Sequence
 from math import ceil, inf
 
-from lightrl.config import LORA_ARGS, Config
-from lightrl.config_data import DataSet
-from lightrl.config_sections import Optim, Train
+from lightrl.config.data import DataSet, TrainSet
+from lightrl.config.schema import LORA_ARGS, Config
+from lightrl.config.sections import Optim, Train
 from lightrl.data.sources import count_rows
 from lightrl.devices.assign import Assignment
-from lightrl.messages import Role
+from lightrl.messages.nodes import Role
 
 HIGH_LR = 1e-3
 BIAS = {
@@ -65,7 +65,7 @@ def describe(
         *(("", line) for line in _algorithm(config)),
         *(("" if i else "devices", line) for i, line in enumerate(devices)),
         *(("" if i else "weights", line) for i, line in enumerate(weights)),
-        ("evaluation", _evaluation(config)),
+        *(("" if i else "evaluation", line) for i, line in enumerate(_evaluation(config))),
         ("checkpoints", _checkpoints(config)),
     ]
     lines += [("note", text) for text in _notes(config, num_prompts, slots)]
@@ -87,11 +87,18 @@ def count_prompts(sets: Sequence[DataSet]) -> int | None:
     return None if None in counts else sum(n for n in counts if n)
 
 
-def _set(one: DataSet) -> str:
-    count = count_rows(one)
-    place = ":".join(part for part in (one.path, one.subset, one.split) if part)
+def _set(one: TrainSet) -> str:
     weight = "" if one.weight is None else f", weight {one.weight:g}"
-    return f"{place} ({'not counted' if count is None else f'{count:,} prompts'}{weight})"
+    return f"{_place(one)} ({_count(one)}{weight})"
+
+
+def _place(one: DataSet) -> str:
+    return ":".join(part for part in (one.path, one.subset, one.split) if part)
+
+
+def _count(one: DataSet) -> str:
+    count = count_rows(one)
+    return "not counted" if count is None else f"{count:,} prompts"
 
 
 def _updates(config: Config) -> str:
@@ -212,7 +219,7 @@ def _training(config: Config, responses: int, roles: Sequence[Role]) -> str:
             "emulated: NOTHING IS LEARNT and no model comes out; weights are a digest of what "
             "was trained"
         )
-    tokens = responses * config.max_model_length
+    tokens = responses * config.max_trained_length
     micro = ceil(tokens / (train.max_tokens_per_gpu * train.world))
     ranks = "1 rank" if train.ranks == 1 else f"{train.ranks} ranks"
     if train.nodes > 1:
@@ -267,7 +274,7 @@ def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -
 
 
 def _overlap_notes(config: Config, responses: int) -> Iterator[str]:
-    most, budget = responses * config.max_model_length, config.train.max_tokens_per_gpu
+    most, budget = responses * config.max_trained_length, config.train.max_tokens_per_gpu
     ranks = config.train.world // config.train.replicas
     if most < budget * ranks and not config.run.deterministic:
         yield (
@@ -297,7 +304,7 @@ def _optimizer_notes(config: Config) -> Iterator[str]:
     if optim.schedule == "constant":
         if optim.min_lr_ratio:
             yield "train.optim.min_lr_ratio cannot act: train.optim.schedule = 'constant'"
-    elif optim.warmup_steps >= train.steps:
+    elif optim.warmup_steps >= train.steps and not config.checkpoint.initial_load_path:
         yield (
             f"train.optim.schedule = {optim.schedule!r} cannot act: all of train.steps = "
             f"{train.steps:,} are train.optim.warmup_steps"
@@ -305,7 +312,7 @@ def _optimizer_notes(config: Config) -> Iterator[str]:
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    """What it does where the config may not say: see config_algorithm.py."""
+    """What it does where the config may not say: see config/algorithm.py."""
     if config.train.engine == "emulated":
         return
     low, high = config.algorithm.clip
@@ -337,21 +344,22 @@ def _algorithm_notes(config: Config) -> Iterator[str]:
         )
 
 
-def _evaluation(config: Config) -> str:
+def _evaluation(config: Config) -> Iterator[str]:
     section, sets = config.eval, config.eval_sets
     if not sets:
-        return "none (eval.path is empty)"
+        yield "none (eval.path is empty, and there are no [[eval.sets]])"
+        return
     steps = config.train.steps
     times = len({0, steps, *(range(0, steps, section.interval) if section.interval else ())})
-    num_prompts = count_prompts(sets)
-    prompts = f"{num_prompts:,} prompts" if num_prompts else ", ".join(s.path for s in sets)
-    how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
+    for one in sets:
+        yield f"{one.name}: {_place(one)} ({_count(one)}) {config.eval_sampling(one).words}"
     when = (
         f"every {section.interval} steps"
         if section.interval
         else "before the first and after the last step"
     )
-    return f"{prompts} x {section.samples}, {how}, {when}: {times} times"
+    together = "all of them at once, " if len(sets) > 1 else ""
+    yield f"{together}{when}: {times} times"
 
 
 def _checkpoints(config: Config) -> str:

@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import cast
 
 from lightrl.client.address import require_free, require_other_port, require_weights_port
-from lightrl.config import Config
-from lightrl.config_data import DataSet
-from lightrl.config_values import VERIFIERS
+from lightrl.config.data import DataSet
+from lightrl.config.schema import Config
+from lightrl.config.values import VERIFIERS
 from lightrl.coordinator.descriptors import require_room
 from lightrl.coordinator.settings import require_context
 from lightrl.data.sources import require_there
 from lightrl.errors import ConfigError, DataError
 from lightrl.launch.folder import is_new
 from lightrl.launch.model_check import require_dtypes, require_targets
-from lightrl.messages import Role
+from lightrl.messages.nodes import Role
+from lightrl.metrics.sinks import require_installed
 from lightrl.model_files import require_no_code, require_trainable
 from lightrl.system.threads import num_cores
+from lightrl.trainer.checkpoint.saved import MODEL
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
@@ -36,17 +38,13 @@ def require_files(config: Config) -> None:
     require_room(config)
     _require_small_groups(config)
     _require_model(config)
-    for section, sets in (("data", config.data.all_sets), ("eval", config.eval_sets)):
+    several = (("data", config.data, config.data.all_sets), ("eval", config.eval, config.eval_sets))
+    for name, section, sets in several:
         for one in sets:
-            _require_data(
-                f"{section}.{'sets.' if section == 'data' and config.data.sets else ''}path", one
-            )
+            _require_data(f"{name}.{'sets.' if section.sets else ''}path", one)
     if (command := config.reward.command) and shutil.which(command[0]) is None:
         raise ConfigError(f"reward.command = {command[0]!r}: no such program on this machine")
-    for function in config.reward.functions:
-        file, colon, name = function.rpartition(":")
-        if colon and file.endswith(".py"):
-            _require_function(Path(file), name)
+    _require_functions("reward.functions", config.reward.functions)
     if config.checkpoint.dir:
         _require_place("checkpoint.dir", config.checkpoint.dir)
 
@@ -62,6 +60,8 @@ def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
         )
     if not roles:
         require_other_port(port, config.run.bind)
+    if not roles or "coordinator" in roles:
+        require_installed(config.logging.backends)
     _require_cores(config, roles, num_cores())
     is_torch = config.train.engine == "torch" and (not roles or "trainer" in roles)
     name = config.train.optim.name
@@ -157,7 +157,8 @@ def _require_model(config: Config) -> None:
             return
         folder = found
     else:
-        _require_directory(path, folder)
+        of_checkpoint = Path(config.eval.checkpoint, MODEL) if config.eval.checkpoint else None
+        _require_directory(path, folder, has_weights=folder != of_checkpoint)
     require_no_code(path, folder)
     require_trainable(path, folder)
     require_dtypes(path, folder)
@@ -166,7 +167,7 @@ def _require_model(config: Config) -> None:
         require_targets(folder, config.model.lora.targets)
 
 
-def _require_directory(path: str, folder: Path) -> None:
+def _require_directory(path: str, folder: Path, has_weights: bool) -> None:
     if not folder.is_dir():
         raise ConfigError(
             f"model.path = {path}: no such directory; give one with config.json, or a hub "
@@ -176,7 +177,7 @@ def _require_directory(path: str, folder: Path) -> None:
         raise ConfigError(
             f"model.path = {path}: has no config.json, so it is not a Hugging Face model directory"
         )
-    if not any(folder.glob("*.safetensors")):
+    if has_weights and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path = {path}: has no *.safetensors weights")
 
 
@@ -207,33 +208,36 @@ def _require_data(key: str, one: DataSet) -> None:
             require_there(one)
     except DataError as e:
         raise ConfigError(f"{key} = {e}") from None
-    for function in one.reward:
+    _require_functions(f"{key.removesuffix('path')}reward", one.reward)
+
+
+def _require_functions(key: str, functions: Sequence[str]) -> None:
+    for function in functions:
         file, colon, name = function.rpartition(":")
         if colon and file.endswith(".py"):
-            _require_function(Path(file), name)
+            _require_function(key, Path(file), name)
 
 
-def _require_function(file: Path, name: str) -> None:
+def _require_function(key: str, file: Path, name: str) -> None:
     if not file.is_file():
-        raise ConfigError(f"reward.functions = {file}:{name}: no such file {file.name}")
+        raise ConfigError(f"{key} = {file}:{name}: no such file {file.name}")
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as e:
-        raise ConfigError(f"reward.functions: {file}:{e.lineno}: {e.msg}") from None
+        raise ConfigError(f"{key}: {file}:{e.lineno}: {e.msg}") from None
     except OSError as e:
-        raise ConfigError(
-            f"reward.functions = {file}:{name}: cannot be read: {e.strerror}"
-        ) from None
+        raise ConfigError(f"{key} = {file}:{name}: cannot be read: {e.strerror}") from None
     names: set[str] = set()
+    functions: list[str] = []
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(node.name)
+        elif isinstance(node, ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
             names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-    if name not in names and "*" not in names:
-        functions = ", ".join(sorted(names)) or "nothing"
-        raise ConfigError(
-            f"reward.functions = {file}:{name}: no function {name} there; it defines {functions}"
-        )
+    if name not in {*names, *functions} and "*" not in names:
+        defined = ", ".join(sorted(functions)) or "none"
+        raise ConfigError(f"{key} = {file}:{name}: no function {name} there; it defines {defined}")

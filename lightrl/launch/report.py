@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.client import ask
+from lightrl.client.address import relative
 from lightrl.client.find_run import OVER
-from lightrl.core.unscored import NO_REWARD, NONE_SCORED
+from lightrl.core.unscored import NO_REWARD, NONE_SCORED, TRIED
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.log import WARNING
-from lightrl.messages import NodeRow, Snapshot
+from lightrl.messages.snapshot import INTERRUPTED, NodeRow, Snapshot
 from lightrl.metrics.display import (
     cost,
     count,
@@ -27,6 +28,9 @@ from lightrl.metrics.display import (
     usd,
     weights,
 )
+from lightrl.metrics.evaluation import Scores, scores_line
+from lightrl.metrics.remote import GETS_NO_MORE
+from lightrl.metrics.waits import WaitLines, waiting
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 from lightrl.wire import from_json
 
@@ -66,6 +70,8 @@ class Progress:
         self._state = ""
         self._counts: dict[str, int] = {}  # of NOTED
         self._failures: set[str] = set()  # events that tell of rewards
+        self._waits = WaitLines()
+        self._ended: set[str] = set()  # events that tell of trackers
 
     def lines(self, s: Snapshot, now: float) -> Iterator[str]:
         """The lines that this snapshot adds."""
@@ -83,6 +89,8 @@ class Progress:
             )
         self._counts = counts
         yield from self._unscored(s)
+        yield from self._waits.lines(s.wait, now)
+        yield from self._ended_trackers(s)
         evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
@@ -102,12 +110,23 @@ class Progress:
             yield f"WARNING: step {s.step} {idle}"
 
     def _unscored(self, s: Snapshot) -> Iterator[str]:
-        """The first response without a score, and why; each step that has none."""
+        """What was doubted of rewards at the start; the first response without a score, and why;
+        each step that has none."""
         for _, text in s.events:
-            is_first = text.startswith(NO_REWARD) and not self._failures
-            if (is_first or NONE_SCORED in text) and text not in self._failures:
+            is_first = text.startswith(NO_REWARD) and all(
+                told.startswith(TRIED) for told in self._failures
+            )
+            is_told = is_first or NONE_SCORED in text or text.startswith(TRIED)
+            if is_told and text not in self._failures:
                 self._failures.add(text)
                 yield f"{WARNING}{text}"
+
+    def _ended_trackers(self, s: Snapshot) -> Iterator[str]:
+        """Trackers that get nothing more: whoever looks at them would wait in vain."""
+        for _, text in s.events:
+            if GETS_NO_MORE in text and text not in self._ended:
+                self._ended.add(text)
+                yield text
 
 
 def _why_idle(s: Snapshot) -> str:
@@ -120,8 +139,8 @@ def _why_idle(s: Snapshot) -> str:
     return ""
 
 
-def _eval_line(num_steps: int, step: int, score: float) -> str:
-    return f"step {step:>5}/{num_steps}  eval {score:.3f}"
+def _eval_line(num_steps: int, step: int, scores: Scores) -> str:
+    return f"step {step:>5}/{num_steps}  eval {scores_line(scores)}"
 
 
 def result_lines(run_dir: Path) -> list[str]:
@@ -132,9 +151,11 @@ def result_lines(run_dir: Path) -> list[str]:
     tokens = summary.get("rollout_tokens") or 0
     took = f"{wall_s:.1f} s, without start-up and evaluation"
     lines = [f"finished {summary.get('steps')} steps in {took}"]
-    start, end = summary.get("eval_start"), summary.get("eval_end")
-    if start is not None and end is not None:
-        lines.append(f"  held-out   {start:.3f} -> {end:.3f}")
+    sets = summary.get("eval_sets") or {}
+    width = max(map(len, sets), default=0) if len(sets) > 1 else 0
+    for k, (name, scores) in enumerate(sets.items()):
+        label, of = "" if k else "held-out", f"{name:{width}}  " if width else ""
+        lines.append(f"  {label:10} {of}{scores[0][1]:.3f} -> {scores[-1][1]:.3f}")
     speed = f" ({tokens / wall_s:,.0f} a second)" if wall_s else ""
     lines.append(
         f"  tokens     {tokens:,}{speed}; {summary.get('trained_responses', 0):,} responses "
@@ -208,6 +229,8 @@ def status_lines(s: Snapshot) -> list[str]:
             f"{count(s.tokens_per_s)} tokens/s"
         ),
         f"round     {_round(s)}",
+        *(f"eval      {scores_line(scores)} at step {step}" for step, scores in s.evals[-1:]),
+        *(f"waiting   {waiting(row)}" for row in [s.wait] if row),
         *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
         *(f"weights   {line}" for line in [weights(s.metrics)] if line),
         *(f"sizes     {line}" for line in [sizes(s.metrics)] if line),
@@ -216,17 +239,18 @@ def status_lines(s: Snapshot) -> list[str]:
         *(f"devices   {line}" for line in sides(s.nodes)),
         *(f"pulling   {n.name}: {line}" for n in s.nodes if (line := pulling(n.weights))),
         *(f"receiving {n.name}: by broadcast, {n.broadcast}" for n in s.nodes if n.broadcast),
-        "",
     ]
+    if s.state == INTERRUPTED:
+        return [*lines, f"go on     lightrl resume {relative(Path(s.run_dir))}"]
     rows = [
         ("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"),
         *map(_row, s.nodes),
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines += [
+    table = (
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return lines
+    )
+    return [*lines, "", *table]
 
 
 def _row(n: NodeRow) -> tuple[str, ...]:
@@ -253,7 +277,7 @@ def _round(s: Snapshot) -> str:
 
 def _forecast(s: Snapshot) -> Iterator[str]:
     """What a step takes and costs with the preemptible nodes that are here, and with others."""
-    if (c := s.cost) is None or s.state in OVER:
+    if (c := s.cost) is None or s.state in OVER or s.state == INTERRUPTED:
         return
     if not c.forecast:
         what = "a whole period of short and long rounds" if s.tail is not None else "a step"

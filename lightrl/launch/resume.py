@@ -11,15 +11,16 @@ from typing import Any
 
 from lightrl.client.address import (
     accepts,
-    find,
+    find_folder,
     listening,
     relative,
     require_free,
     require_weights_port,
 )
 from lightrl.client.find_run import ask, final_snapshot, is_same
-from lightrl.config import Config
-from lightrl.config_sections import Train
+from lightrl.config.run_file import load_config
+from lightrl.config.schema import Config
+from lightrl.config.sections import Train
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER, is_in_use, segments
@@ -27,7 +28,6 @@ from lightrl.keys import KEY_FILE, read_key, restore_keys
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
-from lightrl.run_file import load_config
 from lightrl.system.output import print_lines
 from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,
@@ -49,10 +49,12 @@ MAY_CHANGE = (
     *("rollout.nodes", "rollout.slots", "rollout.engine_args", "rollout.devices"),
     "rollout.parallel",
     *("train.devices", "train.nodes", "train.ranks", *(f"train.{key}" for key in HOW_IT_LIES)),
+    "train.optim.",
     *("speculation.", "weights.", "prices.", "scale.", "reward.env", "reward.command"),
 )
-# a run that stops to be recorded could not be resumed again, and checkpoints stay where they are
-FIXED = ("journal.enabled", "checkpoint.dir")
+# a run that stops to be recorded could not be resumed again, checkpoints stay where they are, what
+# a run began with is past, and the state of one optimizer is none of another
+FIXED = ("journal.enabled", "checkpoint.dir", "checkpoint.initial_load_path", "train.optim.name")
 
 
 def prepare(
@@ -64,7 +66,7 @@ def prepare(
     that cannot be trusted. Raises LightRLError, one line; the run is then as it was, but for
     damaged checkpoints, which may have been moved aside.
     """
-    run_dir = _run_dir(target)
+    run_dir = find_folder(target, "resume a run by its directory or name")
     before = load_config(run_dir / CONFIG_FILE)
     config = _changed(run_dir, before, overrides)
     _require_unfinished(run_dir, config)
@@ -85,6 +87,9 @@ def prepare(
         (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
     if from_checkpoint:
         print_lines(_rewind(run_dir))
+    if changed := _other_optim(before.train, config.train):
+        done = newest_checkpoint(run_dir) or 0
+        print_lines(f"from step {done + 1} on: {', '.join(changed)}; those before stay as they are")
     try:
         restore_keys(run_dir)
     except OSError as e:
@@ -99,13 +104,6 @@ def has_journal(run_dir: Path) -> bool:
     return bool(segments(run_dir / FOLDER))
 
 
-def _run_dir(target: str | None) -> Path:
-    _, run_dir = find(target)
-    if run_dir is None:
-        raise ConfigError(f"{target}: is an address; resume a run by its directory or name")
-    return run_dir
-
-
 def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
     """The config with overrides, of this directory wherever it lies now. Raises ConfigError."""
     after = load_config(run_dir / CONFIG_FILE, overrides)
@@ -115,7 +113,7 @@ def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
         if old.get(key) != new.get(key) and (key in FIXED or not key.startswith(MAY_CHANGE)):
             may = ", ".join(f"{k}*" if k.endswith(".") else k for k in MAY_CHANGE)
             raise ConfigError(
-                f"{key}: cannot change on a resume; these can: {may} (except {FIXED[0]})"
+                f"{key}: cannot change on a resume; these can: {may} (except {', '.join(FIXED)})"
             )
     place = {"dir": str(run_dir.parent), "name": run_dir.name}
     return after.model_copy(update={"run": after.run.model_copy(update=place)})
@@ -131,19 +129,27 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _require_unfinished(run_dir: Path, config: Config) -> None:
     last, steps = final_snapshot(run_dir), config.train.steps
-    records = sinks.read(run_dir)
+    records = sinks.read_newest(run_dir, 1)
     done = int(records[-1]["step"]) if records else 0
     if last is not None and last.state == RunState.FINISHED and last.step >= steps:
         raise LightRLError(
             f"{relative(run_dir)}: finished; to extend it: lightrl resume {relative(run_dir)} "
-            f"train.steps=N, with N above {steps}"
+            f"train.steps=N, with N above {last.step}"
         )
     if steps < done:
         raise ConfigError(f"train.steps = {steps}: {done} steps are done already")
 
 
+def _other_optim(then: Train, now: Train) -> list[str]:
+    """What of the optimizer has changed; none of it is part of its state."""
+    old, new = then.optim.model_dump(mode="json"), now.optim.model_dump(mode="json")
+    return [f"train.optim.{key} = {value}" for key, value in new.items() if value != old[key]]
+
+
 def _rounds_otherwise(then: Train, now: Train) -> str:
     """What makes other bits of the same steps; "" if nothing does."""
+    if changed := _other_optim(then, now):
+        return changed[0]
     if now.world != then.world:
         return f"train.nodes x train.ranks = {now.world}"
     for key in HOW_IT_LIES:
@@ -156,8 +162,12 @@ def _rounds_otherwise(then: Train, now: Train) -> str:
 
 def _require_all_saved(run_dir: Path, change: str) -> None:
     """What is trained again must come out as it did, to the bit; `change` rounds otherwise."""
-    records = sinks.read(run_dir)
+    from lightrl.replay.log import interrupted  # numpy comes with it
+
+    records = sinks.read_newest(run_dir, 1)
     done, saved = int(records[-1]["step"]) if records else 0, newest_checkpoint(run_dir) or 0
+    if (last := interrupted(run_dir)) is not None:  # a version may be known before its step is done
+        done = max(done, last.policy_version or 0)
     if done > saved:
         raise ConfigError(
             f"{change}: the steps after {saved}, of which there is no checkpoint, would be trained "

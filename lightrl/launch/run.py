@@ -8,15 +8,20 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from lightrl.client.address import relative
 from lightrl.client.find_run import final_snapshot
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.core.state import RunState
+from lightrl.devices.assign import Assignment
 from lightrl.devices.plan import for_run
+from lightrl.errors import ConfigError
 from lightrl.launch.daemons import RunFailed
-from lightrl.launch.local import LocalRun, join_line
+from lightrl.launch.initial import begins_with, settled
+from lightrl.launch.local import LocalRun, join_lines
 from lightrl.launch.plan import device_notes, key_notes
 from lightrl.launch.preflight import require_files, require_here, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
@@ -37,31 +42,49 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     With `resume`, which launch/resume.py has prepared, the run in the directory goes on.
     """
     never_fail()
+    if config.eval.checkpoint:
+        raise ConfigError("eval.checkpoint: is for lightrl eval CHECKPOINT CONFIG; leave it out")
     if not resume:
         require_files(config)
+        config = settled(config)
         require_new(config)
     require_here(config)
-    _configure_log(config)
-    gpus = await retry_on_resource_limit(
-        lambda: in_thread(for_run, config), "the search for devices", print_lines
-    )
+    configure_log(config)
+    gpus = await find_gpus(config, print_lines)
     said = (*notes(config, gpus), *key_notes(config), *device_notes(config, gpus))
     for note in (*gpus.notes, *said):
         print_lines(note)
+    if not resume and (lines := list(begins_with(config))):
+        print_lines("; ".join([f"begins with {lines[0]}", *lines[1:]]))
+    later: list[str] = []  # lines that would tear the screen
+    local = LocalRun(config, resume, later.append if tui else print_lines, gpus)
+    try:
+        interrupted = await to_its_end(local, _live(local, tui), print_lines)
+    finally:
+        for line in later:
+            print_lines(line)
+    for line in local.lost:
+        print_lines(f"failed during the run: {line}")
+    return _conclude(local.run_dir, interrupted)
+
+
+async def to_its_end(
+    local: LocalRun, live: Coroutine[Any, Any, None], tell: Callable[[str], None]
+) -> bool:
+    """Has `live` start the daemons and wait for their end, or for a signal; then ends those that
+    are left. Whether it was interrupted. Raises RunFailed."""
     stopped = asyncio.Event()
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, resume, later.append if tui else print_lines, gpus)
-    living = asyncio.create_task(_live(local, tui), name="run")
+    living = asyncio.create_task(live, name="run")
     stopping = asyncio.create_task(stopped.wait(), name="signal")
     reason = "the run is over"
     try:
         await asyncio.wait({living, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not living.done():
             reason = "interrupted"
-            await _cancel(living)  # gives the terminal back first
-            print_lines("stopping ...")
+            await cancel(living)  # gives the terminal back first
+            tell("stopping ...")
         else:
             living.result()
     except RunFailed as e:
@@ -69,16 +92,19 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
         reason = "the run failed"
         raise
     finally:
-        await _cancel(living, stopping)
+        await cancel(living, stopping)
         await local.stop(reason)
-        for line in later:
-            print_lines(line)
-    for line in local.lost:
-        print_lines(f"failed during the run: {line}")
-    return _conclude(local.run_dir, reason == "interrupted")
+    return reason == "interrupted"
 
 
-def _configure_log(config: Config) -> None:
+async def find_gpus(config: Config, tell: Callable[[str], None]) -> Assignment:
+    """For all daemons of the run that are to be here. Raises ConfigError, one line."""
+    return await retry_on_resource_limit(
+        lambda: in_thread(for_run, config), "the search for devices", tell
+    )
+
+
+def configure_log(config: Config) -> None:
     """What a person sees here stays plain; the log tells machines which daemons were started."""
     level, as_json = config.logging.level, config.logging.json_
     file = config.run_dir.resolve() / "logs" / "launcher.log"
@@ -91,7 +117,8 @@ async def _live(local: LocalRun, tui: bool) -> None:
     await local.start()
     for line in await local.what_was_found():
         print_lines(line)
-    print_lines(join_line(local.address, local.run_dir))
+    for line in join_lines(local.address, local.config.run.bind, local.run_dir):
+        print_lines(line)
     watching = asyncio.create_task(_watch(local, tui), name="view")
     try:
         await local.until_over()
@@ -99,7 +126,7 @@ async def _live(local: LocalRun, tui: bool) -> None:
             async with asyncio.timeout(1.0):  # the view shows the end by itself, if it saw it
                 await watching
     finally:
-        await _cancel(watching)
+        await cancel(watching)
 
 
 async def _watch(local: LocalRun, tui: bool) -> None:
@@ -135,7 +162,7 @@ def _how_to_go_on(run_dir: Path) -> str:
     return f"; continue it with: lightrl resume {relative(run_dir)}" if has_journal(run_dir) else ""
 
 
-async def _cancel(*tasks: "asyncio.Task[object]") -> None:
+async def cancel(*tasks: "asyncio.Task[object]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment
 from lightrl.devices.driver import Machine, look

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.worth import Outcome
-from lightrl.cost_messages import CostRow, StepForecast
+from lightrl.messages.costs import CostRow, StepForecast
 
 
 def cost_figures(core: Coordinator) -> dict[str, float]:

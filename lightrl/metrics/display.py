@@ -6,8 +6,9 @@ Each function returns text of a known width. Knows nothing of runs but the names
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from lightrl.cost_messages import CostRow
-from lightrl.messages import NodeRow, WeightsProgress
+from lightrl.messages.costs import CostRow
+from lightrl.messages.snapshot import NodeRow
+from lightrl.messages.weights import WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # by the state of a node that shares devices
@@ -191,3 +192,17 @@ def printable(text: str) -> str:
     """`text` without what could move the cursor or colour the terminal: it may be a model's or a
     peer's."""
     return "".join(c if c.isprintable() else "·" for c in text)
+
+
+def chain(scores: Sequence[tuple[int, float]], room: int) -> str:
+    """The evaluations of a set, the oldest and as many of the latest as fit."""
+    steps = [f"{score:.3f} @{step}" for step, score in scores]
+    kept = steps[-1:]
+    for text in reversed(steps[1:-1]):
+        if len(" → ".join([steps[0], "…", text, *kept])) > room:
+            break
+        kept.insert(0, text)
+    if len(steps) == 1:
+        return steps[0]
+    gap = [] if len(kept) == len(steps) - 1 else ["…"]
+    return cut(" → ".join([steps[0], *gap, *kept]), room)

@@ -186,6 +186,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing_s/reference", "of these, the reference's", _S, "timing_s/ref"),
     Metric("timing_s/optimizer", "updates", _S),
     Metric("timing_s/publish", "writing the version", _S),
+    Metric("timing_s/accumulate", "any rank at gradients, by the trainer's daemon", _S),
+    Metric("timing_s/finish", "from the last gradient until the version is announced", _S),
     Metric("timing_s/stage", "standing still for a checkpoint", _S, "timing_s/save_checkpoint"),
     Metric("timing_s/park", "giving shared devices back", _S),
     Metric("timing_s/fetch", "taking shared devices", _S),
@@ -210,16 +212,47 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/padding_share", "of the tokens that ranks computed", _SHARE),
     Metric("perf/micro_batches", "of the rank with the most"),
     Metric("offload/<name>", "devices that sample and train: see lightrl/core/README.md"),
+    Metric("planner/<name>", "of engines of several sizes: parallel, preemptions, switches, ..."),
     Metric("device_s/<node>/<state>", "what shared devices did; sums to the step", _S),
     Metric("cost/usd", "of the run so far, by prices", "US$"),
     Metric("cost/usd_per_step", "of the run so far", "US$"),
     Metric("cost/usd_per_million_tokens", "sampled and not given up", "US$"),
     # evaluations
-    Metric("eval/<set>/avg@<k>", "mean reward", "", "val-core/<set>/reward/mean@<k>"),
     Metric(
-        "eval/<set>/pass@<k>", "prompts with a right response", _SHARE, "val-core/<set>/best@<k>"
+        "eval/<set>/avg@<k>",
+        "mean reward of k responses to each prompt; one without a score counts as 0",
+        "",
+        "val-core/<source>/reward/mean@<k>",
+        "eval_reward",
     ),
-    Metric("eval/<set>/<name>", "length (tokens), clip_ratio", ""),
+    Metric(
+        "eval/<set>/pass@<k>",
+        "one of k responses is correct, its reward 1 or more; k: 1, 2, 4 ... samples; unbiased",
+        _SHARE,
+        "val-core/<source>/reward/best@<k>/mean",
+    ),
+    Metric("eval/<set>/length", "of responses, mean", _TOKENS, "", "eval_completions/mean_length"),
+    Metric(
+        "eval/<set>/clip_ratio",
+        "responses cut at the set's limit",
+        _SHARE,
+        "",
+        "eval_completions/clipped_ratio",
+    ),
+    Metric("eval/<set>/failures", "responses without a score"),
+    Metric("eval/seconds", "of an evaluation, all sets", _S, "timing_s/testing", "eval_runtime"),
+    Metric(
+        "eval/<set>/<source>/avg@<k>",
+        "the same where a set has several `data_source`s",
+        "",
+        "val-core/<source>/reward/mean@<k>",
+    ),
+    Metric(
+        "eval/<set>/<source>/pass@<k>", "likewise", _SHARE, "val-core/<source>/reward/best@<k>/mean"
+    ),
+    Metric("eval/<set>/<source>/length", "likewise", _TOKENS),
+    Metric("eval/<set>/<source>/clip_ratio", "likewise", _SHARE),
+    Metric("eval/<set>/<source>/failures", "likewise"),
 )
 
 _PART = re.compile(r"<[a-z]+>")

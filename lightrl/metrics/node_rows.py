@@ -10,7 +10,7 @@ from dataclasses import replace
 from lightrl.core.fleet import Fleet
 from lightrl.core.offers import PULLING
 from lightrl.core.state import NodeState
-from lightrl.messages import NodeRow
+from lightrl.messages.snapshot import NodeRow
 
 HALF_LIFE_S = 2.0  # in which half of a rate is forgotten
 

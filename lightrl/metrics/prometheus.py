@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightrl.errors import ConfigError
+from lightrl.system.addresses import ALL_HOSTS, WILDCARD, split_address
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_:]")
 
@@ -17,21 +18,24 @@ class PrometheusServer:
     """Serves `http://ADDRESS/metrics` from its construction until `close`."""
 
     def __init__(self, address: str, run: str) -> None:
-        """`address`: host and port. Raises ConfigError, one line, if it cannot be served."""
+        """`address`: host and port, as `split_address` reads them. Raises ConfigError, one line, if
+        it cannot be served."""
         try:
             import prometheus_client
         except ModuleNotFoundError:
             raise ConfigError(
                 f"logging.prometheus = {address!r}: not installed: pip install prometheus-client"
             ) from None
-        host, _, port = address.rpartition(":")
+        found = split_address(address)
+        assert found is not None  # the config says so
+        host, port = found
         self._run = run
         self._values: dict[str, float] = {}
         registry = prometheus_client.CollectorRegistry()
         registry.register(self)  # pyright: ignore[reportArgumentType] - anything with `collect`
         try:
             self._server, self._thread = prometheus_client.start_http_server(
-                int(port), host or "0.0.0.0", registry
+                port, WILDCARD if host in ALL_HOSTS else host, registry
             )
         except OSError as e:
             raise ConfigError(f"logging.prometheus = {address!r}: {e.strerror}") from None

@@ -9,9 +9,10 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.metrics.tracker import (
     COMMANDS,
     EVENTS,
@@ -25,10 +26,11 @@ from lightrl.metrics.tracker import (
     TrackerFinished,
     TrackerStarted,
 )
-from lightrl.system.child import Child, ChildDied
+from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 
 logger = logging.getLogger(__name__)
 
+GETS_NO_MORE = "it gets no figures from now on, metrics.jsonl still does"
 LAST_S = 60.0  # for what has not been sent at the end of a run
 MAX_WAITING = 100_000  # records of one that does not start
 
@@ -74,7 +76,10 @@ class RemoteTracker:
             self._child.send(FinishTracker())
             _, late = await asyncio.wait({self._task}, timeout=LAST_S)
             if late:
-                self._report(f"WARNING: {self._start.backend}: did not get all figures in time")
+                self._report(
+                    f"WARNING: {self._start.backend}: not all figures were sent within "
+                    f"{LAST_S:g} s; metrics.jsonl has them"
+                )
             self._is_over = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -84,9 +89,10 @@ class RemoteTracker:
 
     async def _run(self) -> None:
         name = self._start.backend
-        self._log.parent.mkdir(exist_ok=True)
+        start = partial(Child.start, TARGET, f"{name} tracker", COMMANDS, EVENTS, log=self._log)
         try:
-            child = await Child.start(TARGET, f"{name} tracker", COMMANDS, EVENTS, log=self._log)
+            self._log.parent.mkdir(exist_ok=True)
+            child = await retry_on_resource_limit(start, f"the {name} tracker", self._report)
         except OSError as e:
             self._give_up(e.strerror or str(e))
             return None
@@ -113,6 +119,6 @@ class RemoteTracker:
             self._is_over = True
             self._waiting.clear()
             self._report(
-                f"WARNING: {self._start.backend}: {reason}; figures go on in metrics.jsonl alone "
+                f"WARNING: {self._start.backend}: {reason}; {GETS_NO_MORE} "
                 f"(see logs/{self._log.name})"
             )

@@ -5,9 +5,8 @@ Reads the core's rounds when they close; decides nothing and does no I/O.
 """
 
 import asyncio
-import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -23,14 +22,19 @@ from lightrl.core.state import (
     RoundState,
     RunState,
 )
-from lightrl.messages import SampleText, Snapshot, TailRow
+from lightrl.messages.fields import MAX_EVALS
+from lightrl.messages.snapshot import SampleText, Snapshot, TailRow
 from lightrl.metrics.cost import cost_figures, cost_row
+from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_score
 from lightrl.metrics.futures import hash_onto, in_thread, known_digest
 from lightrl.metrics.node_rows import NodeRows
+from lightrl.metrics.note import RecordsNote
 from lightrl.metrics.offload import turns_figures
 from lightrl.metrics.round_figures import (
     Scoring,
     digest_responses,
+    evaluated,
+    figure_name,
     histogram,
     mean,
     num_devices,
@@ -39,8 +43,10 @@ from lightrl.metrics.round_figures import (
     step_figures,
     total_tokens,
 )
-from lightrl.metrics.selection_bias import Bias, BiasNote
+from lightrl.metrics.selection_bias import Bias
 from lightrl.metrics.speculation import SpeculationMetrics
+from lightrl.metrics.speeds import SpeedRecorder
+from lightrl.metrics.waits import Waits
 from lightrl.metrics.weights import WeightsMetrics
 from lightrl.wire import to_json
 
@@ -62,37 +68,18 @@ class _Closed:
     histogram: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordsNote:
-    """What a coordinator that is started again must find of what was shown so far."""
-
-    digest: str
-    evals: list[tuple[int, float]]
-    rl_wall_s: float
-    elapsed_s: float
-    # digest of the prompts
-    data: str
-    bias: BiasNote
-    # whose rounds are in it
-    bias_steps: int
-    # of the training data, and of the evaluation set; 0: written by a version that did not say so
-    num_prompts: int = 0
-    num_eval_prompts: int = 0
-
-
 class Records:
     def __init__(
         self,
         run: str,
         run_dir: str,
         head: str,
-        eval_set: str,
         num_steps: int,
         max_response_tokens: int,
+        join_hint: str = "",
     ) -> None:
-        """`head` is the name of the coordinator's daemon, `eval_set` that of the evaluation set."""
+        """`head` is the name of the coordinator's daemon."""
         self._run = run
-        self._eval_set = eval_set
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
@@ -117,10 +104,11 @@ class Records:
         self._samples: deque[SampleText] = deque(maxlen=NUM_SAMPLES)
         self._rl_wall_s = 0.0
         self._num_tokens = 0  # trained so far, prompts and responses
-        self.nodes = NodeRows(head)
-        self.evals: list[tuple[int, float]] = []
+        self.nodes, self.waits = NodeRows(head), Waits(join_hint)
+        self.evals: list[tuple[int, Scores]] = []  # steps done, and what each set came to
         self.speculation = SpeculationMetrics()
         self.weights = WeightsMetrics()
+        self.speeds = SpeedRecorder()
         self.bad_frames = 0
 
     # What happens
@@ -139,23 +127,15 @@ class Records:
         round = response.group.round
         if not round.is_eval and round.state is not RoundState.CLOSED:
             self._scorings[response.id] = Scoring(failure, seconds)
+            self.speeds.called(response.id, seconds)
             if figures:
                 self._reward_figures[response.id] = figures
 
-    def close_eval(self, round: Round) -> dict[str, float]:
-        """The record of an evaluation. A response without a score counts as 0.
-
-        avg@k is the mean reward, pass@k the share of prompts with a response of reward 1 or more.
-        """
-        groups_GR = [[r.reward or 0.0 for r in g.responses] for g in round.groups.values()]
-        score = statistics.fmean(reward for group in groups_GR for reward in group)
-        passed = statistics.fmean(float(max(group) >= 1.0) for group in groups_GR)
-        self.evals.append((round.step, score))
-        k = round.group_size
-        return {
-            f"eval/{self._eval_set}/avg@{k}": score,
-            f"eval/{self._eval_set}/pass@{k}": passed,
-        }
+    def close_eval(self, round: Round, source_of: Callable[[str], str]) -> dict[str, float]:
+        """The record of an evaluation. `source_of`: the `data_source` of a prompt, "" = none."""
+        responses = evaluated(round, source_of)
+        self.evals.append((round.step, eval_scores(responses)))
+        return eval_figures(responses) | {"eval/seconds": round.closed_at - round.opened_at}
 
     def close_round(self, round: Round, core: Coordinator, history: dict[str, float]) -> None:
         """`history`: the figures of the store of earlier responses."""
@@ -192,11 +172,10 @@ class Records:
             for g in round.groups.values()
             for r in g.responses
         }
-        names = {name: None for r in trained for name in said[r.id]}
         scorings = [self._scorings.pop(r) for r in list(said) if r in self._scorings]
         return scoring_figures(scorings) | {
-            f"reward/{name}": mean([said[r.id][name] for r in trained if name in said[r.id]])
-            for name in names
+            figure_name(name): mean([said[r.id][name] for r in trained if name in said[r.id]])
+            for name in dict.fromkeys(name for r in trained for name in said[r.id])
         }
 
     def close_step(self, done: CloseStep, core: Coordinator) -> dict[str, float]:
@@ -225,7 +204,7 @@ class Records:
             **{f"cost/{name}": value for name, value in cost_figures(core).items()},
             **turns_figures(core, done.step),
         }
-        self._digest = self._hashing.submit(hash_onto, self._digest, closed.digest)
+        self._digest = in_thread(self._hashing, hash_onto, self._digest, closed.digest)
         self._histogram = closed.histogram
         self._show(record)
         return record
@@ -243,8 +222,9 @@ class Records:
 
     # Across processes
 
-    def note(self, elapsed_s: float, data: str, num_prompts: int, num_eval_prompts: int) -> bytes:
+    def note(self, elapsed_s: float, data: str, settings: Settings) -> bytes:
         """Of steps that are `hashed`."""
+        sizes = {one.name: one.num_prompts for one in settings.eval_sets}
         return to_json(
             RecordsNote(
                 self._digest.result(0).hex(),
@@ -254,15 +234,17 @@ class Records:
                 data,
                 self._bias.note(),
                 self._bias_steps,
-                num_prompts,
-                num_eval_prompts,
+                settings.num_prompts,
+                sizes,
+                self.speculation.note(),
+                self.weights.note(),
             )
         )
 
     def recall(
         self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]
     ) -> None:
-        """Goes on from a note and the records of the steps before it."""
+        """Goes on from a note and the records of the newest steps before it, to be shown."""
         self._digest, self.evals = known_digest(bytes.fromhex(known.digest)), known.evals
         self._rl_wall_s = known.rl_wall_s
         self._bias.recall(known.bias)
@@ -270,6 +252,8 @@ class Records:
         for record in steps:
             if "reward/mean" in record:
                 self._show(record)
+        self.speculation.recall(known.speculation)
+        self.weights.recall(known.weights)
         self._bias_steps = known.bias_steps
         self._num_migrations = core.table.counters.migrations
 
@@ -293,9 +277,11 @@ class Records:
             "state": _final(core.state),
             "reason": reason,
             "steps": core.step,
-            "eval_start": self.evals[0][1] if self.evals else None,
-            "eval_end": self.evals[-1][1] if self.evals else None,
-            "evals": self.evals,
+            "eval_start": mean_score(self.evals[0][1]) if self.evals else None,
+            "eval_end": mean_score(self.evals[-1][1]) if self.evals else None,
+            "evals": [(step, mean_score(scores)) for step, scores in self.evals],
+            "eval_sets": self._by_set(),
+            "eval_prompts": {one.name: one.num_prompts for one in core.settings.eval_sets},
             "rl_wall_s": round(self._rl_wall_s, 3),
             "total_wall_s": round(elapsed_s, 3),
             "rollout_tokens": c.rollout_tokens,
@@ -322,7 +308,6 @@ class Records:
 
     def snapshot(self, core: Coordinator, now: float, over: bool = False) -> Snapshot:
         """`over`: nothing will follow, in whatever state the core is."""
-        elapsed = now - core.started_at
         round = core.table.round
         scored = sum(g.state in SCORED for g in round.groups.values()) if round is not None else 0
         states = [r.state for r in core.table.responses.values()]
@@ -334,7 +319,7 @@ class Records:
             step=core.step,
             num_steps=self._num_steps,
             policy_version=core.fleet.published.policy_version if core.fleet.published else None,
-            elapsed_s=elapsed,
+            elapsed_s=now - core.started_at,
             nodes=rows,
             round_kind=round.kind if round is not None else "",
             round_accepted=min(scored, round.needed) if round is not None else 0,
@@ -342,6 +327,7 @@ class Records:
             responses_running=states.count(ResponseState.RUNNING),
             responses_queued=states.count(ResponseState.QUEUED),
             responses_done=states.count(ResponseState.DONE),
+            wait=None if over else self.waits.row(core, now),
             tail=self._tail(core) if core.settings.tail.races else None,
             cost=cost_row(core),
             max_staleness=core.settings.max_staleness,
@@ -350,13 +336,20 @@ class Records:
             rewards=tuple(self._rewards),
             lengths=tuple(self._lengths),
             step_seconds=tuple(self._seconds),
-            evals=tuple(self.evals),
+            evals=tuple(self.evals[-MAX_EVALS:]),
             length_histogram=self._histogram,
             metrics=self._metrics,
             counters=self._counters(core),
             events=tuple(self._events),
             samples=tuple(self._samples),
         )
+
+    def _by_set(self) -> dict[str, list[tuple[int, float]]]:
+        names = dict.fromkeys(name for _, scores in self.evals for name in scores)
+        return {
+            name: [(step, scores[name]) for step, scores in self.evals if name in scores]
+            for name in names
+        }
 
     def _tail(self, core: Coordinator) -> TailRow:
         figures, rounds = self._bias_so_far, self._bias.num_rounds

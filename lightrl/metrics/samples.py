@@ -32,11 +32,12 @@ class SamplesLog:
         reward: float | None,
         parts: Mapping[str, float],
         failure: str,
+        extras: Mapping[str, str],
     ) -> None:
-        """A response that was just scored. `parts`: what functions said besides; `failure`: why
-        there is no reward, or ""."""
+        """A response that was just scored. `parts`: figures that functions returned besides;
+        `failure`: why there is no reward, or ""; `extras`: what functions logged, by column."""
         if self.is_wanted(response):
-            line = as_line(response, prompt, text, reward, parts, failure)
+            line = as_line(response, prompt, text, reward, parts, failure, extras)
             self._file.append(to_json(line) + b"\n")
 
     def is_wanted(self, response: Response) -> bool:
@@ -57,11 +58,13 @@ def as_line(
     reward: float | None,
     parts: Mapping[str, float],
     failure: str,
+    extras: Mapping[str, str],
 ) -> dict[str, Any]:
     """`versions`: [policy version, tokens] in order."""
     line: dict[str, Any] = {
         "step": response.group.round.step,
         "response": response.id,
+        "set": response.group.set,
         "is_eval": response.group.round.is_eval,
         "prompt": prompt,
         "text": text,
@@ -71,4 +74,5 @@ def as_line(
         "tokens": len(response.tokens),
         "versions": [list(span) for span in response.spans],
     }
-    return line | ({"failure": failure} if failure else {})
+    optional = {"extras": dict(extras), "failure": failure}
+    return line | {name: value for name, value in optional.items() if value}

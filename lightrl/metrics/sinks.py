@@ -10,20 +10,32 @@ import io
 import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.metrics.prometheus import PrometheusServer
 from lightrl.metrics.remote import RemoteTracker
 from lightrl.system.append_file import AppendFile
-from lightrl.system.json_lines import read_rows
+from lightrl.system.json_lines import read_back, read_rows
 from lightrl.wire import to_json
 
 FILE_NAME = "metrics.jsonl"
+
+_Row: TypeAlias = dict[str, float | None]
+
+
+def require_installed(backends: Sequence[str]) -> None:
+    """Raises ConfigError, with what to install."""
+    for backend in backends:
+        if backend != "jsonl" and importlib.util.find_spec(backend) is None:
+            raise ConfigError(
+                f"logging.backends = {backend!r}: not installed: pip install {backend}"
+            )
 
 
 class MetricsLog:
@@ -42,11 +54,7 @@ class MetricsLog:
         config: Config,
         report: Callable[[str], None],
     ) -> None:
-        for backend in backends:
-            if backend != "jsonl" and importlib.util.find_spec(backend) is None:
-                raise ConfigError(
-                    f"logging.backends = {backend!r}: not installed: pip install {backend}"
-                )
+        require_installed(backends)
         self._prometheus = None
         if config.logging.prometheus:
             self._prometheus = PrometheusServer(config.logging.prometheus, config.run.name)
@@ -86,14 +94,46 @@ def read(run_dir: Path) -> list[dict[str, float]]:
     A step and an evaluation after it are one. A resumed run repeats steps: the later record counts.
     A torn last line is left out. Values that were not finite are NaN.
     """
-    records: dict[float, dict[str, float]] = {}
-    for record in read_rows(run_dir / FILE_NAME, dict[str, float | None]):
-        values = {k: math.nan if v is None else v for k, v in record.items()}
-        if "step" in values:
-            step = values["step"] = int(values["step"])
-            is_evaluation = all(k == "step" or k.startswith("eval/") for k in values)
-            records[step] = {**records.get(step, {}), **values} if is_evaluation else values
+    records: dict[int, dict[str, float]] = {}
+    for row in read_rows(run_dir / FILE_NAME, _Row):
+        if "step" in row:
+            step, values = _values(row)
+            before = records.get(step, {}) if _is_evaluation(values) else {}
+            records[step] = {**before, **values}
     return [records[step] for step in sorted(records)]
+
+
+def read_newest(run_dir: Path, num: int, until: int = sys.maxsize) -> list[dict[str, float]]:
+    """As `read`, the newest `num` steps alone and none above `until`: nothing else of the file is
+    read, which grows with the run.
+
+    Of a run that was taken back, steps that it has not done again may be left out.
+    """
+    records: dict[int, dict[str, float]] = {}
+    whole = set[int]()  # with their own record, not only that of an evaluation after them
+    for _, row in read_back(run_dir / FILE_NAME, _Row):
+        if "step" not in row:
+            continue
+        step, values = _values(row)
+        if step > until or step in whole:
+            continue
+        records[step] = {**values, **records.get(step, {})}
+        if not _is_evaluation(values):
+            whole.add(step)
+            if len(whole) == num:
+                break
+    return [records[step] for step in sorted(records)][-num:]
+
+
+def _values(row: _Row) -> tuple[int, dict[str, float]]:
+    """The step, and all that was written of it."""
+    values = {k: math.nan if v is None else v for k, v in row.items()}
+    step = values["step"] = int(values["step"])
+    return step, values
+
+
+def _is_evaluation(values: Mapping[str, float]) -> bool:
+    return all(k == "step" or k.startswith("eval/") for k in values)
 
 
 class _Jsonl:

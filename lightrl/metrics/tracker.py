@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ from lightrl.wire import Codec
 logger = logging.getLogger(__name__)
 
 TARGET = "lightrl.metrics.tracker:main"
+MAX_NAME = 250  # characters that MLflow takes
 MAX_PARAMETER = 500  # characters of a value that every version of MLflow takes
 PARAMETERS_AT_ONCE = 100
+_NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +165,20 @@ class Mlflow:
         self.place = mlflow.get_tracking_uri()
 
     def log(self, step: int, record: dict[str, float]) -> None:
-        # Its names have no "@", and its values no infinity.
-        named = {name.replace("@", "_at_"): value for name, value in record.items()}
+        named = {allowed_by_mlflow(name): value for name, value in record.items()}
         self._mlflow.log_metrics(named, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def allowed_by_mlflow(name: str) -> str:
+    """MLflow refuses a whole record for one name with other characters, or that is no plain path;
+    figures of reward functions may be called anything.
+
+    Example: allowed_by_mlflow("reward/acc (%)@1") == "reward/acc ____at_1"."""
+    cleaned = _NOT_IN_MLFLOW.sub("_", name.replace("@", "_at_"))
+    return "/".join(part for part in cleaned.split("/") if part.strip("."))[:MAX_NAME]
 
 
 BACKENDS: dict[str, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}

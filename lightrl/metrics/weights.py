@@ -4,11 +4,12 @@ Counted are all loads since the record before: of the version that begins a step
 the one before those that were late. Does no I/O.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightrl.core.fleet import Fleet
-from lightrl.messages import WeightsReady
+from lightrl.messages.weights import WeightsReady
 
 SUMS = (
     "bytes",
@@ -57,11 +58,18 @@ class _Loads:
             self.canary = max(self.canary or 0.0, ready.canary_diff)
 
 
+@dataclass(slots=True)
+class WeightsNote:
+    """Of all steps: sums, and the worst, by the names above."""
+
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+    maxima: dict[str, float] = field(default_factory=dict[str, float])
+
+
 class WeightsMetrics:
     def __init__(self) -> None:
         self._news = _Loads()  # since the last figures
-        self._sums = dict.fromkeys(SUMS, 0.0)  # of all steps
-        self._maxima: dict[str, float] = {}
+        self._all = WeightsNote()
 
     def heard(self, fleet: Fleet, node: str, message: object) -> None:
         """Before the core hears it: of a version that the node has not confirmed yet."""
@@ -95,15 +103,23 @@ class WeightsMetrics:
     def count(self, record: Mapping[str, float]) -> None:
         """A step of the run, of this coordinator or an earlier one."""
         for name in SUMS:
-            self._sums[name] += record.get(f"weights/{name}", 0.0)
+            self._all.sums[name] += record.get(f"weights/{name}", 0.0)
         for name in MAXIMA:
-            if (value := record.get(f"weights/{name}")) is not None:
-                self._maxima[name] = max(value, self._maxima.get(name, value))
+            value = record.get(f"weights/{name}")
+            if value is not None and math.isfinite(value):  # a note says nothing else
+                self._all.maxima[name] = max(value, self._all.maxima.get(name, value))
+
+    def note(self) -> WeightsNote:
+        return WeightsNote(dict(self._all.sums), dict(self._all.maxima))
+
+    def recall(self, note: WeightsNote) -> None:
+        """Of all steps so far, counted or not."""
+        self._all = WeightsNote(dict(note.sums), dict(note.maxima))
 
     def whole(self) -> dict[str, float]:
         """Of all steps that were counted: bytes added up, seconds and canary at their worst."""
-        sums = {name: value for name, value in self._sums.items() if value}
-        figures = sums | self._maxima
-        if self._sums["delta_full_bytes"]:
-            figures["delta_ratio"] = self._sums["delta_bytes"] / self._sums["delta_full_bytes"]
+        sums = {name: value for name, value in self._all.sums.items() if value}
+        figures = sums | self._all.maxima
+        if full_bytes := sums.get("delta_full_bytes"):
+            figures["delta_ratio"] = sums.get("delta_bytes", 0.0) / full_bytes
         return figures

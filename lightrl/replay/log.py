@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.run_file import load_config
+from lightrl.config.schema import Config
 from lightrl.coordinator.journaling import new_records, noted, recall
 from lightrl.core.arrays import encode
 from lightrl.core.commands import CloseRound, Command
@@ -20,14 +21,13 @@ from lightrl.core.log_entries import LogEntry, ShardSent
 from lightrl.core.recovery import recover
 from lightrl.core.state import Response, Round
 from lightrl.core_settings import settings_of
-from lightrl.errors import InvariantViolation, JournalError, LightRLError, ProtocolError
+from lightrl.errors import InvariantViolation, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER
 from lightrl.journal.read import LOG, Segment, newest, read_merged, segments
-from lightrl.messages import FinishReason, Snapshot
-from lightrl.run_file import load_config
+from lightrl.messages.responses import FinishReason
+from lightrl.messages.snapshot import INTERRUPTED, Snapshot
 
 READ_TRIES = 10  # of a run that goes on
-INTERRUPTED = "interrupted"  # the state of a run whose coordinator is gone without a last word
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Replay:
         """A segment. Returns why a coordinator would refuse it, in one line; "" if it would not."""
         try:
             core = _new_core(self._config, entries)
-        except ProtocolError as e:  # its note is of another version
+        except JournalError as e:  # its note is of another version
             return str(e)
         commands, problem = list[Command](), ""
         try:
@@ -174,10 +174,8 @@ def _new_core(config: Config, entries: Sequence[LogEntry]) -> Coordinator:
     """For this segment: its settings are those of the coordinator that wrote it, as far as they
     decide what its entries mean."""
     note = noted(entries)
-    # An earlier version did not say how many there are: mostly more than any round has need of.
-    num_prompts = (note.num_prompts if note is not None else 0) or sys.maxsize
-    num_eval_prompts = note.num_eval_prompts if note is not None else 0
-    settings = settings_of(config, num_prompts, num_eval_prompts)
+    num_prompts = note.num_prompts if note is not None else sys.maxsize
+    settings = settings_of(config, num_prompts, note.eval_sizes if note is not None else None)
     # train.steps may have been lowered since: no segment is beyond it
     return Coordinator(replace(settings, num_steps=sys.maxsize), now=0.0)
 
@@ -228,11 +226,11 @@ def interrupted(run_dir: Path) -> Snapshot | None:
         return None
     for round in closed:
         if round.is_eval:
-            records.close_eval(round)
+            records.close_eval(round, lambda prompt: "")
         else:
             records.close_round(round, core, {})
     elapsed_s = -core.started_at
     for line in damage:
         records.event(elapsed_s, f"WARNING: {line}")
     records.event(elapsed_s, "the coordinator is gone; continue with lightrl resume")
-    return replace(records.snapshot(core, now=0.0), state=INTERRUPTED, nodes=())
+    return replace(records.snapshot(core, now=0.0), state=INTERRUPTED, nodes=(), wait=None)

@@ -5,15 +5,11 @@ the reward worker only, since it imports user code; must not know processes, pip
 Which functions are recognised is said in signatures.py.
 """
 
-import importlib.util
-import inspect
+import contextlib
 import math
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightrl.errors import RewardError
 
@@ -74,6 +70,12 @@ class RewardFunction:
     is_async: bool
     # one score for each of many samples; else it is called with one at a time
     takes_list: bool = False
+    # held during a call: how many may be under way. The time limit of a call begins only then
+    turns: contextlib.AbstractAsyncContextManager[Any] = field(
+        default_factory=contextlib.nullcontext
+    )
+    # keys of reward.kwargs that it gets
+    taken: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ class Columns:
     answer_key: str = "answer"
     # whether any row has a reference answer
     have_answers: bool = True
+    # as data.as_chat and data.system_prompt
+    as_chat: bool = False
+    system_prompt: str = ""
 
     def __str__(self) -> str:
         return f"the columns are {', '.join(sorted(self.names)) or 'none'}"
@@ -106,19 +111,36 @@ def read_answers(answer: Any, count: int) -> list[Any]:
     return list(answer)
 
 
-def read_answer(answer: Any) -> tuple[float | None, dict[str, float]]:
-    """The answer for one sample as (score, metrics). Raises RewardError for what is neither."""
+class Answer(NamedTuple):
+    """What a function says of one sample. `texts`: what of it is no finite number, for people."""
+
+    score: float | None
+    figures: dict[str, float]
+    texts: dict[str, Any]
+
+
+def read_answer(answer: Any) -> Answer:
+    """Of one sample. Raises RewardError for what is none."""
     if isinstance(answer, list | tuple) and len(answer) == 1:
         answer = answer[0]
-    if not isinstance(answer, dict):
-        return _score_number(answer), {}
-    key = next((k for k in ("reward", "score") if k in answer), None)
+    if not isinstance(answer, Mapping):
+        return Answer(_score_number(answer), {}, {})
+    # verl takes "score", whatever else there is
+    key = next((k for k in ("score", "reward") if k in answer), None)
     if key is None:
         raise RewardError(
             f'the dict has no "reward" or "score"; its keys are {", ".join(map(str, answer))}'
         )
-    metrics = {str(k): n for k, v in answer.items() if k != key and (n := _number(v)) is not None}
-    return _score_number(answer[key]), {k: v for k, v in metrics.items() if math.isfinite(v)}
+    figures: dict[str, float] = {}
+    texts: dict[str, Any] = {}
+    for name, value in answer.items():
+        if name != key:
+            number = _number(value)
+            if number is not None and math.isfinite(number):
+                figures[str(name)] = number
+            else:
+                texts[str(name)] = value
+    return Answer(_score_number(answer[key]), figures, texts)
 
 
 def _score_number(value: Any) -> float | None:
@@ -140,38 +162,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # an array of several elements
         return None
-
-
-def import_function(reference: str) -> Callable[..., Any]:
-    """The function "path.py:name" points at. Raises RewardError, one line, if there is none."""
-    file, name = split_reference(reference)
-    path = Path(file)
-    if not path.is_file():
-        raise RewardError(f"{reference}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"{reference}: is not a Python file")
-    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours, as a script can
-    sys.path.append(os.getcwd())  # and the project that it belongs to
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle in user code look their module up
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = [
-            n
-            for n, v in vars(module).items()
-            if inspect.isfunction(v) and v.__module__ == path.stem
-        ]
-        raise RewardError(
-            f"{reference}: no such function; {path.name} defines {', '.join(found) or 'none'}"
-        )
-    return function
-
-
-def split_reference(reference: str) -> tuple[str, str]:
-    """("path.py", "function"). Raises RewardError if `reference` does not look like that."""
-    file, colon, name = reference.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise RewardError(f'{reference!r}: expected a built-in name or "path.py:function"')
-    return file, name

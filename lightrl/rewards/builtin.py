@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightrl.config_reward import VERIFIERS, Reward
+from lightrl.config.reward import VERIFIERS, Reward
 from lightrl.errors import RewardError
-from lightrl.rewards.base import Columns, RewardFunction, Sample, import_function
+from lightrl.rewards.base import Columns, RewardFunction, Sample
+from lightrl.rewards.load import import_function
 from lightrl.rewards.signatures import no_answers, wrap
 
 
@@ -71,7 +72,9 @@ def _load_judge(reward: Reward) -> Callable[[Sample], Any]:
     judge = reward.judge
     key = os.environ.get(judge.key_env, "") if judge.key_env else ""
     if judge.key_env and not key:
-        raise RewardError(f"reward.judge.key_env = {judge.key_env!r}: is not set")
+        raise RewardError(
+            f"reward.judge.key_env = {judge.key_env!r}: this environment variable is not set"
+        )
     function = JudgeReward(
         judge.url,
         judge.model,
@@ -124,4 +127,5 @@ def load_function(
         close = difflib.get_close_matches(reference, BUILTIN, n=1)
         hint = f"did you mean {close[0]}?" if close else f"built-in are {', '.join(BUILTIN)}"
         raise RewardError(f'{reference!r}: no such reward; {hint} (or give "path.py:function")')
-    return wrap(import_function(reference), reference, columns)
+    function = import_function(reference)
+    return wrap(function, reference, columns, reward.kwargs, reward.form)

@@ -27,15 +27,16 @@ PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 _FIELD = re.compile(r"\{(\w+)\}")
-_SCORE = re.compile(r"score\W{0,10}?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?", re.IGNORECASE)
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)"
+_SCORE = re.compile(rf"score\W{{0,10}}?(-?{_UNSIGNED})(?:\s*/\s*({_UNSIGNED}))?", re.IGNORECASE)
+_NUMBER = re.compile(f"-?{_UNSIGNED}")
 
 
 class JudgeReward:
     """An asynchronous reward function. `await check()` before the first call.
 
-    `concurrency`: calls under way at once; `retries`: of each, after overload, time-outs and broken
-    connections, with pauses that double (and as long as the endpoint asks for).
+    `retries`: of a call, after overload, time-outs and broken connections, with pauses that double
+    (and as long as the endpoint asks for).
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class JudgeReward:
         timeout_s: float = 60.0,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`url`: up to and with /v1. `options`: further fields of the request, as temperature.
+        """`url`: up to and with /v1. `concurrency`: calls that whoever holds `turns` lets be under
+        way at once. `options`: further fields of the request, as temperature.
 
         Raises RewardError for a prompt with fields that nobody fills.
         """
         if unknown := [f for f in _FIELD.findall(prompt) if f not in FIELDS]:
             raise RewardError(
-                f"reward.judge.prompt: nothing fills {{{unknown[0]}}}; there are {{prompt}}, "
+                f"reward.judge.prompt: unknown field {{{unknown[0]}}}; the fields are {{prompt}}, "
                 "{response} and {answer}"
             )
         self._url = f"{url.rstrip('/')}/chat/completions"
@@ -63,7 +65,7 @@ class JudgeReward:
         self._prompt = prompt
         self._options = options
         self._retries = retries
-        self._free = asyncio.Semaphore(concurrency)
+        self.turns = asyncio.Semaphore(concurrency)
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None  # of the event loop of the calls
@@ -86,15 +88,14 @@ class JudgeReward:
         text = _FIELD.sub(lambda field: str(values[field[1]]), self._prompt)
         if self._client is None:
             self._client = self._new_client()
-        async with self._free:
-            for attempt in range(self._retries + 1):
-                try:
-                    return score_of(await self._ask(self._client, text))
-                except (httpx.TransportError, _Refused) as e:
-                    if attempt == self._retries or (isinstance(e, _Refused) and not e.passes):
-                        raise RewardError(f"judge: {_reason(e)}") from None
-                    asked_s = e.wait_s if isinstance(e, _Refused) else 0.0
-                await asyncio.sleep(max(asked_s, pause_s(attempt, random.random())))
+        for attempt in range(self._retries + 1):
+            try:
+                return score_of(await self._ask(self._client, text))
+            except (httpx.TransportError, _Refused) as e:
+                if attempt == self._retries or (isinstance(e, _Refused) and not e.passes):
+                    raise RewardError(f"judge: {_reason(e)}") from None
+                asked_s = e.wait_s if isinstance(e, _Refused) else 0.0
+            await asyncio.sleep(max(asked_s, pause_s(attempt, random.random())))
         return None
 
     async def _ask(self, client: httpx.AsyncClient, text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lightrl.config_reward import Reward
+from lightrl.config.reward import Reward
 from lightrl.core.arrays import encode
 from lightrl.errors import RewardError
 from lightrl.log import environment as log_environment
@@ -113,8 +113,8 @@ class WorkerProcess:
 
     def wants_more(self) -> bool:
         """Not for each job that is done: a message costs as much as a short call."""
-        held = len(self.jobs)
-        return held < self.most if self._is_async else held <= self.most // 2 < self.most
+        held, most = len(self.jobs), self.most
+        return held < most if self._is_async else held <= most // 2 < most
 
     def send(self, batch: Sequence[Jobs]) -> None:
         """Sends what was added last to `self.jobs`."""
@@ -199,7 +199,7 @@ class WorkerProcess:
         else:
             self._timed_out = number
             if self._child is not None:
-                self._child.kill()  # `next_result` then raises ChildDied
+                self._child.kill()  # `next_results` then raises ChildDied
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

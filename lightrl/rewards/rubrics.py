@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrl.config_reward import Reward
-from lightrl.config_values import VERIFIERS
+from lightrl.config.reward import Reward
+from lightrl.config.values import VERIFIERS
 from lightrl.errors import DataError, RewardError
 from lightrl.rewards.base import (
     CallLog,
@@ -92,8 +92,7 @@ class _Part:
 def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
     """All functions of an environment's rubric as one, with their weights. Those of weight 0 are
     figures, and cost nobody a score if they fail."""
-    prompt_key = columns.prompt_key if columns is not None else "prompt"
-    parts = list(_parts(load_environment(name).rubric, prompt_key))
+    parts = list(_parts(load_environment(name).rubric, columns or Columns(frozenset())))
     if not any(part.weight for part in parts):
         raise RewardError(f"{VERIFIERS}{name}: its rubric has no function with a weight")
     takes_list = any(part.takes_list for part in parts)
@@ -106,13 +105,13 @@ def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
     return RewardFunction(name, call, is_async, takes_list)
 
 
-def _parts(rubric: Any, prompt_key: str) -> Iterator[_Part]:
+def _parts(rubric: Any, columns: Columns) -> Iterator[_Part]:
     """In the order in which they are called: later ones find what earlier ones left in `state`."""
     if members := getattr(rubric, "rubrics", None):  # a RubricGroup
         for member in members:
-            yield from _parts(member, prompt_key)
+            yield from _parts(member, columns)
         return
-    shared = Rubric(dict(getattr(rubric, "class_objects", {})), prompt_key)
+    shared = Rubric(dict(getattr(rubric, "class_objects", {})), columns)
     for function, weight in zip(rubric.funcs, rubric.weights, strict=True):
         signature = inspect.signature(function)
         kinds = [p.kind for p in signature.parameters.values()]
@@ -150,7 +149,7 @@ async def _values(part: _Part, states: Sequence[dict[str, Any]]) -> list[float |
     else:
         answers = [await _call(part, part.rubric.named(state)) for state in states]
     try:
-        return [read_answer(answer)[0] for answer in answers]
+        return [read_answer(answer).score for answer in answers]
     except RewardError as e:
         raise RewardError(f"{part.name} {e}") from None
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightrl.config_reward import Reward
+from lightrl.config.reward import Reward
 from lightrl.errors import RewardError
 from lightrl.rewards.jobs import Jobs, RewardJob, RewardResult
 from lightrl.rewards.process import RESTARTS, WorkerProcess
@@ -123,13 +123,15 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         """Fills the workers evenly: one job at a time to the emptiest, then one frame to each."""
+        if not self._queue:  # mostly, after a result
+            return
         batches: dict[WorkerProcess, list[Jobs]] = {}
-        hungry = [w for w in self._workers if w.wants_more()]
+        hungry = [(w, w.most) for w in self._workers if w.wants_more()]
         while self._queue:
-            loads = [(len(w.jobs), k) for k, w in enumerate(hungry) if len(w.jobs) < w.most]
-            if not loads:
+            with_room = [w for w, most in hungry if len(w.jobs) < most]
+            if not with_room:
                 break
-            w = hungry[min(loads)[1]]
+            w = min(with_room, key=lambda w: len(w.jobs))
             jobs = self._queue.popleft()
             w.jobs[w.next_number] = jobs
             w.next_number += 1

@@ -5,6 +5,7 @@ alone. Runs in the reward worker only; watches no clock.
 """
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from lightrl.rewards.base import (
     read_answer,
     read_answers,
 )
+from lightrl.rewards.no_loop import no_running_loop
 
 NO_SCORE = "no score"  # every function said None
 MAX_EXTRA = 200  # characters of a value that a function logs beside its scores
@@ -31,7 +33,7 @@ class Score:
 
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    # columns of TRL's log_extra
+    # what else they returned, and columns of TRL's log_extra
     extras: dict[str, str] = field(default_factory=dict)
     failure: str = ""
 
@@ -91,12 +93,17 @@ class _Calls:
                 await self._call(part, prefix)
 
     async def _call(self, part: list[int], prefix: str) -> None:
-        """Of the samples with these indices, at once."""
+        """Of the samples with these indices, at once; when it is their turn."""
+        async with self.function.turns:
+            await self._call_now(part, prefix)
+
+    async def _call_now(self, part: list[int], prefix: str) -> None:
         log = CallLog()
         samples = [self.samples[k] for k in part]
         try:
             self.begin()
-            answer = self.function.call(samples, self.state, log)
+            with contextlib.nullcontext() if self.function.is_async else no_running_loop():
+                answer = self.function.call(samples, self.state, log)
             if asyncio.iscoroutine(answer) or hasattr(answer, "__await__"):
                 answer = await answer
             answers = read_answers(answer, len(part)) if self.function.takes_list else [answer]
@@ -111,7 +118,7 @@ class _Calls:
 
     def _add(self, k: int, answer: Any, prefix: str) -> None:
         try:
-            value, entries = read_answer(answer)
+            value, figures, texts = read_answer(answer)
         except RewardError as e:
             self._fail(k, str(e))
             return
@@ -120,7 +127,8 @@ class _Calls:
             mine.reward = (mine.reward or 0.0) + self.weight * value
             if prefix:
                 mine.metrics[self.function.name] = value
-        mine.metrics.update((prefix + key, entry) for key, entry in entries.items())
+        mine.metrics.update((prefix + key, figure) for key, figure in figures.items())
+        mine.extras.update((prefix + key, _shown(text)) for key, text in texts.items())
 
     def _log(self, log: CallLog, part: list[int]) -> None:
         """A metric is one of every sample of the call, so that its mean is the mean."""
@@ -130,11 +138,15 @@ class _Calls:
                 self.scores[k].metrics[name] = mean
         for column, values in log.extras.items():
             for k, value in zip(part, values, strict=False):
-                self.scores[k].extras[column] = str(value)[:MAX_EXTRA]
+                self.scores[k].extras[column] = _shown(value)
 
     def _fail(self, k: int, why: str) -> None:
         """The first reason counts."""
         self.scores[k].failure = self.scores[k].failure or why
+
+
+def _shown(value: Any) -> str:
+    return str(value)[:MAX_EXTRA]
 
 
 def one_line(e: BaseException) -> str:

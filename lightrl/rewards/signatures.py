@@ -5,12 +5,17 @@ Owns the arguments; how answers are read is base.py's. What a function requires 
 is found here, before the run begins.
 """
 
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from lightrl.config.reward import Form
+from lightrl.data.layouts import prompt_column
 from lightrl.errors import RewardError
 from lightrl.rewards.base import CallLog, Columns, RewardFunction, Sample, TrainerState
 
@@ -40,25 +45,36 @@ class _Kind:
     answer: str = ""
 
 
-def wrap(function: Any, reference: str, columns: Columns | None = None) -> RewardFunction:
-    """Adapts `function` by its parameter names.
+def wrap(
+    function: Any,
+    reference: str,
+    columns: Columns | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    form: Form = "auto",
+) -> RewardFunction:
+    """Adapts `function` by its parameter names. It gets those of `options` that it takes.
 
     Raises RewardError, one line, for an unknown signature or, where `columns` are known, for a
     parameter without a default that nobody provides.
     """
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise RewardError(f"{reference}: is not a function; expected {SIGNATURES}") from None
+    parameters = parameters_of(function, reference)
     named = [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
-    name = getattr(function, "__name__", reference)
+    given = {k: v for k, v in options.items() if is_open or k in named}
+    taken, empty = frozenset(given), inspect.Parameter.empty
+    required = [n for n in named if parameters[n].default is empty and n not in given]
+    name = _name_of(function, reference)
     if required in (["sample"], ["samples"]):
         takes_list = required == ["samples"]
-        call = _native(function, takes_list)
-        return RewardFunction(name, call, is_coroutine(function), takes_list)
-    kind = _kind_of(frozenset(named), columns)
+        call = _native(partial(function, **given), takes_list)
+        turns = getattr(function, "turns", contextlib.nullcontext())
+        return RewardFunction(name, call, is_coroutine(function), takes_list, turns, taken)
+    if form == "auto":
+        form = _form_of(frozenset(named), columns)
+    if form == "auto" and is_open:
+        # verl and TRL both could call it; it is verl's if it is called as verl's are
+        form = "verl" if "compute_score" in reference.rpartition(":")[2] else "trl"
+    kind = _kind_of(form, frozenset(named), columns)
     if kind is None:
         raise RewardError(
             f"{reference}({', '.join(parameters)}): unknown signature; expected {SIGNATURES}"
@@ -68,13 +84,33 @@ def wrap(function: Any, reference: str, columns: Columns | None = None) -> Rewar
     accepts = None if is_open else frozenset(named)
 
     def call(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> Any:
-        return function(**chosen(kind.arguments(samples, state, log), accepts))
+        arguments = {**kind.arguments(samples, state, log), **given}
+        return function(**chosen(arguments, accepts))
 
-    return RewardFunction(name, call, is_coroutine(function), kind.takes_list)
+    return RewardFunction(name, call, is_coroutine(function), kind.takes_list, taken=taken)
+
+
+def parameters_of(function: Any, reference: str) -> Mapping[str, inspect.Parameter]:
+    """Raises RewardError, one line, for what is no function."""
+    if isinstance(function, partial):
+        # without the name of what it is made of, whose signature would be taken for its own
+        function = partial(function.func, *function.args, **function.keywords)
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise RewardError(f"{reference}: is not a function; expected {SIGNATURES}") from None
+
+
+def _name_of(function: Any, reference: str) -> str:
+    """Its own, as TRL's figures have it, or that in its file."""
+    name = getattr(function, "__name__", "")
+    return name if name.isidentifier() else reference.rpartition(":")[2]
 
 
 def is_coroutine(function: Any) -> bool:
     """An object with `async def __call__` is asynchronous too."""
+    while isinstance(function, partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - the attribute is wanted, not whether it exists
     )
@@ -85,26 +121,40 @@ def chosen(values: Mapping[str, Any], accepts: frozenset[str] | None) -> dict[st
     return {k: v for k, v in values.items() if accepts is None or k in accepts}
 
 
-def _kind_of(named: frozenset[str], columns: Columns | None) -> _Kind | None:
+def _form_of(named: frozenset[str], columns: Columns | None) -> Form:
+    """Whose function has these parameters; "auto": nobody's."""
     names = columns.names if columns is not None else frozenset[str]()
-    prompt_key = columns.prompt_key if columns is not None else "prompt"
-    if named >= VERL_BATCH:
-        return _Kind(
-            _verl_batch, VERL_BATCH | {"data_sources", "extra_infos"}, True, "ground_truths"
-        )
-    if named >= VERL:
-        return _Kind(_verl, VERL | {"data_source", "extra_info"}, False, "ground_truth")
-    if "completion" in named:
-        rubric = Rubric({}, prompt_key)
-        return _Kind(rubric.arguments, rubric.names | names, False, "answer")
-    if "states" in named or ("completions" in named and named & (RUBRIC_GROUP - names)):
-        rubric = Rubric({}, prompt_key)
-        return _Kind(rubric.group_arguments, rubric.group_names, True, "answers")
-    if named & TRL:
-        trl = _Trl(names or None, prompt_key)
-        extras = TRL | {"trainer_state", "log_metric", "log_extra"}
-        return _Kind(trl.arguments, extras | names - NOT_COLUMNS, True)
-    return None
+    if "solution_strs" in named:
+        return "verl_batch"
+    if "solution_str" in named:
+        return "verl"
+    if "completion" in named or "states" in named:
+        return "verifiers"
+    if "completions" in named and named & (RUBRIC_GROUP - names):
+        return "verifiers"
+    return "trl" if named & TRL else "auto"
+
+
+def _kind_of(form: Form, named: frozenset[str], columns: Columns | None) -> _Kind | None:
+    columns = columns or Columns(frozenset())
+    names = columns.names
+    match form:
+        case "verl_batch":
+            provided = VERL_BATCH | {"data_sources", "extra_infos"}
+            return _Kind(_verl_batch, provided, True, "ground_truths")
+        case "verl" | "verl_sequence":
+            arguments = _verl if form == "verl" else _verl_sequence
+            return _Kind(arguments, VERL | {"data_source", "extra_info"}, False, "ground_truth")
+        case "verifiers":
+            rubric = Rubric({}, columns)
+            if named & (RUBRIC_GROUP | {"completions"}):
+                return _Kind(rubric.group_arguments, rubric.group_names, True, "answers")
+            return _Kind(rubric.arguments, rubric.names | names, False, "answer")
+        case "trl":
+            extras = TRL | {"trainer_state", "log_metric", "log_extra"}
+            return _Kind(_Trl(columns).arguments, extras | names - NOT_COLUMNS, True)
+        case "auto":
+            return None
 
 
 def _require_provided(
@@ -137,44 +187,84 @@ def _native(function: Callable[..., Any], takes_list: bool) -> Callable[..., Any
 
 
 def _verl(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
-    values = _verl_batch(samples, state, log)
-    return {name.removesuffix("s"): each[0] for name, each in values.items()}
-
-
-def _verl_batch(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
+    [sample] = samples
     return {
-        "data_sources": [s.row.get("data_source", "") for s in samples],
-        "solution_strs": [s.response for s in samples],
-        "ground_truths": [s.answer for s in samples],
-        "extra_infos": [s.row.get("extra_info") or {} for s in samples],
+        "data_source": sample.row.get("data_source") or "",
+        "solution_str": sample.response,
+        "ground_truth": sample.answer,
+        "extra_info": _extra_info(sample),
     }
 
 
+def _verl_sequence(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
+    values = _verl(samples, state, log)
+    return {**values, "solution_str": samples[0].prompt + samples[0].response}
+
+
+def _verl_batch(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
+    """Columns of a batch are arrays there, what is made of it lists."""
+    return {
+        "data_sources": _array([s.row.get("data_source") or "" for s in samples]),
+        "solution_strs": [s.response for s in samples],
+        "ground_truths": [s.answer for s in samples],
+        "extra_infos": _array([_extra_info(s) for s in samples]),
+    }
+
+
+def _extra_info(sample: Sample) -> dict[str, Any]:
+    """With what verl adds; new for each sample, since functions write into it. A question and its
+    answer are two turns."""
+    given = sample.row.get("extra_info") or {}
+    return {**given, "num_turns": 2, "rollout_reward_scores": {}}
+
+
+def _array(values: Sequence[Any]) -> Any:
+    import numpy as np
+
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
 # TRL
+
+
+def conversation(sample: Sample, columns: Columns) -> Any:
+    """The prompt as TRL's functions know it: text, or the messages that the model was given."""
+    prompt = sample.row.get(prompt_column(sample.row, columns.prompt_key), sample.prompt)
+    if isinstance(prompt, str) and columns.as_chat:
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and columns.system_prompt and not _has_system(prompt):
+        prompt = [{"role": "system", "content": columns.system_prompt}, *prompt]
+    return prompt
+
+
+def _has_system(messages: Sequence[Any]) -> bool:
+    return any(isinstance(m, Mapping) and m.get("role") == "system" for m in messages)
 
 
 @dataclass(frozen=True, slots=True)
 class _Trl:
     """Columns that a row lacks are None, as in a `datasets.Dataset`."""
 
-    names: frozenset[str] | None
-    prompt_key: str
+    columns: Columns
 
     def arguments(
         self, samples: Sequence[Sample], state: TrainerState, log: CallLog
     ) -> dict[str, Any]:
         """Chat data sets get chat completions, as TRL's users expect."""
-        prompts = [s.row.get(self.prompt_key, s.prompt) for s in samples]
-        chats = [isinstance(prompt, list) for prompt in prompts]
-        names = self.names if self.names is not None else samples[0].row.keys()
+        prompts = [conversation(s, self.columns) for s in samples]
+        names = self.columns.names or samples[0].row.keys()
         columns = {k: [s.row.get(k) for s in samples] for k in names if k not in NOT_COLUMNS}
         ids = [s.response_ids for s in samples]
         return {
             **columns,
             "prompts": prompts,
             "completions": [
-                [{"role": "assistant", "content": s.response}] if is_chat else s.response
-                for s, is_chat in zip(samples, chats, strict=True)
+                [{"role": "assistant", "content": s.response}]
+                if isinstance(prompt, list)
+                else s.response
+                for s, prompt in zip(samples, prompts, strict=True)
             ],
             "completion_ids": ids,
             # as TRL's documentation has it
@@ -203,7 +293,7 @@ class Rubric:
     """What functions of a rubric can name. `objects`: what they share, as its parser."""
 
     objects: Mapping[str, Any]
-    prompt_key: str = "prompt"
+    columns: Columns
 
     @property
     def names(self) -> frozenset[str]:
@@ -217,7 +307,7 @@ class Rubric:
 
     def state_of(self, sample: Sample) -> dict[str, Any]:
         """The state of a rollout that has ended, new for each sample: functions write into it."""
-        prompt = sample.row.get(self.prompt_key, sample.prompt)
+        prompt = conversation(sample, self.columns)
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
         info = sample.row.get("info") or {}

@@ -13,15 +13,16 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightrl.config_reward import Reward
+from lightrl.config.reward import Reward
 from lightrl.data.layouts import answer_of
 from lightrl.errors import RewardError
 from lightrl.rewards.base import Columns, RewardFunction, Sample, TrainerState
 from lightrl.rewards.builtin import load_function
+from lightrl.rewards.load import distinct_names
 from lightrl.rewards.score import Score, one_line, score
 from lightrl.system.child import Pipe
 from lightrl.wire import Codec, from_json, unpack_i32
@@ -43,6 +44,9 @@ class RewardSet:
     # of any row
     columns: tuple[str, ...]
     have_answers: bool
+    # as data.as_chat and data.system_prompt
+    as_chat: bool = False
+    system_prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,9 @@ def main(sock: socket.socket) -> None:
             logger.exception("%s: cannot be imported", named)
             pipe.send(WorkerFailed(f"{named}: cannot be imported: {one_line(e)}"))
             return
-        asyncio.run(_Worker(sock, pipe, setup, scorers, decode).serve(commands[1:]))
+        # not the thread's own loop, which functions may look for, close and replace
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            runner.run(_Worker(sock, pipe, setup, scorers, decode).serve(commands[1:]))
     except EOFError:
         pass  # the pool has gone
 
@@ -179,11 +185,23 @@ def load_scorers(setup: Setup) -> list[Scorer]:
     scorers: list[Scorer] = []
     for each in setup.sets:
         columns = Columns(
-            frozenset(each.columns), each.prompt_key, each.answer_key, each.have_answers
+            frozenset(each.columns),
+            each.prompt_key,
+            each.answer_key,
+            each.have_answers,
+            each.as_chat,
+            each.system_prompt,
         )
-        functions = tuple(load_function(name, reward, columns) for name in each.functions)
+        functions = [load_function(name, reward, columns) for name in each.functions]
+        names = distinct_names([f.name for f in functions], each.functions)
+        named = tuple(replace(f, name=n) for f, n in zip(functions, names, strict=True))
         by_group = reward.batch == "group" and any(f.takes_list for f in functions)
-        scorers.append(Scorer(functions, each.weights, each.answer_key, by_group))
+        scorers.append(Scorer(named, each.weights, each.answer_key, by_group))
+    taken = {key for scorer in scorers for f in scorer.functions for key in f.taken}
+    if unknown := [key for key in reward.kwargs if key not in taken]:
+        raise RewardError(
+            f"reward.kwargs.{unknown[0]}: no function has a parameter {unknown[0]!r}, or **kwargs"
+        )
     return scorers
 
 
@@ -200,6 +218,7 @@ class _Worker:
         self._pipe = pipe
         self._scorers = scorers
         self._num_steps = setup.num_steps
+        self._is_async = any(f.is_async for scorer in scorers for f in scorer.functions)
         self._limit_s = Reward.model_validate_json(setup.reward).timeout_s
         self._decode = decode
         self._tasks: set[asyncio.Task[None]] = set()
@@ -213,8 +232,7 @@ class _Worker:
         overlap."""
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
-        is_async = any(f.is_async for scorer in self._scorers for f in scorer.functions)
-        self._pipe.send(WorkerReady(is_async, tuple(s.by_group for s in self._scorers)))
+        self._pipe.send(WorkerReady(self._is_async, tuple(s.by_group for s in self._scorers)))
 
         def receive() -> None:
             try:
@@ -244,13 +262,17 @@ class _Worker:
     async def _run(self, job: Job) -> None:
         self._num_waiting -= 1
         scorer, texts = self._scorers[job.prompts], [""] * len(job.answers)
-        start = time.perf_counter()
+        start, has_begun = time.perf_counter(), False
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._limit_s) as limit:
+            async with asyncio.timeout(None) as limit:
 
                 def begin() -> None:
-                    """The limit is that of a call."""
+                    """The limit is that of a call, and so is the duration: others' may be waited
+                    for before."""
+                    nonlocal start, has_begun
+                    if self._is_async and not has_begun:
+                        start, has_begun = time.perf_counter(), True
                     self._say(Started(job.number))
                     if not limit.expired():
                         limit.reschedule(loop.time() + self._limit_s)

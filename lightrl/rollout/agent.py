@@ -11,8 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lightrl.broadcast_messages import BroadcastSums, JoinBroadcast
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices.assign import CPU, Part, environment
 from lightrl.engine.base import (
     EngineFailed,
@@ -26,17 +25,13 @@ from lightrl.engine.base import (
 )
 from lightrl.engine.start import EngineChild, resolve_engine, start_engine
 from lightrl.errors import EngineError, EngineUnusable, first_error
-from lightrl.message_fields import MAX_TEXT
-from lightrl.messages import (
-    Abort,
-    Generate,
-    Load,
-    Message,
-    PublishWeights,
-    TokenChunk,
-    WeightsFailed,
-    WeightsProgress,
-)
+from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
+from lightrl.messages.fields import MAX_TEXT
+from lightrl.messages.load import Load
+from lightrl.messages.message import Message
+from lightrl.messages.responses import Abort, Generate, TokenChunk
+from lightrl.messages.sharing import Release, Wake
+from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsProgress
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.engine_spec import engine_spec
 from lightrl.rollout.orders import EngineOrders
@@ -44,7 +39,6 @@ from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
 from lightrl.rollout.turns import Turns
 from lightrl.rollout.weights import NodeWeights
-from lightrl.sharing_messages import Release, Wake
 from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import ChildDied, retry_on_resource_limit
@@ -300,7 +294,7 @@ class RolloutAgent:
         self._turns.died(reason)
         self.move(EngineChange.DIED)
         self._lose_all()
-        self.num_workers = 0
+        self.num_workers, self.device = 0, ""
         if was_ours:
             self._refuse(self._turns.refusal or reason)
         self._member.ended(reason)

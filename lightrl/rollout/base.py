@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightrl.errors import WeightsError
-from lightrl.messages import PublishWeights, WeightsBase, WeightsSource
+from lightrl.messages.weights import PublishWeights, WeightsBase, WeightsSource
 from lightrl.rollout.threads import eventually, find_proved, taken
 from lightrl.system.threads import in_thread
 from lightrl.weights.machine.local import LocalVersion, close_version, open_version

@@ -9,15 +9,16 @@ member the coordinator's.
 import logging
 from collections.abc import Callable
 
-from lightrl.broadcast_messages import (
+from lightrl.engine.base import EngineCommand, GroupJoined, JoinGroup, ProveWeights, ReceiveWeights
+from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastSums,
     JoinBroadcast,
 )
-from lightrl.engine.base import EngineCommand, GroupJoined, JoinGroup, ProveWeights, ReceiveWeights
-from lightrl.message_fields import MAX_TEXT
-from lightrl.messages import Message, PublishWeights
+from lightrl.messages.fields import MAX_TEXT
+from lightrl.messages.message import Message
+from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.fetched import are_same
 from lightrl.system.addresses import not_everywhere
 from lightrl.weights.broadcast.rendezvous import Membership

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
-from lightrl.messages import DeltaOffer, PublishWeights
+from lightrl.messages.weights import DeltaOffer, PublishWeights
 from lightrl.system.threads import in_thread, taken_in_thread
 from lightrl.weights.machine.leftovers import written_buckets, written_bytes
 from lightrl.weights.machine.local import (

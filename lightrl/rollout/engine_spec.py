@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices.assign import Part
 from lightrl.engine.base import EngineSpec, Kind, LoraSpec
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from lightrl.engine.base import EngineLoaded
-from lightrl.messages import PublishWeights, WeightsReady
+from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Claim
 from lightrl.weights.pull.transfer import PullStats, Wanted

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from lightrl.broadcast_messages import BroadcastFailed
 from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSlept, LoadWeights, Sleep, Wake
 from lightrl.engine.start import EngineChild
-from lightrl.message_fields import MAX_TEXT
-from lightrl.messages import Message, WeightsFailed
+from lightrl.messages.broadcasts import BroadcastFailed
+from lightrl.messages.fields import MAX_TEXT
+from lightrl.messages.message import Message
+from lightrl.messages.weights import WeightsFailed
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.fetched import Announced, Fetched, are_same, confirmation
 from lightrl.rollout.state import EngineChange, EngineState

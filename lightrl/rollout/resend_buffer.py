@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from lightrl.message_fields import MAX_RESPONSES
-from lightrl.messages import FinishReason, ResponseRequest, ResponseTokens, TokenChunk
+from lightrl.messages.fields import MAX_RESPONSES
+from lightrl.messages.responses import FinishReason, ResponseRequest, ResponseTokens, TokenChunk
 
 MAX_FINISHED_BYTES = 256 << 20  # beyond that, what finished first is forgotten
 CHUNK_BYTES = 4 << 20  # about so many are sent at once, so that no event loop is held up

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from lightrl.messages import Message
-from lightrl.sharing_messages import Release, Released, Wake
+from lightrl.messages.message import Message
+from lightrl.messages.sharing import Release, Released, Wake
 
 logger = logging.getLogger(__name__)
 

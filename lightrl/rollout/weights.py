@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrl.config_sections import Weights
+from lightrl.config.sections import Weights
 from lightrl.errors import WeightsError
-from lightrl.message_fields import MAX_TEXT
-from lightrl.messages import (
+from lightrl.messages.fields import MAX_TEXT
+from lightrl.messages.message import Message
+from lightrl.messages.weights import (
     BadSource,
-    Message,
     PublishWeights,
     WeightsFailed,
     WeightsProgress,

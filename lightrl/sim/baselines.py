@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightrl.core.settings import Settings, Tail
-from lightrl.sim.machines import NodeSpec, can_group
+from lightrl.sim.machines import NodeChanges, NodeSpec, can_group
+from lightrl.sim.outcome import Outcome
 from lightrl.sim.report import Figures, figures
 from lightrl.sim.scenario import OffloadRule, Scenario, Switches
 from lightrl.sim.traces import TraceEvent
@@ -64,22 +65,39 @@ def variants(
     }
 
 
-def simulate(
-    variant: Variant,
-    scenario: Scenario,
-    nodes: Sequence[NodeSpec],
-    trace: Sequence[TraceEvent] = (),
-    baseline: Figures | None = None,
-) -> Figures:
-    settings = variant.settings
-    switches = variant.switches
-    if settings.prompts_launched * settings.responses_launched > LARGE_STEP:
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Who samples: nodes that are always there, others by a trace, and as nodes of a run did."""
+
+    nodes: Sequence[NodeSpec]
+    trace: Sequence[TraceEvent] = ()
+    changes: NodeChanges | None = None
+
+
+def outcome_of(variant: Variant, scenario: Scenario, fleet: Fleet) -> Outcome:
+    settings, switches = variant.settings, variant.switches
+    if scenario.chunk_s:
+        chunks = {"chunk_tokens": settings.chunk_tokens, "chunk_s": scenario.chunk_s}
+        switches = replace(switches, **chunks)
+    elif settings.prompts_launched * settings.responses_launched > LARGE_STEP:
         switches = replace(switches, chunk_tokens=8 * switches.chunk_tokens)
-    outcome = World(settings, scenario, nodes, trace, switches).run()
+    world = World(settings, scenario, fleet.nodes, fleet.trace, switches, changes=fleet.changes)
+    return world.run()
+
+
+def simulate(
+    variant: Variant, scenario: Scenario, fleet: Fleet, baseline: Figures | None = None
+) -> Figures:
+    return figures_of(outcome_of(variant, scenario, fleet), variant, scenario, baseline)
+
+
+def figures_of(
+    outcome: Outcome, variant: Variant, scenario: Scenario, baseline: Figures | None = None
+) -> Figures:
     return figures(
         outcome,
         scenario,
-        synchronous=not settings.max_staleness,
+        synchronous=not variant.settings.max_staleness,
         baseline_step_s=baseline.step_s if baseline is not None else None,
     )
 
@@ -87,14 +105,13 @@ def simulate(
 def compare(
     settings: Settings,
     scenario: Scenario,
-    nodes: Sequence[NodeSpec],
-    trace: Sequence[TraceEvent] = (),
+    fleet: Fleet,
     speculates: bool = False,
     offload: OffloadRule = "off",
 ) -> dict[str, Figures]:
     """All variants, with speed-ups over the first."""
     rows = variants(settings, speculates, offload)
-    base = simulate(rows.pop("synchronous"), scenario, nodes, trace)
+    base = simulate(rows.pop("synchronous"), scenario, fleet)
     named = {"synchronous": replace(base, speed_up=1.0)}
     for name, variant in rows.items():
         is_colocated = scenario.training.placement == "colocated"
@@ -102,7 +119,7 @@ def compare(
             continue  # the trainer has no device of its own on which it could work at the same time
         if variant.switches.offload != "off" and not is_colocated:
             continue  # it has, and nobody changes sides
-        if variant.switches.planner and not can_group(nodes, scenario.engines):
+        if variant.switches.planner and not can_group(fleet.nodes, scenario.engines):
             continue  # there is one size of engines, or the nodes cannot be grouped by others
-        named[name] = simulate(variant, scenario, nodes, trace, base)
+        named[name] = simulate(variant, scenario, fleet, base)
     return named

@@ -13,16 +13,16 @@ too.
 import math
 
 from lightrl.core.events import BroadcastHeard, BroadcastNews
-from lightrl.messages import (
+from lightrl.messages.broadcasts import (
     BroadcastJoined,
     BroadcastOpened,
     BroadcastSums,
     JoinBroadcast,
-    Message,
     OpenBroadcast,
     SendBroadcast,
     VersionTaken,
 )
+from lightrl.messages.message import Message
 from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.messages import TRAINER

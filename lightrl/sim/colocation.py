@@ -16,8 +16,9 @@ from lightrl.core.events import Event, NodeHeard, NodeReleased, TokensArrived, T
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
-from lightrl.messages import Heartbeat, Hello, Message
-from lightrl.sharing_messages import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import Heartbeat, Hello
+from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine
 from lightrl.sim.mechanism import FOREVER_S, Mechanism, Simulation
 from lightrl.sim.messages import DEVICE, TRAINER

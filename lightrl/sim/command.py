@@ -2,21 +2,32 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
+from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
 from lightrl.errors import SimError
-from lightrl.sim.baselines import compare, configured, simulate, synchronous
+from lightrl.sim.baselines import (
+    Fleet,
+    compare,
+    configured,
+    figures_of,
+    outcome_of,
+    simulate,
+    synchronous,
+)
 from lightrl.sim.calibration import report
 from lightrl.sim.calibration.reproduce import reproduce
 from lightrl.sim.costs import Prices
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.messages import TRAINER
+from lightrl.sim.prediction import comparison_table, predict
 from lightrl.sim.report import as_json, comparison, tables
+from lightrl.sim.rerun import Rerun, open_run
 from lightrl.sim.scenario import PRESETS, OffloadRule, Scenario, find_scenario
 from lightrl.sim.traces import TraceEvent, always_there, cut, read_trace, sample
 from lightrl.sim.workload import LengthModel
@@ -42,6 +53,33 @@ class FleetOptions:
     from_s: float | None = None
     to_s: float | None = None
 
+    @property
+    def adds_only(self) -> bool:
+        """Nothing is said of the nodes that are there anyway."""
+        return self == FleetOptions(preemptible=self.preemptible)
+
+    @property
+    def text(self) -> str:
+        """As on the command line. Example: "--nodes 8"."""
+        said = {
+            "nodes": self.nodes,
+            "preemptible": self.preemptible or None,
+            "trace": self.trace,
+            "trace-share": self.share,
+            "trace-from": self.from_s,
+            "trace-to": self.to_s,
+        }
+        return " ".join(f"--{name} {value}" for name, value in said.items() if value is not None)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is to be simulated."""
+
+    settings: Settings
+    scenario: Scenario
+    fleet: Fleet
+
 
 def simulate_run(
     config: Config,
@@ -53,54 +91,108 @@ def simulate_run(
     offload: OffloadRule = "off",
     all_variants: bool = False,
     json_line: bool = False,
+    change: str | None = None,
 ) -> None:
-    """Prints what a run of this config would do. Raises SimError, one line, for what cannot be."""
-    limit = config.rollout.max_response_length
-    scenario = find_scenario(workload, limit, config.run.seed)
-    reserved, events = _fleet(fleet, config, scenario)
-    if num_prompts and isinstance(scenario.workload.lengths, LengthModel):
-        scenario = replace(scenario, workload=replace(scenario.workload, num_prompts=num_prompts))
+    """Prints what a run of this config would do. Raises SimError, one line, for what cannot be.
+
+    `change`: the config is that of the run which `workload` is the directory of, but for what is
+    named here, "" for nothing; its nodes are those of the run unless `fleet` says otherwise.
+    """
+    rerun = open_run(workload)
+    question = _question(config, rerun, num_prompts, fleet, workload, steps, change is not None)
+    settings, scenario = question.settings, question.scenario
+    _require_possible(settings, scenario, offload)
+    speculates = config.speculates and scenario.has_speculated
+    prediction = None
+    if all_variants:
+        named = compare(settings, scenario, question.fleet, speculates, offload)
+    else:
+        base = simulate(synchronous(settings), scenario, question.fleet)
+        variant = configured(settings, speculates, offload)
+        outcome = outcome_of(variant, scenario, question.fleet)
+        named = {"as configured": figures_of(outcome, variant, scenario, base)}
+        if rerun is not None and change is not None:
+            own = rerun.outcome(settings.num_steps) if change else outcome
+            prediction = predict(rerun.run, scenario, own, outcome if change else None)
+    if json_line:
+        said = {} if prediction is None else {"prediction": asdict(prediction)}
+        print(json.dumps(as_json(named) | said))
+        return
+    _head(question, config, fleet, rerun.notes(config) if rerun is not None else ())
+    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    if prediction is not None:
+        console.print(comparison_table(prediction, change or ""))
+        print()
+    for part in comparison(named) if all_variants else tables(named["as configured"]):
+        console.print(part)
+
+
+def _question(
+    config: Config,
+    rerun: Rerun | None,
+    num_prompts: int | None,
+    options: FleetOptions,
+    workload: str,
+    steps: int | None,
+    is_own: bool,
+) -> _Question:
+    """`is_own`: the config is that of the run."""
+    limit, most = config.rollout.max_response_length, STEPS
+    if rerun is None:
+        scenario = find_scenario(workload, limit, config.run.seed)
+        if num_prompts and isinstance(scenario.workload.lengths, LengthModel):
+            known = replace(scenario.workload, num_prompts=num_prompts)
+            scenario = replace(scenario, workload=known)
+        fleet = Fleet(*_fleet(options, config, scenario))
+    elif is_own and rerun.has_nodes_of(config) and options.adds_only:
+        scenario, most = rerun.scenario, rerun.num_steps
+        fleet = replace(rerun.fleet(config.rollout.slots), trace=always_there(options.preemptible))
+    else:
+        scenario, most = rerun.scenario, rerun.num_steps
+        nodes, trace = _fleet(options, config, scenario)
+        fleet = Fleet(rerun.alike(nodes), trace)
     settings = settings_of(config, scenario.workload.num_prompts)
     if (known := settings.prices) is not None:  # else those of the workload count
         trainer = known.reserved * config.train.nodes
         prices = Prices(node=known.reserved, trainer=trainer, spot=known.preemptible)
         scenario = replace(scenario, prices=prices)
+    num_steps = steps if steps is not None else min(most, config.train.steps)
+    return _Question(replace(settings, num_steps=num_steps), scenario, fleet)
+
+
+def _require_possible(settings: Settings, scenario: Scenario, offload: OffloadRule) -> None:
     if scenario.training.placement == "colocated" and settings.max_staleness:
         raise SimError(
             "async.max_staleness: a trainer on the rollout nodes cannot work beside them"
         )
     if scenario.training.placement == "dedicated" and offload != "off":
         raise SimError(f"--offload {offload}: the trainer of this workload has its own devices")
-    num_steps = steps if steps is not None else min(STEPS, config.train.steps)
-    settings = replace(settings, num_steps=num_steps)
-    speculates = config.speculates and scenario.has_speculated
-    if all_variants:
-        named = compare(settings, scenario, reserved, events, speculates, offload)
-    else:
-        base = simulate(synchronous(settings), scenario, reserved, events)
-        named = {
-            "as configured": simulate(
-                configured(settings, speculates, offload), scenario, reserved, events, base
-            )
-        }
-    if json_line:
-        print(json.dumps(as_json(named)))
-        return
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+
+
+def _head(question: _Question, config: Config, options: FleetOptions, notes: Sequence[str]) -> None:
+    settings, workload = question.settings, question.scenario.workload
+    placement, fleet = question.scenario.training.placement, question.fleet
     responses = settings.prompts_per_step * settings.group_size
+    if fleet.changes is not None:
+        names = {c.spec.name for many in fleet.changes.values() for c in many}
+        nodes = f"the {_num_nodes(len(names))} of the run"
+    else:
+        nodes = f"{_num_nodes(len(fleet.nodes))} x {config.rollout.slots} slots"
     print(
-        f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} = "
-        f"{responses:,} responses of at most {limit:,} tokens, on {len(reserved)} nodes x "
-        f"{config.rollout.slots} slots{_preemptible(fleet, events)}"
+        f"{settings.num_steps} steps of {settings.prompts_per_step} prompts x "
+        f"{settings.group_size} = {responses:,} responses of at most "
+        f"{settings.max_response_tokens:,} tokens, on {nodes}{_preemptible(options, fleet.trace)}"
     )
-    show([f"workload   {scenario.workload.name}; {scenario.training.placement} trainer"])
-    if scenario.workload.note:
-        show([f"note       {scenario.workload.note}"])
-    if scenario.training.placement == "colocated":
+    show([f"workload   {workload.name}; {placement} trainer"])
+    for note in filter(None, (workload.note, *notes)):
+        show([f"note       {note}"])
+    if placement == "colocated":
         show([COLOCATED])
     print()
-    for part in comparison(named) if all_variants else tables(named["as configured"]):
-        console.print(part)
+
+
+def _num_nodes(num: int) -> str:
+    return f"{num} node{'' if num == 1 else 's'}"
 
 
 def _fleet(

@@ -25,11 +25,16 @@ class Training:
     switch_s: float = 0.0
     # of ranks that give their devices back, before each version and if nodes come back
     park_s: float = 0.0
+    # from when a group is decided until the trainer has it
+    shard_s: float = 0.0
+    # tokens below which groups wait for others while a round runs: a micro-batch on each rank
+    wait_tokens: int = 0
     # colocated = on the GPUs of the rollout nodes, those that are not spot nodes
     placement: Literal["dedicated", "colocated"] = "dedicated"
 
     def __post_init__(self) -> None:
-        times = self.token_s, self.step_s, self.response_s, self.switch_s, self.park_s
+        times = (self.token_s, self.step_s, self.response_s, self.switch_s, self.park_s)
+        times += (self.shard_s, self.wait_tokens)
         if not min(times) >= 0:
             raise SimError(f"training: {self}: times must not be negative")
         if self.placement not in {"dedicated", "colocated"}:
@@ -85,6 +90,8 @@ class Transfer:
     start_s: float = 0.0
     # until a node that dies is missed, by the coordinator and by those who pull from it
     lost_after_s: float = 0.5
+    # measured, in the place of load_s: of the node that is first, of the second ...
+    ready_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         times = (self.load_s, self.start_s, self.lost_after_s, self.publish_s, self.form_s)

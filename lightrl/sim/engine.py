@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 from lightrl.sim.engine_profile import EngineProfile
 
 INFINITE = math.inf
+NEVER = 1 << 62  # tokens
 PROMPT_BATCH = 16  # with so few left, a finish is told at once; else with the next chunk
 MAX_CHUNK = 64  # tokens; large batches send less often
+FINISHED_SHARE = 5  # as of real engines: a finish waits at most chunk_s / 5
 
 
 @dataclass(slots=True)
@@ -71,6 +73,9 @@ class SimEngine:
     # else tokens are told only when a response has finished
     streams: bool = True
     prompt_batch: int = PROMPT_BATCH
+    # as real engines send: a chunk at the latest after so many seconds, a finish after a fifth of
+    # that; 0 = by tokens and `prompt_batch` alone
+    chunk_s: float = 0.0
     next_at: float = INFINITE
     # state -> seconds
     times: dict[str, float] = field(default_factory=dict[str, float])
@@ -95,6 +100,8 @@ class SimEngine:
     _chunk_at: int = 0
     # and not sent yet
     _finished: list[Attempt] = field(default_factory=list[Attempt])
+    # clock at which they are, whatever else is due
+    _told_at: int = NEVER
     _ends: list[tuple[int, int, Attempt]] = field(default_factory=list[tuple[int, int, Attempt]])
     _order: int = 0
     # k tokens take _linear k + _square k^2 seconds
@@ -133,10 +140,10 @@ class SimEngine:
         self._advance(now)
         self._finish(now)
         deltas: list[SimDelta] = []
-        if self._chunk_at <= self._clock or (
-            self._finished and len(self.running) <= self.prompt_batch
-        ):
+        if self._chunk_at <= self._clock or (self._finished and self._is_at_once):
             deltas = self._flush()
+        elif self._told_at <= self._clock:
+            deltas = self._tell_finished()
         self._make_room(now)
         self._admit(now)
         self._plan(now)
@@ -159,7 +166,7 @@ class SimEngine:
         for attempt in list(self.running.values()):
             self._evict(now, attempt)
         self.waiting.clear()
-        self._finished.clear()
+        self._tell_finished()  # nobody
         self._plan(now)
 
     def hold(self, now: float, label: str | None) -> None:
@@ -224,7 +231,7 @@ class SimEngine:
 
     def _plan(self, now: float) -> None:
         """Says when to be called again: a finish, a chunk, a full cache."""
-        if self._finished and len(self.running) <= self.prompt_batch:
+        if self._finished and (self._is_at_once or self._told_at <= self._clock):
             self.next_at = now
             return
         if not self.running:
@@ -234,7 +241,7 @@ class SimEngine:
         while ends[0][2].order != ends[0][1]:
             heapq.heappop(ends)  # it was given up
         self._rate()
-        until = min(ends[0][0], self._chunk_at) - self._clock
+        until = min(ends[0][0], self._chunk_at, self._told_at) - self._clock
         batch = len(self.running)
         if self.profile.kv_tokens and batch > 1:
             until = min(until, max(0, self.profile.kv_tokens - self._context) // batch)
@@ -259,18 +266,38 @@ class SimEngine:
                 self.num_tokens -= surplus
                 attempt.tokens0 -= surplus
                 self._finished.append(attempt)
+                if self.chunk_s and self._told_at == NEVER:
+                    # the step that ended it counts
+                    more = math.ceil(self.chunk_s / FINISHED_SHARE / self._linear) - 1
+                    self._told_at = clock + max(0, more)
 
-    def _flush(self, everything: bool = False) -> list[SimDelta]:
-        """All tokens that were not sent."""
+    @property
+    def _is_at_once(self) -> bool:
+        """What has finished waits for nothing."""
+        return len(self.running) <= (0 if self.chunk_s else self.prompt_batch)
+
+    def _chunk(self) -> int:
+        """Tokens of each response from one chunk to the next."""
+        if self.chunk_s:
+            self._rate()
+            return max(1, min(self.chunk_tokens, math.ceil(self.chunk_s / self._linear)))
+        return max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
+
+    def _tell_finished(self) -> list[SimDelta]:
         deltas: list[SimDelta] = []
-        clock = self._clock
         for attempt in self._finished:
             sent, reason = attempt.sent, "length" if attempt.truncated else "stop"
             deltas.append(
                 SimDelta(attempt.response, attempt.number, sent, attempt.tokens0 - sent, reason)
             )
         self._finished.clear()
-        self._chunk_at = clock + max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
+        self._told_at = NEVER
+        return deltas
+
+    def _flush(self, everything: bool = False) -> list[SimDelta]:
+        """All tokens that were not sent."""
+        deltas, clock = self._tell_finished(), self._clock
+        self._chunk_at = clock + self._chunk()
         if not (self.streams or everything):
             return deltas
         for attempt in self.running.values():
@@ -327,11 +354,15 @@ class SimEngine:
             ends = self._clock + attempt.final_tokens - attempt.tokens0
             heapq.heappush(self._ends, (ends, self._order, attempt))
         if tokens:
+            seconds = tokens * self.profile.prefill_s
             if was_idle:
                 self._at = now
-                self._chunk_at = self._clock + self.chunk_tokens
-            self._at += tokens * self.profile.prefill_s
-            self._spend(tokens * self.profile.prefill_s)
+                self._chunk_at = self._clock + (
+                    self._chunk() if self.chunk_s else self.chunk_tokens
+                )
+                seconds += self.profile.start_s
+            self._at += seconds
+            self._spend(seconds)
             self.prefilled_tokens += tokens
 
     def _spend(self, seconds: float) -> None:

@@ -7,8 +7,11 @@ in engine.py.
 import math
 from dataclasses import dataclass, replace
 
+from lightrl.core.curve import Curve
 from lightrl.errors import SimError
-from lightrl.load_messages import StepCosts
+from lightrl.messages.load import StepCosts
+
+LEAST_S = 1e-6  # no step takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,14 @@ class EngineProfile:
     # capacity; 0 = unlimited
     kv_tokens: int = 0
     speculation: SimSpeculation | None = None
+    # until the first step of an engine that had nothing to do
+    start_s: float = 0.0
+    # measured seconds against the batch, for one token of each response, drafts and contexts as
+    # they were; takes the place of the first three
+    curve: Curve | None = None
 
     def __post_init__(self) -> None:
-        times = (self.step_s, self.half_batch, self.context_s, self.prefill_s)
+        times = (self.step_s, self.half_batch, self.context_s, self.prefill_s, self.start_s)
         good = (
             all(math.isfinite(t) and t >= 0 for t in times)
             and self.step_s > 0
@@ -64,6 +72,8 @@ class EngineProfile:
 
     def forward(self, batch: int) -> tuple[float, float]:
         """(seconds without context, tokens) of one forward pass with the window that pays most."""
+        if self.curve is not None:
+            return max(LEAST_S, self.curve.at(batch)), 1.0
         plain, spec = self.step_s * (1 + batch / self.half_batch), self.speculation
         if spec is None:
             return plain, 1.0
@@ -101,4 +111,6 @@ class EngineProfile:
             step_s=self.step_s * factor,
             context_s=self.context_s * factor,
             prefill_s=self.prefill_s * factor,
+            start_s=self.start_s * factor,
+            curve=self.curve and self.curve.scaled(factor),
         )

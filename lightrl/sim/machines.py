@@ -7,9 +7,12 @@ loading. Decides nothing and schedules nothing; `world` does.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from lightrl.errors import SimError
-from lightrl.messages import Hello, Load, TokenChunk
+from lightrl.messages.load import Load
+from lightrl.messages.nodes import Hello
+from lightrl.messages.responses import TokenChunk
 from lightrl.sim.engine import PROMPT_BATCH, SimDelta, SimEngine
 from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.messages import TRAINER, chunk_of, hello
@@ -32,6 +35,22 @@ class NodeSpec:
     parallel: int = 0
     # devices of the smallest engine, times so many
     width: int = 1
+    # of its engine, if it is known; else that of the scenario
+    profile: EngineProfile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChange:
+    """What a node of a run did, so many seconds after a step had begun."""
+
+    at_s: float
+    spec: NodeSpec
+    # ready = it serves the newest version; left = in peace; lost
+    what: Literal["ready", "left", "lost"]
+
+
+# By the step that had begun.
+NodeChanges: TypeAlias = Mapping[int, Sequence[NodeChange]]
 
 
 def can_group(nodes: Sequence[NodeSpec], sizes: Iterable[int]) -> bool:
@@ -88,6 +107,8 @@ class SimMachine:
     loading: int = -1
     # the one that it serves, or will when it wakes
     holds: int = -1
+    # what it comes with is loaded already
+    comes_ready: bool = False
     # of its entry in the world's heap
     scheduled_at: float = math.inf
     # x width
@@ -154,6 +175,7 @@ class SimMachine:
             now,
             before.streams,
             before.prompt_batch,
+            before.chunk_s,
             idle_label=before.idle_label,
         )
         self.scheduled_at = math.inf
@@ -174,6 +196,8 @@ def profile_of(
     spec: NodeSpec, engines: Mapping[int, EngineProfile], spot_kv_tokens: int
 ) -> EngineProfile:
     """`spot_kv_tokens`: of an engine that shares its GPUs with no trainer; 0 = of all the same."""
+    if spec.profile is not None:
+        return spec.profile.slower(spec.slowness)
     profile = engines[spec.parallel or min(engines)].slower(spec.slowness)
     is_other = spec.kind == SPOT and spot_kv_tokens > 0
     return replace(profile, kv_tokens=spot_kv_tokens) if is_other else profile
@@ -187,5 +211,6 @@ def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> S
         now=0.0,
         streams=switches.token_collection,
         prompt_batch=spec.slots if switches.exact_finishes else PROMPT_BATCH,
+        chunk_s=switches.chunk_s,
     )
     return SimMachine(spec, engine, speed=1.0 / spec.slowness, width=spec.width)

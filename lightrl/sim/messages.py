@@ -6,19 +6,10 @@ from functools import lru_cache
 from typing import cast
 
 from lightrl.core.events import EndpointOpened, Event, NodeHeard, NodeJoined
-from lightrl.messages import (
-    PROTOCOL,
-    DeltaOffer,
-    FinishReason,
-    Heartbeat,
-    Hello,
-    Load,
-    PublishWeights,
-    ResponseTokens,
-    Role,
-    TokenChunk,
-    WeightsEndpoint,
-)
+from lightrl.messages.load import Load
+from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello, Role
+from lightrl.messages.responses import FinishReason, ResponseTokens, TokenChunk
+from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsEndpoint
 from lightrl.sim.engine import SimDelta
 
 TRAINER = "trainer"

@@ -4,14 +4,16 @@ Owns in which step a response was first generated: under newer weights the same 
 another sample. The lengths themselves are drawn in workload.py.
 """
 
-from lightrl.core.state import Response
+from collections.abc import Sequence
+
+from lightrl.core.settings import EvalSet
+from lightrl.core.state import DrawnPrompt, Response
 from lightrl.sim.workload import Workload, uniforms
 
 
 class Samples:
-    def __init__(self, workload: Workload, max_response_tokens: int) -> None:
+    def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._limit = max_response_tokens
         self._first_step: dict[str, int] = {}
 
     def noise(self, response: Response) -> int:
@@ -23,7 +25,15 @@ class Samples:
         return response.seed ^ (step << 64)
 
     def length(self, response: Response, noise: int) -> int:
-        """In tokens, at most the limit."""
+        """In tokens, at most the limit of its group."""
         group = response.group
         prompt, lengths = group.prompt, self._workload.lengths
-        return lengths.length(prompt.id, prompt.epoch, noise, self._limit, group.id)
+        limit = group.max_response_tokens
+        return lengths.length(prompt.id, prompt.epoch, noise, limit, group.id, response.index)
+
+
+def held_out(sets: Sequence[EvalSet], tokens: bytes) -> tuple[DrawnPrompt, ...]:
+    """The prompts of all sets to evaluate on, each of these tokens."""
+    return tuple(
+        DrawnPrompt(f"{one.name}/{i}", 0, tokens) for one in sets for i in range(one.num_prompts)
+    )

@@ -39,6 +39,8 @@ from lightrl.sim.workload import (
 )
 
 T = TypeVar("T")
+# Fields that only a run can tell.
+MEASURED = frozenset({"curve", "order", "signal", "ready_s"})
 OffloadRule: TypeAlias = Literal["off", "foreseen", "window"]
 
 
@@ -59,6 +61,8 @@ class Scenario:
     speculation: SimSpeculation = field(default_factory=SimSpeculation)
     # and it is not assumed: the run that this is a workload of measured it
     has_speculated: bool = False
+    # seconds after which engines send at the latest, as those of a run do; 0 = by tokens
+    chunk_s: float = 0.0
 
     @property
     def engine(self) -> EngineProfile:
@@ -90,6 +94,8 @@ class Switches:
     # else a node on the trainer's machine believes what it finds there
     proves: bool = True
     chunk_tokens: int = 32
+    # as real engines send: see `SimEngine`; 0 = not
+    chunk_s: float = 0.0
 
 
 DEFAULT = Switches()
@@ -190,6 +196,15 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
 }
 
 
+def require_known(source: str) -> None:
+    """Raises SimError, one line, for what is neither a preset nor a file; "" is a guess."""
+    known = ["generic", *PRESETS]
+    if source and source not in known and not Path(source).is_file():
+        raise SimError(
+            f"--workload {source}: neither a file, a run nor a preset ({', '.join(known)})"
+        )
+
+
 def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
     """A preset by name, a workload file, or the directory of a finished run. Raises SimError, one
     line."""
@@ -203,11 +218,8 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
         path = path / "lengths.jsonl"
         if not path.is_file():
             raise SimError(f"{path}: no such file; a run that closed a round has it")
-    elif not path.is_file():
-        known = ", ".join(["generic", *PRESETS])
-        raise SimError(
-            f"--workload {source}: neither a file, a run directory nor a preset ({known})"
-        )
+    else:
+        require_known(source)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -342,8 +354,9 @@ def _changed(start: T, changes: Any, key: str) -> T:
     known = {f.name: f for f in fields(start)}
     values: dict[str, Any] = {}
     for name, value in cast("dict[str, Any]", changes).items():
-        if name not in known or not known[name].init:
-            raise SimError(f"{key}.{name}: unknown key; keys are {', '.join(known)}")
+        if name not in known or not known[name].init or name in MEASURED:
+            keys = ", ".join(k for k in known if k not in MEASURED)
+            raise SimError(f"{key}.{name}: unknown key; keys are {keys}")
         old = getattr(start, name)
         if name == "classes" and isinstance(value, list):
             rows = cast("list[Any]", value)

@@ -20,7 +20,7 @@ class SimScoring:
         """When the next free worker has scored it, while nodes still sample."""
         kind = self._times.kind(prompt)
         seconds = self._times.seconds(prompt, noise) * self._times.classes[kind].beside
-        return _next(self._free_at[kind], now, seconds)
+        return _next(self._free_at[kind], now, seconds) + self._times.told_s
 
     def all_done_at(self, now: float, responses: Iterable[Response]) -> float:
         """When all are scored, if that begins now: one class of rewards after the other."""

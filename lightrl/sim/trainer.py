@@ -9,8 +9,10 @@ and 1/2 while half of them have been released.
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import fmean
 
-from lightrl.messages import StepDone
+from lightrl.messages.training import StepDone, TrainShard
+from lightrl.sim.scenario import Scenario
 
 
 @dataclass(slots=True)
@@ -41,6 +43,24 @@ class TrainerModel:
     publishing_until: float = 0.0
     # so far, with all devices
     worked_s: float = 0.0
+    # of groups that wait for others: seconds of work, and tokens
+    _held_s: float = 0.0
+    _held_tokens: int = 0
+
+    def take(self, shard: TrainShard, scenario: Scenario) -> float:
+        """The work that begins with this shard: its own and what waited for it, or nothing as long
+        as others are to come and a micro-batch is not full."""
+        training, signal = scenario.training, scenario.workload.signal
+        share = signal.get(shard.step, fmean(signal.values())) if signal else 1.0
+        for group in shard.groups:
+            num, sampled = len(group.responses), sum(len(r.token_ids) for r in group.responses)
+            tokens = (len(group.prompt) * num + sampled) // 4
+            self._held_s += share * training.seconds(num, tokens)
+            self._held_tokens += round(share * tokens)
+        if not shard.last and self._held_tokens < training.wait_tokens:
+            return 0.0
+        seconds, self._held_s, self._held_tokens = self._held_s, 0.0, 0
+        return seconds
 
     def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
         """More work of a step; `last` = all of it is there."""

@@ -8,18 +8,15 @@ Groups that are sent to: `broadcast.py`.
 """
 
 import math
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
 from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.core.events import TokensArrived, WeightsPublished
-from lightrl.messages import (
-    BroadcastSums,
-    JoinBroadcast,
-    Message,
-    PublishWeights,
-    WeightsReady,
-)
+from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
+from lightrl.messages.message import Message
+from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.sim.broadcast import Broadcast
 from lightrl.sim.fluid import FluidSwarm
 from lightrl.sim.machines import SimMachine
@@ -69,6 +66,7 @@ class Transfers:
         self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the event at hand
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
         self._broadcast = Broadcast(world, self._swarm)
+        self._ranked, self._ranks = -1, list[float]()  # of this version: what is left
         self._next_at = math.inf  # of the newest entry in the world's heap
         self._is_planning = False  # there is another one, to find out about the next
 
@@ -252,7 +250,24 @@ class Transfers:
         # Those who can have it from here need not wait until it is loaded.
         self._serve(inbound.machine, inbound.version)
         self._stop(inbound)
-        world.at(world.now + self._transfer.loading_s, lambda: self._loaded(inbound))
+        world.at(world.now + self._loading_s(inbound), lambda: self._loaded(inbound))
+
+    def _loading_s(self, inbound: _Inbound) -> float:
+        """As many nodes as were measured take what each of those took, in an order that is drawn
+        anew for each version; of more or fewer, as large a share takes as long."""
+        machine, measured = inbound.machine, sorted(self._transfer.ready_s)
+        if machine.comes_ready:
+            machine.comes_ready = False
+            return 0.0
+        if not measured:
+            return self._transfer.loading_s
+        if inbound.version != self._ranked:
+            num = sum(m.present for m in self._world.machines.values())
+            places = [(k + 0.5) / num * len(measured) for k in range(num)]
+            self._ranks = [measured[int(place)] for place in places]
+            random.Random(inbound.version).shuffle(self._ranks)
+            self._ranked = inbound.version
+        return self._ranks.pop() if self._ranks else measured[-1]
 
     def _serve(self, machine: SimMachine, version: int) -> None:
         """On the trainer's machine the line is the trainer's, which serves it already."""

@@ -39,8 +39,10 @@ def _uniform(eight: bytes) -> float:
 class LengthDistribution(Protocol):
     """Tokens of a response, 1 <= length <= limit; the limit itself means that it was cut off."""
 
-    def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
-        """`group` names what was sampled together."""
+    def length(
+        self, prompt: str, epoch: int, noise: int, limit: int, group: str = "", index: int = 0
+    ) -> int:
+        """`group` names what was sampled together, `index` which of it this is."""
         ...
 
 
@@ -75,7 +77,9 @@ class LengthModel:
         if not 0 <= self.luck <= 1 or self.over <= 0:
             raise SimError(f"length model: {self}: 0 <= luck <= 1, over > 0")
 
-    def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
+    def length(
+        self, prompt: str, epoch: int, noise: int, limit: int, group: str = "", index: int = 0
+    ) -> int:
         z, u = _latent(self, prompt, epoch)
         v = (
             u
@@ -130,7 +134,9 @@ class EmpiricalLengths:
             raise SimError("workload: it needs at least one length for each of its prompts")
         self._names.extend(sorted(self.by_prompt))
 
-    def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
+    def length(
+        self, prompt: str, epoch: int, noise: int, limit: int, group: str = "", index: int = 0
+    ) -> int:
         lengths = self.by_prompt.get(prompt)
         if lengths is None:
             lengths = self.by_prompt[
@@ -205,6 +211,8 @@ class RewardTimes:
     floor_s: float = 2.0
     factor: float = 1.5
     seed: int = 0
+    # beside the function: from a finish to its start, and back
+    told_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.classes or abs(sum(c.share for c in self.classes) - 1) > 1e-6:
@@ -255,6 +263,10 @@ class Workload:
     # Chance that a response which starts again under newer weights, with the same noise, is as long
     # as before. Where it is not, being put off selects: see `report.Figures.length_bias`.
     same_again: float = 1.0
+    # of a run: its prompts with their epochs, in the order in which they were drawn
+    order: tuple[tuple[str, int], ...] = ()
+    # and which share of a step's tokens had a gradient, by step; of others the mean
+    signal: Mapping[int, float] = field(default_factory=dict[int, float])
     # what a reader must know of its origin
     note: str = ""
 

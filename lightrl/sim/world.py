@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from lightrl.core import invariants
@@ -23,9 +23,7 @@ from lightrl.core.commands import (
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     Event,
-    NodeDraining,
     NodeLeft,
-    NodeLost,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
@@ -39,28 +37,31 @@ from lightrl.core.events import (
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, Response
 from lightrl.errors import SimError
-from lightrl.messages import (
-    Abort,
-    Drain,
-    Generate,
-    Hello,
-    Load,
-    Message,
-    ShardsTaken,
-    StepDone,
-    TrainShard,
-)
-from lightrl.sharing_messages import Give, Park, Parked, Release, Wake
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import Drain
+from lightrl.messages.responses import Abort, Generate
+from lightrl.messages.sharing import Give, Park, Parked, Release, Wake
+from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
 from lightrl.sim.colocation import Colocation, settings_in
 from lightrl.sim.deferred_rewards import DeferredRewards
 from lightrl.sim.engine import Attempt
 from lightrl.sim.engine_profile import SimSpeculation
-from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine, of_all_sizes, profile_of
+from lightrl.sim.machines import (
+    SPOT,
+    NodeChanges,
+    NodeSpec,
+    SimMachine,
+    new_machine,
+    of_all_sizes,
+    profile_of,
+)
 from lightrl.sim.mechanism import FOREVER_S, Mechanism
-from lightrl.sim.messages import IDLE, TRAINER, arrival, blank, hello
+from lightrl.sim.membership import Membership
+from lightrl.sim.messages import TRAINER, blank
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
-from lightrl.sim.samples import Samples
+from lightrl.sim.replayed import ReplayCursor
+from lightrl.sim.samples import Samples, held_out
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
 from lightrl.sim.scoring import SimScoring, reward
 from lightrl.sim.traces import TraceEvent
@@ -80,8 +81,10 @@ class World:
         trace: Sequence[TraceEvent] = (),
         switches: Switches = DEFAULT,
         check: bool = False,
+        changes: NodeChanges | None = None,
     ) -> None:
-        if not nodes and not trace:
+        """`changes`: of nodes that come and go beside the trace."""
+        if not (nodes or trace or changes):
             raise SimError("a simulation needs nodes: --nodes, --trace or rollout.nodes")
         is_colocated = scenario.training.placement == "colocated"
         self.shares = is_colocated and switches.offload != "off"
@@ -91,6 +94,7 @@ class World:
         self.check = check
         self.now = 0.0
         self.core = Coordinator(self.settings, now=0.0)
+        self.handle = self.core.handle
         self.machines: dict[str, SimMachine] = {}
         self.outcome = Outcome()
         self.newest = StepRecord(-1, "", 0)
@@ -112,23 +116,26 @@ class World:
         self.observer = Observer(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._cursor = Cursor(workload.num_prompts, settings.run_seed)
+        known = workload.num_prompts, settings.run_seed
+        self._cursor = ReplayCursor(workload.order, *known) if workload.order else Cursor(*known)
         self._prompt = blank(workload.prompt_tokens)
         self._trained_at = math.inf  # of the newest entry in the heap
-        self._samples = Samples(workload, settings.max_response_tokens)
+        self._samples = Samples(workload)
         self._finished = False
         self._has_history = False  # responses of an earlier epoch to draft from
         nodes = of_all_sizes(nodes, self.settings.parallel)
-        for spec in nodes:
-            self._add_machine(spec)
         spot_slots = nodes[0].slots if nodes else settings.slots
-        for event in trace:
-            if event.node not in self.machines:
-                self._add_machine(NodeSpec(event.node, spot_slots, kind=SPOT))
+        spots = (NodeSpec(event.node, spot_slots, kind=SPOT) for event in trace)
+        repeated = (change.spec for many in (changes or {}).values() for change in many)
+        for spec in (*nodes, *spots, *repeated):
+            self._add_machine(spec)
         self._transfers = Transfers(self)
-        self._set_out(nodes, trace)
+        self.fleet = Membership(self, self._transfers, self._colocation, changes or {})
+        self.fleet.set_out(nodes, trace)
 
     def _add_machine(self, spec: NodeSpec) -> None:
+        if spec.name in self.machines:
+            return
         profile = profile_of(spec, self.engines, self.scenario.spot_kv_tokens)
         self.machines[spec.name] = new_machine(spec, profile, self.switches)
 
@@ -137,15 +144,6 @@ class World:
         kv_tokens = self.scenario.spot_kv_tokens
         for machine in self.machines.values():
             machine.engine.adopt(self.now, profile_of(machine.spec, self.engines, kv_tokens))
-
-    def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
-        self.at(0.0, lambda: self._arrive(hello(TRAINER, 1, "trainer", TRAINER)))
-        self.at(0.0, lambda: self._transfers.publish(0))
-        for spec in nodes:
-            self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
-        for event in trace:
-            machine = self.machines[event.node]
-            self.at(event.at_s, lambda m=machine, e=event: self.boot(m) if e.added else self.die(m))
 
     # Time
 
@@ -184,7 +182,7 @@ class World:
         core, now = self.core, self.now
         while todo:
             self.outcome.num_events += 1
-            commands = core.handle(todo.popleft(), now)
+            commands = self.handle(todo.popleft(), now)
             if self.check:
                 invariants.check(core)
             for command in commands:
@@ -209,7 +207,9 @@ class World:
                 else:
                     self.deferred.defer(response)
                     todo.append(event)
-            case DrawPrompts(_, count):
+            case DrawPrompts("eval"):
+                todo.append(PromptsDrawn(held_out(self.settings.eval_sets, self._prompt)))
+            case DrawPrompts("train", count):
                 drawn = (self._cursor.draw() for _ in range(count))
                 todo.append(PromptsDrawn(tuple(DrawnPrompt(p, e, self._prompt) for p, e in drawn)))
             case CloseRound(round):
@@ -222,6 +222,7 @@ class World:
                     self._speculate(self.scenario.speculation)
             case CloseStep() as step:
                 self.observer.step_closed(step)
+                self.fleet.begin_step(step.step + 1)
             case Finish():
                 self._finished = True
             case _:
@@ -235,10 +236,13 @@ class World:
 
     def _tell_trainer(self, message: Message, todo: deque[Event]) -> None:
         if isinstance(message, TrainShard):
+            step, index = message.step, message.index
+            events = ShardLeft(step, index), ShardsDelivered(TRAINER, ShardsTaken(step, index))
+            if delay_s := self.scenario.training.shard_s:
+                self.at(self.now + delay_s, lambda: self._train_later(message, events))
+                return
             self._train(message)
-            self._colocation.trains()
-            todo.append(ShardLeft(message.step, message.index))
-            todo.append(ShardsDelivered(TRAINER, ShardsTaken(message.step, message.index)))
+            todo.extend(events)
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
         elif isinstance(message, Give | Park):
@@ -255,21 +259,21 @@ class World:
                     if not self.deferred.goes_on(machine, response, number):
                         self.abort(machine, response, number)
             case Drain(_, reason):
-                todo.extend(self.leave(machine, reason))
+                todo.extend(self.fleet.leave(machine, reason))
             case Release() | Wake():
                 todo.extend(self._colocation.obey(machine, message))
             case _:
                 self._transfers.tell(machine, message)
 
     def _generate(self, machine: SimMachine, message: Generate) -> None:
-        responses, limit = self.core.table.responses, self.settings.max_response_tokens
+        responses = self.core.table.responses
         prompt_tokens = self.scenario.workload.prompt_tokens
         attempts: list[Attempt] = []
         for request in message.requests:
             response = responses[request.response]
             final = self._samples.length(response, self._samples.noise(response))
             id, prompt, held = response.id, response.group.prompt.id, len(request.prefix) // 4
-            ends = final, final >= limit
+            ends = final, final >= response.group.max_response_tokens
             attempts.append(Attempt(id, request.attempt, prompt, prompt_tokens, held, *ends))
         machine.engine.add(self.now, attempts)
         self._schedule(machine)
@@ -303,17 +307,22 @@ class World:
 
     # Training and weights
 
+    def _train_later(self, shard: TrainShard, events: Iterable[Event]) -> None:
+        self._train(shard)
+        for event in events:
+            self.feed(event)
+
     def _train(self, shard: TrainShard) -> None:
-        seconds, training = 0.0, self.scenario.training
-        for group in shard.groups:
-            sampled, num = sum(len(r.token_ids) for r in group.responses), len(group.responses)
-            seconds += training.seconds(num, (len(group.prompt) * num + sampled) // 4)
-            self.outcome.trained_tokens += sampled // 4
+        seconds = self.trainer.take(shard, self.scenario)
+        self.outcome.trained_tokens += sum(
+            len(r.token_ids) // 4 for group in shard.groups for r in group.responses
+        )
         ready_at = 0.0
         if shard.last and not self.switches.async_rewards:
             ready_at = self.deferred.scored_at()
         self.trainer.add_work(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
+        self._colocation.trains()
 
     def plan_training(self) -> None:
         """After anything that changes when the step in front will be trained."""
@@ -347,52 +356,3 @@ class World:
         machine.engine.idle_label = "idle"
         ready = self._transfers.confirm(machine, version)
         self.feed(WeightsConfirmed(machine.spec.name, ready))
-
-    # Membership
-
-    def join(self, machine: SimMachine) -> None:
-        if machine.present:
-            return
-        machine.come(self.now)
-        self.observer.fleet_changes(machine, 1)
-        said = self._colocation.hello(machine)
-        self._arrive(said, self._transfers.num_workers(machine), machine.load())
-
-    def _arrive(self, said: Hello, num_workers: int = 0, load: Load = IDLE) -> None:
-        for event in arrival(said, num_workers, load):
-            self.feed(event)
-
-    def boot(self, machine: SimMachine) -> None:
-        """A machine of the trace is there; its engine starts."""
-        machine.boots += 1
-        boots, machine.booted_at = machine.boots, self.now
-        start_s = self.scenario.transfer.start_s
-        self.at(self.now + start_s, lambda: self.join(machine) if machine.boots == boots else None)
-
-    def die(self, machine: SimMachine) -> None:
-        """Without warning: what it had not sent is lost, and it is missed only after a while."""
-        machine.boots += 1
-        if not machine.present:
-            return
-        self.observer.fleet_changes(machine, -1)
-        machine.go(self.now)
-        self._transfers.lose(machine, lost_after_s := self.scenario.transfer.lost_after_s)
-        incarnation = machine.incarnation
-
-        def missed() -> None:
-            if machine.incarnation == incarnation:
-                self.feed(NodeLost(machine.spec.name, "connection lost"))
-
-        self.at(self.now + lost_after_s, missed)
-
-    def leave(self, machine: SimMachine, reason: str) -> list[Event]:
-        """What a node says that leaves in peace: its last tokens, then good-bye."""
-        name = machine.spec.name
-        if not machine.present:
-            return []
-        self.observer.fleet_changes(machine, -1)
-        deltas = machine.engine.give_up(self.now)
-        last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
-        machine.go(self.now)
-        self._transfers.lose(machine, 0.0)
-        return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]

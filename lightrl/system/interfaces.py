@@ -6,6 +6,9 @@ import fcntl
 import socket
 import struct
 import sys
+from collections.abc import Iterator
+
+from lightrl.system.addresses import is_loopback
 
 _SIOCGIFADDR = 0x8915
 _REQUEST = struct.Struct("16sH14s")  # ifreq: name, family, the rest of sockaddr_in
@@ -16,21 +19,27 @@ def interface_of(host: str) -> str | None:
 
     Example: interface_of("127.0.0.1") == "lo"
     """
+    with contextlib.suppress(OSError):
+        wanted = socket.gethostbyname(host)
+        return next((name for name, address in _addresses() if address == wanted), None)
+    return None
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """(name, IPv4 address) of each interface that has one. Raises OSError."""
     if sys.platform != "linux":
-        return None
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        wanted = socket.inet_aton(socket.gethostbyname(host))
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = _REQUEST.pack(name.encode(), socket.AF_INET, b"")
             with contextlib.suppress(OSError):  # it has no address
                 reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                if _REQUEST.unpack(reply[: _REQUEST.size])[2][2:6] == wanted:
-                    return name
-    return None
+                yield name, socket.inet_ntoa(_REQUEST.unpack(reply[: _REQUEST.size])[2][2:6])
 
 
 def own_host() -> str:
-    """The address that this machine uses towards others; nothing is sent."""
+    """The address that this machine uses towards others; nothing is sent. Loopback only if there is
+    no other."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # a documentation address: routed like the rest of the world
@@ -38,7 +47,9 @@ def own_host() -> str:
             return probe.getsockname()[0]
         except OSError:  # no route out of here
             pass
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # often its name stands for 127.0.1.1
+        found.append(socket.gethostbyname(socket.gethostname()))
+    with contextlib.suppress(OSError):
+        found += [address for _, address in _addresses()]
+    return next((host for host in found if not is_loopback(host)), "127.0.0.1")

@@ -10,8 +10,8 @@ be packed are padded to the longest sample; sorting by length keeps that small.
 import heapq
 from collections.abc import Sequence
 
-from lightrl.config import Config
-from lightrl.config_algorithm import AlgorithmSection
+from lightrl.config.algorithm import AlgorithmSection
+from lightrl.config.schema import Config
 from lightrl.loss_mask import num_trained
 from lightrl.trainer.protocol import MicroBatch, TrainSample
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from lightrl.broadcast_messages import (
+from lightrl.config.schema import Config
+from lightrl.errors import WeightsError
+from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
@@ -24,9 +26,7 @@ from lightrl.broadcast_messages import (
     SendBroadcast,
     VersionTaken,
 )
-from lightrl.config import Config
-from lightrl.errors import WeightsError
-from lightrl.messages import Message
+from lightrl.messages.message import Message
 from lightrl.trainer.protocol import (
     GroupJoined,
     GroupOpened,

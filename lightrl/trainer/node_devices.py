@@ -9,9 +9,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from lightrl.config import Config
-from lightrl.messages import TrainShard
-from lightrl.sharing_messages import Give, Park, Parked
+from lightrl.config.schema import Config
+from lightrl.messages.sharing import Give, Park, Parked
+from lightrl.messages.training import TrainShard
 from lightrl.trainer.protocol import (
     TAKES_DEVICE,
     FinishStep,

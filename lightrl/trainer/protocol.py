@@ -17,13 +17,15 @@ whenever it is so far.
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightrl.messages import Canary, FinishReason
+from lightrl.messages.responses import FinishReason
+from lightrl.messages.weights import Canary
 from lightrl.weights.broadcast.rendezvous import Membership
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec
 
 RANK_TARGET = "lightrl.trainer.rank.rank:main"
 EMULATED_TARGET = "lightrl.trainer.rank.emulated:main"
+EVALUATED_TARGET = "lightrl.trainer.rank.evaluated:main"
 
 AT_ONCE = 8  # micro-batches for one sign of life: a rank that says nothing for long hangs
 
@@ -34,10 +36,8 @@ class TrainSample:
     "stop")."""
 
     response: str
-    # int32, at least one token
-    prompt: bytes
-    # int32
-    token_ids: bytes
+    prompt: bytes  # int32, at least one token
+    token_ids: bytes  # int32
     # float32, as many as token_ids
     rollout_logprobs: bytes
     advantage: float
@@ -56,7 +56,8 @@ class StartRank:
     """Load the model and become rank `rank` of `world`; answered by RankStarted.
 
     start_step 0 begins with the weights in `model_dir`; a larger one restores the checkpoint
-    `run_dir`/checkpoints/step_N first. Rank 0 publishes version `start_step`.
+    `run_dir`/checkpoints/step_N first, and so does 0 in a run that begins from another one. Rank 0
+    publishes version `start_step`.
     Ranks of several nodes have the first ones, as many as a node has, on the one that publishes.
     Example: StartRank("{...}", "models/tiny", 0, 2, "weights/.ranks-5f0c", "weights", "runs/a")
     """

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
@@ -25,6 +25,7 @@ from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
+    EVALUATED_TARGET,
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
@@ -98,8 +99,8 @@ class Ranks:
         return len(self._ranks)
 
     async def start(self, step: int) -> None:
-        """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot
-        be made."""
+        """From the checkpoint of `step`; 0 = from what the run begins with. Raises RanksLost if a
+        process cannot be made."""
         starts = self._starts(step)
         if self._devices is not None:
             self._devices.starting(step)
@@ -290,7 +291,7 @@ async def start_rank(
     name = f"lightrl-rank-{command.rank}"
     start = partial(
         Child[RankCommand, RankEvent].start,
-        EMULATED_TARGET if config.train.engine == "emulated" else RANK_TARGET,
+        _target(config),
         name,
         RANK_COMMANDS,
         RANK_EVENTS,
@@ -300,6 +301,13 @@ async def start_rank(
     rank = await retry_on_resource_limit(start, name, logger.warning)
     rank.send(command)
     return rank
+
+
+def _target(config: Config) -> str:
+    """What a rank of this run computes."""
+    if config.train.engine == "emulated":
+        return EMULATED_TARGET
+    return EVALUATED_TARGET if config.eval.checkpoint else RANK_TARGET
 
 
 def worst(errors: Iterable[BaseException | None]) -> BaseException:

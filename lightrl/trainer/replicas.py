@@ -41,6 +41,8 @@ class Replicas:
         # what its ranks have not been told yet, of each rank
         self._untold: list[deque[list[Accumulate]]] = [deque() for _ in range(num)]
         self._hearing: dict[int, asyncio.Task[None]] = {}
+        self.busy_s = 0.0  # any of them
+        self._busy_since = 0.0
 
     def __len__(self) -> int:
         return len(self._owed)
@@ -118,6 +120,8 @@ class Replicas:
         while untold and self._may_tell(replica):
             for rank, command in zip(self._members(replica), untold.popleft(), strict=True):
                 self._ranks.send(rank, command)
+            if not any(self._owed):
+                self._busy_since = asyncio.get_running_loop().time()
             self._owed[replica] += 1
         if was_idle and self._owed[replica]:
             hearing = asyncio.ensure_future(self._hear(replica))
@@ -134,6 +138,8 @@ class Replicas:
         while self._owed[replica]:
             await self._ranks.replies(Accumulated, ranks=self._members(replica))
             self._owed[replica] -= 1
+            if not any(self._owed):
+                self.busy_s += asyncio.get_running_loop().time() - self._busy_since
             if self._owed[replica]:  # else it ends here, and another hears what is told
                 self._tell(replica)
 

@@ -7,14 +7,15 @@ file.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import assert_never
 
-from lightrl.config import Config
-from lightrl.messages import Checkpointed
+from lightrl.config.schema import Config
+from lightrl.messages.training import Checkpointed
 from lightrl.trainer.checkpoint.saved import EXPORT, checkpoint_path, oldest_kept, step_of
 from lightrl.trainer.protocol import Exported, Save, Saved, SaveEvent, SaveFailed, Staged
 from lightrl.trainer.rank_processes import Ranks
@@ -39,6 +40,7 @@ class Saves:
         self._send = send
         self._is_stopping = False
         self._has_taken_long = self._has_waited = False  # and has said so
+        self.num_awaited = 0  # that the ranks stand for
         self._changed = asyncio.Event()
         self.begin_life(0)
 
@@ -66,12 +68,21 @@ class Saves:
         self._is_due |= interval > 0 and step % interval == 0
         if not self._is_due:
             return
-        await self._until(lambda: not self._is_saving)
-        await self._wait_for_export()
-        if self._is_stopping:
-            return
-        self._is_due = False
-        await self._begin(ranks, step, self._settings.export == "every")
+        with self._awaited():
+            await self._until(lambda: not self._is_saving)
+            await self._wait_for_export()
+            if self._is_stopping:
+                return
+            self._is_due = False
+            await self._begin(ranks, step, self._settings.export == "every")
+
+    @contextlib.contextmanager
+    def _awaited(self) -> Iterator[None]:
+        self.num_awaited += 1
+        try:
+            yield
+        finally:
+            self.num_awaited -= 1
 
     async def _wait_for_export(self) -> None:
         """With `every`, no checkpoint begins before the one before is exported, unless the trainer

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
-from lightrl.messages import DeltaOffer, PublishWeights, WeightsBase
+from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsBase
 from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.trainer.protocol import DeltaMade, Published

@@ -10,7 +10,7 @@ from sys import maxsize
 
 from lightrl.errors import TrainerError
 from lightrl.loss_mask import num_trained
-from lightrl.messages import TrainGroup, TrainShard
+from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.trainer.protocol import TrainSample
 
 

@@ -5,11 +5,13 @@ is `trainer.portions`' business, how they are packed `trainer.batch`'s, what the
 `trainer.advantage`'s; the supervisor says when the step advances, begins anew and ends.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from lightrl.config import Config
-from lightrl.messages import Message, ShardsTaken, TrainGroup, TrainShard
+from lightrl.config.schema import Config
+from lightrl.messages.message import Message
+from lightrl.messages.training import ShardsTaken, TrainGroup, TrainShard
 from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import streamed, total_tokens, useful
 from lightrl.trainer.node_devices import NodeDevices
@@ -136,6 +138,13 @@ class Step:
     async def settle(self) -> None:
         """Until no rank computes; what they were not told yet stays."""
         await self._replicas.settle()
+
+    def times(self, finish_begun_at: float) -> dict[str, float]:
+        """What it took, by this daemon's clock: its version has just been announced."""
+        return {
+            "timing_s/accumulate": self._replicas.busy_s,
+            "timing_s/finish": asyncio.get_running_loop().time() - finish_begun_at,
+        }
 
     async def close(self) -> None:
         await self._replicas.close()

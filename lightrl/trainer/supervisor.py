@@ -16,11 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightrl.broadcast_messages import VersionTaken
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
-from lightrl.messages import Message, PublishWeights, StepDone, TrainShard
-from lightrl.sharing_messages import Give, Park
+from lightrl.messages.broadcasts import VersionTaken
+from lightrl.messages.message import Message
+from lightrl.messages.sharing import Give, Park
+from lightrl.messages.training import StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.trainer.broadcasts import Broadcasts, Order
@@ -39,7 +41,6 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_processes import Ranks, worst
 from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
-from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
 from lightrl.trainer.step import Step
 from lightrl.weights.version.manifest import VersionFile
@@ -48,8 +49,7 @@ logger = logging.getLogger(__name__)
 
 Begun = TypeVar("Begun")
 
-# In a row: without a step that was never done before.
-RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)
+RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)  # without a new step
 
 
 class Trainer:
@@ -92,7 +92,7 @@ class Trainer:
         self._broadcasts = Broadcasts(config, host, self._say, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # ever
-        self._saves = Saves(self._checkpoints, config, self._say)
+        self.saves = Saves(self._checkpoints, config, self._say)
         self._crashes = CrashCounter(RESTARTS)
         self._standing: PublishWeights | None = None  # where the ranks are
         self._file: VersionFile  # of that version; there is one when there are ranks that started
@@ -104,7 +104,7 @@ class Trainer:
     @property
     def all_steps_done(self) -> bool:
         """The last version is published; a checkpoint may still be written."""
-        return self._done >= self._config.train.steps
+        return self._done >= self._config.eval.last_step(self._config.train.steps)
 
     def handle(self, message: TrainShard | VersionTaken | Give | Park | Order) -> None:
         self.devices.hear(message)
@@ -139,7 +139,7 @@ class Trainer:
     def stop(self) -> None:
         """End after the step of which all groups have come, if any, and save the steps done."""
         self._is_stopping = True
-        self._saves.stop()
+        self.saves.stop()
         self._broadcasts.stop()
         self._changed.set()
 
@@ -159,12 +159,12 @@ class Trainer:
             if is_away:  # ranks that start would find no memory
                 logger.warning("%s; they start when their devices are given back", lost)
                 await self._unless_stopped(self.devices.given())
-            if self._is_stopping and not (self.all_steps_done and self._done > self._saves.step):
-                logger.warning("%s; leaving with the checkpoint of step %d", lost, self._saves.step)
+            if self._is_stopping and not (self.all_steps_done and self._done > self.saves.step):
+                logger.warning("%s; leaving with the checkpoint of step %d", lost, self.saves.step)
                 return
             if self._is_stopping:  # nobody sends the last steps once more
                 raise TrainerError(
-                    f"{lost}; the last {self._done - self._saves.step} steps were not saved"
+                    f"{lost}; the last {self._done - self.saves.step} steps were not saved"
                 )
             step = await self._recover_from(lost)
 
@@ -189,7 +189,7 @@ class Trainer:
         return step
 
     async def _where_to_start(self) -> int:
-        return await where_to_start(self._checkpoints, lambda: not self._is_stopping)
+        return await where_to_start(self._config, self._checkpoints, lambda: not self._is_stopping)
 
     async def _live(self, step: int) -> None:
         """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly
@@ -204,7 +204,7 @@ class Trainer:
             self._config,
             self._run_dir,
             self._scratch,
-            self._saves.handle,
+            self.saves.handle,
             self._gpus,
             self._host,
             life,
@@ -242,7 +242,7 @@ class Trainer:
         for note in started.notes:
             logger.warning(note)
         self._done = step
-        self._saves.begin_life(step)
+        self.saves.begin_life(step)
         self._furthest = max(self._furthest, step)
         self._step_done = None
         self._file = started.published.file
@@ -257,7 +257,7 @@ class Trainer:
         """Of a trainer that is to stop without ranks. Raises TrainerError."""
         if self.all_steps_done:  # by those before
             raise TrainerError(
-                f"the last {self._done - self._saves.step} steps were not saved: ranks had died"
+                f"the last {self._done - self.saves.step} steps were not saved: ranks had died"
             )
 
     async def _unless_stopped(self, begun: Coroutine[Any, Any, Begun]) -> Begun | None:
@@ -276,11 +276,11 @@ class Trainer:
     async def _train_all(self, ranks: Ranks) -> None:
         while not (self.all_steps_done or self._is_stopping) and await self._train(ranks):
             if not self.all_steps_done:
-                await self._saves.after_step(ranks, self._done)
-        if self._done > self._saves.step:
+                await self.saves.after_step(ranks, self._done)
+        if self._done > self.saves.step:
             await self._save_last(ranks)
         if self.all_steps_done:
-            await self._saves.exported()
+            await self.saves.exported()
 
     async def _train(self, ranks: Ranks) -> bool:
         """One optimizer step: groups are accumulated while others still generate, see `Step`.
@@ -292,7 +292,7 @@ class Trainer:
         self._step = step = Step(*what, self._say, self._changed.set, self.devices)
         try:
             if is_whole := await self._accumulate(ranks, step):
-                await self._finish(ranks, step.queue)
+                await self._finish(ranks, step)
             return is_whole
         finally:
             await step.close()
@@ -318,8 +318,9 @@ class Trainer:
             else:
                 await step.advance()
 
-    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> None:
+    async def _finish(self, ranks: Ranks, whole: Step) -> None:
         """The update, from where on the ranks stand at the next step."""
+        queue, begun_at = whole.queue, asyncio.get_running_loop().time()
         step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
         await self._versions.make_room()
@@ -335,7 +336,7 @@ class Trainer:
         self._say(self._standing)
         self.devices.published()
         finished, *_ = await ranks.replies(StepFinished)
-        self._step_done = StepDone(step, version, finished.metrics)
+        self._step_done = StepDone(step, version, finished.metrics | whole.times(begun_at))
         self._say(self._step_done)
         self._nonfinite.count(step, finished.metrics)
         self._done = version
@@ -371,7 +372,7 @@ class Trainer:
             self._say(self._standing)
 
     async def _save_last(self, ranks: Ranks) -> None:
-        problem = await self._saves.save_last(ranks, self._done, self.all_steps_done)
+        problem = await self.saves.save_last(ranks, self._done, self.all_steps_done)
         if problem and (self.all_steps_done or not self._config.journal.enabled):
             raise TrainerError(problem)
         if problem:  # the steps since the last checkpoint can be trained again from the journal
@@ -385,7 +386,7 @@ class Trainer:
             self.devices.published()
         if self._step_done is not None:
             self._say(self._step_done)
-        self._saves.announce()
+        self.saves.announce()
 
     def _say(self, message: Message) -> None:
         if self._state not in SILENT:

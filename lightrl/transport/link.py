@@ -16,7 +16,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightrl.errors import PeerUnreachable, WrongKey
 from lightrl.keys import coordinator_public_key
-from lightrl.messages import Message, TokenChunk
+from lightrl.messages.message import Message
+from lightrl.messages.responses import TokenChunk
 from lightrl.system.addresses import WILDCARD, host_and_port
 from lightrl.system.silence import patient_timeout
 from lightrl.transport.parts import Assembly, cut, in_pieces

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightrl.errors import ProtocolError
-from lightrl.messages import ResponseTokens, TokenChunk
+from lightrl.messages.responses import ResponseTokens, TokenChunk
 
 # number of the message, where in it the part begins, its size in bytes
 HEADER = struct.Struct("<QQQ")

@@ -1,7 +1,7 @@
 """What no honest peer says, although it decodes: the bounds of what the coordinator takes in, and
 who may say what.
 
-Pure. Owns what types cannot express (lengths and ranges are in messages.py), what a connection that
+Pure. Owns what types cannot express (lengths and ranges are in messages/), what a connection that
 has proved no more than the `join` key may say, and which event a message is; whether it makes sense
 at that moment, the core decides. Without bounds a broken peer could stop a timer with a period that
 is no number.
@@ -9,12 +9,6 @@ is no number.
 
 from math import isfinite
 
-from lightrl.broadcast_messages import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-)
 from lightrl.core.events import (
     BroadcastHeard,
     EndpointOpened,
@@ -34,24 +28,25 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.errors import ProtocolError
-from lightrl.messages import (
+from lightrl.messages.broadcasts import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+)
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello
+from lightrl.messages.responses import TokenChunk
+from lightrl.messages.sharing import Parked, Released
+from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone
+from lightrl.messages.weights import (
     BadSource,
-    Bye,
     Canary,
-    Checkpointed,
-    Drain,
-    Heartbeat,
-    Hello,
-    Message,
     PublishWeights,
-    ShardsTaken,
-    StepDone,
-    TokenChunk,
     WeightsEndpoint,
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.sharing_messages import Parked, Released
 from lightrl.system.addresses import split_known
 from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 

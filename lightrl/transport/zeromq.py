@@ -25,6 +25,8 @@ a node's DEALER (link.py). Owns how their sockets are set up, closed and waited 
   whole, whatever its size. Tokens are sent in pieces that mean the same, so that they need no
   assembling.
 - A peer that has closed cannot be sent anything while what it said last still lies here unread.
+- A process that ends does not wait for ZeroMQ's thread, whatever LINGER says, and on a busy machine
+  its last messages are lost: `leave` waits.
 """
 
 import asyncio
@@ -44,6 +46,14 @@ CURVE_BYTES = 64  # that a frame grows by when it is encrypted, and more
 HEARTBEAT_MS = 1000  # on an idle connection
 SILENCE_MS = 3000  # a connection without a sign of life is broken; as node.lease_s
 HANDSHAKE_MS = 3000
+# Asked for with every message: as enums they take twice as long.
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+def leave() -> None:
+    """The last thing that a process says: returns when what its sockets were to send has left, or
+    LINGER_MS have passed. Closes those that are open."""
+    zmq.Context.instance().destroy()
 
 
 def key_pair(key: str) -> tuple[bytes, bytes]:
@@ -77,7 +87,7 @@ class Socket:
             self._readable.set()
 
     def _has_input(self) -> bool:
-        return bool(self._sock.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(self._sock.getsockopt(EVENTS) & POLLIN)
 
     def close(self) -> None:
         """Gives the last messages up to LINGER_MS to leave, in the background."""

@@ -19,7 +19,7 @@ from rich.text import Text
 from lightrl.client import ask
 from lightrl.client.find_run import OVER, final_snapshot, require_same
 from lightrl.errors import PeerUnreachable
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.system.output import flush, is_behind, never_fail
 from lightrl.tui.render import PAGES, View, render
 

@@ -11,9 +11,10 @@ from rich.cells import chop_cells
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lightrl.messages import NodeRow, Snapshot
+from lightrl.messages.snapshot import NodeRow, Snapshot
 from lightrl.metrics.display import (
     bar,
+    chain,
     columns,
     cost,
     count,
@@ -27,6 +28,7 @@ from lightrl.metrics.display import (
     speculation,
     weights,
 )
+from lightrl.metrics.waits import waiting
 
 Page: TypeAlias = Literal["overview", "samples", "events"]
 PAGES: tuple[Page, ...] = ("overview", "samples", "events")
@@ -58,6 +60,8 @@ ORDINARY = {  # no news
     "prompts_put_off",
 }
 STATE_COLUMNS, SIDE_COLUMNS = 9, 14
+MAX_SET_COLUMNS = 20
+CALM_S = 2.0  # what the run waits for has lasted: each step waits a moment for this and that
 SHORT_ROLES = {"coordinator": "head", "trainer": "train", "rollout": "roll"}
 HELP = (
     ("1 2 3, tab", "overview, samples, events"),
@@ -94,11 +98,7 @@ def render(snapshot: Snapshot, view: View, width: int, height: int) -> Renderabl
         body = _overview(snapshot, width, room)
     body = body[:room]
     blank = [Text("")] * (room - len(body))
-    lines = (
-        [*head, *body, *blank, foot][-height:]
-        if height < len(head) + 1
-        else [*head, *body, *blank, foot]
-    )
+    lines = [*head, *body, *blank, foot][-height:]
     for line in lines:
         line.plain = printable(line.plain)  # names and states are what others have said
         line.truncate(width, overflow="ellipsis")
@@ -121,7 +121,9 @@ def _header(s: Snapshot, width: int) -> list[Text]:
     )
     room = max(0, width - len(before) - len(after))
     progress = Text.assemble(before, *_bar(share, room, "green"), after)
-    return [_spread(left, right, width), progress]
+    row = s.wait if s.wait is not None and s.wait.lasted_s >= CALM_S else None
+    wait = _wrapped(f"waiting {waiting(row)}", "yellow", width) if row is not None else []
+    return [_spread(left, right, width), progress, *wait]
 
 
 def _overview(s: Snapshot, width: int, room: int) -> list[Text]:
@@ -263,25 +265,21 @@ def _history(s: Snapshot, width: int) -> list[Text]:
                 f" {label:7}{values[-1]:8{form}} ", (chart, "green"), (scale, "dim")
             )
             lines.append(line)
-    if s.evals:
-        line = Text(f" {'eval':7}{s.evals[-1][1]:8.3f} ")
-        line.append(_evals(s, width - len(line.plain) - 1), "dim")
+    return lines + _evals(s, width)
+
+
+def _evals(s: Snapshot, width: int) -> list[Text]:
+    """A line for each set, by its name where there are several."""
+    names = list(dict.fromkeys(name for _, scores in s.evals for name in scores))
+    labels = [cut(name, MAX_SET_COLUMNS) for name in names] if len(names) > 1 else ["eval"]
+    room = max(7, *map(len, labels))
+    lines: list[Text] = []
+    for name, label in zip(names, labels, strict=False):
+        scores = [(step, scores[name]) for step, scores in s.evals if name in scores]
+        line = Text(f" {label:{room}}{scores[-1][1]:8.3f} ")
+        line.append(chain(scores, width - len(line.plain) - 1), "dim")
         lines.append(line)
     return lines
-
-
-def _evals(s: Snapshot, room: int) -> str:
-    """The evaluations as a chain, the oldest and as many of the latest as fit."""
-    steps = [f"{score:.3f} @{step}" for step, score in s.evals]
-    kept = steps[-1:]
-    for text in reversed(steps[1:-1]):
-        if len(" → ".join([steps[0], "…", text, *kept])) > room:
-            break
-        kept.insert(0, text)
-    if len(steps) == 1:
-        return steps[0]
-    gap = [] if len(kept) == len(steps) - 1 else ["…"]
-    return cut(" → ".join([steps[0], *gap, *kept]), room)
 
 
 def _lengths(s: Snapshot, width: int, tall: bool) -> list[Text]:

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 from chaos_lib.plan import Event, Phase
-from lightrl.messages import NodeRow, Snapshot
+from lightrl.messages.snapshot import NodeRow, Snapshot
 
 SIDES: tuple[Phase, ...] = ("releasing", "released", "parking", "waking")
 # Of emulated parts: long enough to be seen, and hit, wherever one is looked for.

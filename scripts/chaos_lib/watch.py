@@ -14,10 +14,11 @@ from chaos_lib.plan import Phase
 from chaos_lib.sharing_plan import SIDES, side
 from chaos_lib.weights_plan import ON_NODE, nodes
 from lightrl.client import ask
-from lightrl.client.address import accepts, listening, reachable
+from lightrl.client.address import accepts, listening
 from lightrl.errors import LightRLError
+from lightrl.joining import reachable
 from lightrl.keys import KEY_FILE, read_key
-from lightrl.messages import NodeRow, Snapshot
+from lightrl.messages.snapshot import NodeRow, Snapshot
 
 EVERY_S = 0.05
 SILENT_S = 1.0  # then the connection is made again

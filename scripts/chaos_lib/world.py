@@ -23,8 +23,9 @@ from chaos_lib.processes import Process, Processes, send
 from chaos_lib.sharing_plan import SIDES
 from chaos_lib.watch import Mark, Watch
 from lightrl.client import ask
-from lightrl.client.address import listening, reachable
+from lightrl.client.address import listening
 from lightrl.errors import LightRLError
+from lightrl.joining import reachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 
 VICTIM_S = 60.0  # for the victim to be there: it may just be starting

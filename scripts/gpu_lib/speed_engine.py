@@ -182,7 +182,7 @@ async def _through_lightrl(
 ) -> dict[int, float]:
     from lightrl.engine.base import EngineFailed, EngineLoaded, EngineStarted, LoadWeights
     from lightrl.engine.start import start_engine
-    from lightrl.messages import Generate, ResponseRequest, Sampling, TokenChunk
+    from lightrl.messages.responses import Generate, ResponseRequest, Sampling, TokenChunk
     from lightrl.wire import pack_i32
 
     engine = await start_engine(spec, threads=1, log=Path(spec.model_dir) / "engine.log")

@@ -45,7 +45,7 @@ def main() -> None:
 def loaded(model: Path, shape: str) -> Any:
     import torch
 
-    from lightrl.run_file import parse_config
+    from lightrl.config.run_file import parse_config
     from lightrl.trainer.learner.learner import Learner
 
     config = parse_config(

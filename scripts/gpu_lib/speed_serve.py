@@ -42,7 +42,7 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
         LoadWeights,
     )
     from lightrl.engine.start import start_engine
-    from lightrl.messages import WeightsSource
+    from lightrl.messages.weights import WeightsSource
     from lightrl.tickets import pull_ticket
     from lightrl.weights.pull.transfer import Pull
     from lightrl.weights.serve.server import WeightServer

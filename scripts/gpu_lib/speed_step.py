@@ -106,7 +106,7 @@ def bare_steps(model: Path, shape: str) -> float:
 
 def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str, float]]:
     """Seconds of a step without writing the version, and what the rank says of its parts."""
-    from lightrl.run_file import parse_config
+    from lightrl.config.run_file import parse_config
     from lightrl.trainer.protocol import Accumulate, FinishStep, StartRank, TrainSample
     from lightrl.trainer.rank.rank import Rank
     from lightrl.wire import pack_f32, pack_i32

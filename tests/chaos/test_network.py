@@ -102,7 +102,7 @@ def bad(network: Network, run: Run, undisturbed: dict[str, str]) -> None:
     run.until_step(STEPS - 2)
     network.set(0, loss=0.3, delay_s=0.1)
     assert_equal(run.finish(), undisturbed)
-    assert network.lost_packets(0) > 100
+    assert network.lost_packets(0) > 0  # how many it sends depends on how often it waits
 
 
 def cut(network: Network, run: Run, undisturbed: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lightrl.messages import NodeRow, Snapshot
+from lightrl.messages.snapshot import NodeRow, Snapshot
 from tests.chaos.conftest import SCRIPTS
 
 STEPS, NODES, LEASE_S = 8, 2, 2.0

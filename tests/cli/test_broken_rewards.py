@@ -11,8 +11,11 @@ REWARDS = """
 def raises(sample):
     return {}["solution"]
 
-def silent(sample):
-    return None
+def raises_late(sample):
+    return 1.0 if sample.response == sample.answer else raises(sample)
+
+def silent_late(sample):
+    return 1.0 if sample.response == sample.answer else None
 
 def wants(completions, solution, **columns):
     return [0.0]
@@ -47,7 +50,7 @@ def up(folder, *overrides: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"), [("raises", "KeyError: 'solution'"), ("silent", "no score")]
+    ("function", "reason"), [("raises_late", "KeyError: 'solution'"), ("silent_late", "no score")]
 )
 def test_a_run_whose_rewards_never_say_anything_fails_with_the_reason(tmp_path, function, reason):
     status, line = up(tmp_path, f"reward.functions=rewards.py:{function}", "train.steps=20")
@@ -61,11 +64,17 @@ def test_a_run_whose_rewards_never_say_anything_fails_with_the_reason(tmp_path, 
     [
         (
             ("data.answer_key=solutoin",),
-            "lightrl: data.answer_key = 'solutoin': no row has it; the columns are answer, prompt",
+            f"lightrl: data.answer_key = 'solutoin': no row of {QUICKSTART.parent / 'train.jsonl'} "
+            "has it; the columns are answer, prompt",
         ),
         (
             ("reward.functions=rewards.py:wants",),
             "requires solution, which no row has; the columns are answer, prompt",
+        ),
+        (
+            ("reward.functions=rewards.py:raises",),
+            "rewards.py:raises: no score for right and wrong responses to the first prompt of "
+            "train (",
         ),
         (
             ("data.path=verifiers:words", "reward.functions=verifiers:words"),

@@ -15,15 +15,17 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.client.address import listening, reachable
+from lightrl.client.address import listening
 from lightrl.client.find_run import final_snapshot
+from lightrl.config.run_file import load_config
 from lightrl.coordinator import run_files
-from lightrl.cost_messages import CostRow, StepForecast
 from lightrl.errors import ProtocolError
+from lightrl.joining import reachable
 from lightrl.keys import new_key, write_key
 from lightrl.launch.report import exported_model, status_lines
-from lightrl.messages import Message, NodeRow, Snapshot, Watch
-from lightrl.run_file import load_config
+from lightrl.messages.costs import CostRow, StepForecast
+from lightrl.messages.message import Message
+from lightrl.messages.snapshot import NodeRow, Snapshot, Watch
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.router import Router
 from lightrl.wire import to_json
@@ -91,7 +93,8 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
     assert "32 prompts x 4 responses = 128 responses, one optimizer step" in out
     assert "at most 128 x 105 = 13,440 generated tokens" in out
     assert "25 steps = 800 prompts = 3.125 epochs of 256; 3,200 responses" in out
-    assert "96 prompts x 1, greedy, every 10 steps: 4 times" in out  # 0, 10, 20, 25
+    assert "eval.jsonl (96 prompts) x 1, greedy, at most " in out
+    assert "every 10 steps: 4 times" in out  # 0, 10, 20, 25
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,10 +176,12 @@ none where trainer and engines compute in float32""",
     ],
 )
 def test_dry_run_tells_what_rounds_launch_and_what_that_does_to_lengths(capsys, overrides, lines):
-    assert lightrl("up", QUICKSTART, "--dry-run", *overrides.split()) == 0
-    out = capsys.readouterr().out
+    is_refused = "holds fewer prompts" in lines
+    assert lightrl("up", QUICKSTART, "--dry-run", *overrides.split()) == is_refused
+    out, error = capsys.readouterr()
     for line in lines.splitlines():
         assert line.strip() in out
+    assert not is_refused or "256 prompts are fewer than train.prompts_per_step = 250" in error
 
 
 def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, tmp_path):
@@ -226,7 +231,7 @@ def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, t
 def test_bad_config_is_one_line_that_names_the_key(capsys, tmp_path, override, parts):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.py").write_text("def f(x: pass\n")
-    (tmp_path / "other.py").write_text("def g(sample): return 1.0\n")
+    (tmp_path / "other.py").write_text("import ast\ndef g(sample): return 1.0\n")
     for name in ("taken", "before"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     (tmp_path / "runs" / "before" / "config.toml").touch()
@@ -318,14 +323,14 @@ NO_KEY = (
             ("up", QUICKSTART, "--key", "k"),
             "--key is for --join: a run that is started makes its own key",
         ),
-        (("status",), "no run here yet; give an address (tcp://HOST:PORT) or a run directory"),
+        (("status",), "no run here yet; give a run's name or directory, or tcp://HOST:PORT"),
         (
             ("status", "gone"),
-            "gone: no such run; give an address (tcp://HOST:PORT) or a run directory",
+            "gone: no such run; give a run's name or directory, or tcp://HOST:PORT",
         ),
         (
             ("down", "gone"),
-            "gone: no such run; give an address (tcp://HOST:PORT) or a run directory",
+            "gone: no such run; give a run's name or directory, or tcp://HOST:PORT",
         ),
         (("top",), "lightrl top needs a terminal; lightrl status prints plain lines"),
         (
@@ -558,6 +563,8 @@ def test_status_says_what_other_nodes_would_save(capsys, tmp_path, cost, lines):
 def test_a_run_that_is_over_has_a_cost_and_no_forecast():
     over = Snapshot("one", "x", "finished", 3, 3, 3, 61.0, cost=PRICED)
     assert [line[:8] for line in status_lines(over)[3:5]] == ["cost    ", ""]
+    left = Snapshot("one", "x", "interrupted", 3, 9, 3, 61.0, cost=CostRow(0, 0))
+    assert not [line for line in status_lines(left) if line.startswith("forecast")]
 
 
 @pytest.mark.parametrize("command", [("status",), ("down",), ("drain", "rollout-0")])

@@ -7,7 +7,13 @@ import pytest
 from rich.console import Console
 
 from lightrl.errors import ConfigError
-from lightrl.launch.compare import as_json, as_table, differences, result_of
+from lightrl.launch.compare import (
+    as_json,
+    as_table,
+    differences,
+    result_of,
+    with_distinct_names,
+)
 
 
 def a_run(folder, lr, rewards, state="finished"):
@@ -52,6 +58,63 @@ def test_what_came_of_each_stands_side_by_side(runs):
     text = printed.getvalue()
     assert "train.optim.lr" in text
     assert "1e-06" in text
+
+
+def test_each_set_of_an_evaluation_has_its_rows(tmp_path):
+    first, second = (a_run(tmp_path / name, 1e-6, [0.5]) for name in ("first", "second"))
+    with (second / "metrics.jsonl").open("a") as f:
+        for step, (math, code) in enumerate([(0.25, 0.75), (0.5, 1.0)]):
+            figures = {"eval/math/avg@4": math, "eval/math/pass@4": 2 * math, "eval/math/length": 9}
+            figures |= {"eval/math/aime/avg@4": 0.0, "eval/code/avg@1": code, "eval/code/pass@1": 0}
+            f.write(json.dumps({"step": step + 5, **figures}) + "\n")
+    figures = json.loads(as_json([result_of(first), result_of(second)]))["figures"]
+    assert figures["evaluation, last"] == [0.5, 0.75]
+    assert figures["eval/math/avg@4, first"] == [None, 0.25]
+    assert figures["eval/math/pass@4, last"] == [None, 1.0]
+    assert figures["eval/code/avg@1, last"] == [None, 1.0]
+    assert not any("aime" in name or "length, " in name for name in figures)
+    printed = io.StringIO()
+    Console(file=printed, width=100).print(as_table([result_of(first), result_of(second)]))
+    assert "eval/math/pass@4, last" in printed.getvalue()
+
+
+def test_runs_of_one_name_are_told_apart_by_their_path(tmp_path):
+    places = ("a/runs/run", "b/runs/run", "b/other", "a/other")
+    folders = [tmp_path / place for place in places]
+    for folder in folders:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    runs = [result_of(a_run(folder, 1e-6, [0.5])) for folder in folders]
+    assert [run.name for run in with_distinct_names(runs[:3], folders[:3])] == [
+        "a/runs/run",
+        "b/runs/run",
+        "other",
+    ]
+    assert [run.name for run in with_distinct_names(runs, folders)] == [
+        "a/runs/run",
+        "b/runs/run",
+        "b/other",
+        "a/other",
+    ]
+    same = [folders[0], folders[0]]
+    assert len(with_distinct_names([runs[0]] * 2, same)) == 2  # a run beside itself
+
+
+def test_long_names_and_values_are_never_cut_off(tmp_path):
+    names = [f"a-long-name-of-an-experiment-with-many-words-in-it-{k}" for k in (1, 2)]
+    runs = [result_of(a_run(tmp_path / name, 10.0**-k, [0.5])) for k, name in enumerate(names)]
+    paths = [f"/data/of/somebody/in/a/deep/folder/{'x' * 30}/{k}.parquet" for k in (1, 2)]
+    for run, path in zip(runs, paths, strict=True):
+        run.settings["data.path"] = path
+    printed = io.StringIO()
+    Console(file=printed, width=60).print(as_table(runs))
+    text = printed.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    # what tells names and values apart is the end of each
+    first = "".join(line[20:40].strip() for line in text.splitlines())
+    second = "".join(line[40:].strip() for line in text.splitlines())
+    for k, column in enumerate((first, second)):
+        assert names[k][-3:] in column
+        assert paths[k][-9:] in column
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):

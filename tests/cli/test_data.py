@@ -25,7 +25,7 @@ def test_it_shows_each_set_with_prompts_as_text_and_tokens(capsys):
     ]
     assert lines[4].endswith("train.jsonl, line 1)")
     assert lines[5:7] == ['  text      "39%3="', '  tokens    5: "3" "9" "%" "3" "="']
-    assert "prompts     96, for evaluation" in lines
+    assert "prompts     96, for evaluation, each x 1, greedy, at most 105 tokens" in lines
 
 
 def test_as_json_it_says_what_is_left_out(capsys, tmp_path):
@@ -46,7 +46,29 @@ def test_what_is_wrong_is_one_line(capsys, tmp_path):
     assert capsys.readouterr().err.splitlines()[-1].endswith("line 2: the prompt is empty")
 
 
-def test_an_environment_is_no_file_that_is_missing(capsys):
+ENVIRONMENT = """
+class SingleTurnEnv:
+    def get_dataset(self):
+        return [{"prompt": f"{k}%2=", "answer": str(k)} for k in range(10, 50)]
+
+    def right(completion, answer):
+        return float(completion[-1]["content"] == answer)
+
+    class rubric:
+        class_objects = {}
+
+    rubric.funcs, rubric.weights = [right], [1.0]
+
+def load_environment(name):
+    return SingleTurnEnv()
+"""
+
+
+def test_an_environment_is_no_file_that_is_missing(capsys, tmp_path, monkeypatch):
+    (tmp_path / "verifiers.py").write_text(ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     overrides = ("data.path=verifiers:sums", "eval.path=", "reward.functions=verifiers:sums")
     assert lightrl("up", QUICKSTART, "--dry-run", *overrides) == 0
-    assert "verifiers:sums (not counted)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "verifiers:sums (not counted)" in out
+    assert 'response "10" gets 1 (right 1), the wrong one "11" gets 0 (right 0)' in out

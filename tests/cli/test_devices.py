@@ -223,7 +223,7 @@ NODE = """
 import sys
 from lightrl.devices.plan import for_daemon
 from lightrl.errors import LightRLError
-from lightrl.run_file import load_config
+from lightrl.config.run_file import load_config
 from pathlib import Path
 config = load_config(Path(sys.argv[1]), sys.argv[3:])
 files = {"config.json": Path(sys.argv[1]).with_name("model").joinpath("config.json").read_bytes()}

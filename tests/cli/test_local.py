@@ -12,7 +12,7 @@ from lightrl.client import ask
 from lightrl.keys import new_key, write_keys
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.local import LocalRun
-from lightrl.messages import Role
+from lightrl.messages.nodes import Role
 from tests.support.daemons import make_config
 
 LIMIT_S = 90.0

@@ -10,14 +10,14 @@ import pytest
 from safetensors.torch import save_file
 
 from lightrl.cli import main
-from lightrl.config import Config
+from lightrl.config.run_file import load_config, parse_config
+from lightrl.config.schema import Config
 from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.errors import ConfigError
 from lightrl.launch import model_check
 from lightrl.launch.folder import create_run_dir
 from lightrl.launch.plan import device_notes, key_notes
 from lightrl.launch.preflight import require_files, require_here
-from lightrl.run_file import load_config, parse_config
 from tests.support.cli import QUICKSTART
 from tests.support.families import PACKED, saved
 
@@ -59,6 +59,13 @@ def refusal(capsys, *overrides: str) -> str:
     return reason
 
 
+def test_a_function_that_a_set_lacks_is_named_with_the_key_of_the_set(capsys, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "39%3="}\n')
+    sets = 'data.sets=[{path = "a.jsonl", reward = "nofile.py:x"}]'
+    reason = refusal(capsys, "data.path=", sets)
+    assert reason == f"data.sets.reward = {tmp_path}/nofile.py:x: no such file nofile.py"
+
+
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
@@ -80,8 +87,8 @@ def test_a_prompt_and_a_response_that_the_model_cannot_read(capsys, model):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 128}))
     line = refusal(capsys, f"model.path={model}", "data.max_prompt_length=24")
     assert line == (
-        "data.max_prompt_length = 24 and rollout.max_response_length = 105 are 129 tokens: the "
-        "model's context (max_position_embeddings) is 128; lower one of them"
+        "data.max_prompt_length = 24 and rollout.max_response_length = 105 add up to 129 "
+        "tokens, but the model's context (max_position_embeddings) is 128; lower one of them"
     )
     require_files(config(f"model.path={model}", "data.max_prompt_length=23"))
     defaults = parse_config({"model": {"path": str(model)}, "data": {"path": "d.jsonl"}})
@@ -241,6 +248,17 @@ def test_an_optimizer_whose_package_is_missing(capsys, monkeypatch):
     line = refusal(capsys, "train.optim.name=adamw8bit")
     assert line.startswith("train.optim.name = 'adamw8bit': torchao is not installed; install it")
     elsewhere = ("--role", "coordinator", "train.optim.name=adamw8bit")
+    assert lightrl("up", QUICKSTART, "--dry-run", *elsewhere) == 0
+
+
+def test_a_tracker_that_is_not_installed(capsys, monkeypatch):
+    def find_spec(name: str, package: str | None = None) -> object | None:
+        return None if name == "mlflow" else object()
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    line = refusal(capsys, 'logging.backends=["mlflow"]')
+    assert line == "logging.backends = 'mlflow': not installed: pip install mlflow"
+    elsewhere = ("--role", "trainer", 'logging.backends=["mlflow"]')
     assert lightrl("up", QUICKSTART, "--dry-run", *elsewhere) == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from lightrl.cli import main
 from lightrl.core.log_entries import ShellNote, TokensTaken
 from lightrl.journal.read import segments
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.replay import log
 from lightrl.tui.render import View
 from tests.support.journals import FIRST, SECOND, left_behind, note, tokens
@@ -117,9 +117,10 @@ def test_a_run_that_was_killed_is_interrupted_and_shows_where_its_journal_ends(c
     assert "step      1/" in out
     assert "policy version 1" in out
     assert "plain · 0/1 groups · 0 running, 2 queued, 0 done" in out
+    assert out.splitlines()[-1] == "go on     lightrl resume runs/one"
     snapshot = json.loads(lightrl(capsys, "status", "one", "--json"))
     assert snapshot["rewards"] == [0.5]
-    assert snapshot["evals"] == [[0, 0.25]]
+    assert snapshot["evals"] == [[0, {"held": 0.25}]]
     assert "lightrl resume" in complaint(capsys, "down", "one")
     rows = {"nodes": (), "events": (), "cost": None}
     shown = screen(Snapshot(**{**snapshot, **rows}), View(), 80, 24)

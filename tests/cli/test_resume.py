@@ -9,17 +9,18 @@ import shutil
 import signal
 import socket
 import subprocess
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
 from lightrl.cli import main
+from lightrl.config.run_file import load_config
 from lightrl.errors import LightRLError
 from lightrl.keys import join_key, read_key
 from lightrl.launch.resume import FIXED, MAY_CHANGE, newest_checkpoint, prepare
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
-from lightrl.run_file import load_config
 from lightrl.trainer.checkpoint.saved import SavedStep, point
 from lightrl.trainer.checkpoint.seal import sealed
 from lightrl.wire import to_json
@@ -70,7 +71,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("override", "key"),
     [
         ("rollout.group_size=3", "rollout.group_size"),
-        ("train.optim.lr=1", "train.optim.lr"),
+        ("train.optim.name=adamw8bit", "train.optim.name"),
+        ("checkpoint.initial_load_path=other", "checkpoint.initial_load_path"),
         ("run.seed=7", "run.seed"),
         ("data.path=other.jsonl", "data.path"),
         ("run.name=other", "run.name"),
@@ -95,7 +97,7 @@ def test_what_was_promised_cannot_change(capsys, tmp_path, override, key):
     [
         (("one", "train.stepz=3"), "train.stepz: unknown key; did you mean train.steps?"),
         (("one", "train.steps=many"), "train.steps = 'many': input should be a valid integer"),
-        (("none",), "none: no such run"),
+        (("none",), "none: no such run; give a run's name or directory"),
         (
             ("tcp://127.0.0.1:1",),
             "tcp://127.0.0.1:1: is an address; resume a run by its directory or name",
@@ -122,6 +124,15 @@ def test_a_finished_run_can_only_be_extended(capsys, tmp_path):
     assert load_config(run_dir / "config.toml").train.steps == 3
 
 
+def test_to_extend_a_finished_run_takes_more_steps_than_it_has_done(capsys, tmp_path):
+    run_dir = left_behind(tmp_path / "runs" / "one", "train.steps=2")
+    last = Snapshot("one", str(run_dir), "finished", 2, 2, 2, 9.0)
+    (run_dir / "snapshot.json").write_bytes(to_json(last))
+    for options in ((), ("--from-checkpoint",)):
+        said = refusal(capsys, "one", "train.steps=1", *options)
+        assert said.endswith("train.steps=N, with N above 2")
+
+
 def test_steps_that_are_done_stay_done(capsys, tmp_path):
     run_dir = left_behind(tmp_path / "runs" / "one")
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -136,9 +147,12 @@ def test_steps_that_are_done_stay_done(capsys, tmp_path):
         "train.activation_checkpointing=true",
         "train.offload=all",
         "train.sync=last",
+        "train.optim.lr=0.25",
+        "train.optim.schedule=cosine",
+        "train.optim.weight_decay=0.5",
     ],
 )
-def test_what_helps_against_lack_of_memory_may_change_where_all_steps_are_saved(
+def test_what_makes_other_bits_of_a_step_may_change_where_all_steps_are_saved(
     capsys, tmp_path, override
 ):
     run_dir = left_behind(tmp_path / "runs" / "one")
@@ -152,8 +166,32 @@ def test_what_helps_against_lack_of_memory_may_change_where_all_steps_are_saved(
     path.mkdir(parents=True)
     (path / "trainer.json").write_bytes(to_json(SavedStep(2, 2, "")))
     point(run_dir / "checkpoints", path)
-    changed = prepare("one", [override]).train.model_dump(mode="json")
-    assert str(changed[key.removeprefix("train.")]).lower() == value
+    capsys.readouterr()
+    changed = prepare("one", [override]).train
+    names = key.split(".")[1:]
+    assert str(reduce(getattr, names, changed)).lower() == value
+    line = f"from step 3 on: {override.replace('=', ' = ')}; those before stay as they are\n"
+    assert capsys.readouterr().out == (line if "optim" in names else "")
+    prepare("one", [override])  # nothing changes any more
+    assert capsys.readouterr().out == ""
+
+
+def test_another_rate_from_a_checkpoint_on(capsys, tmp_path):
+    """The steps since then are forgotten; they would not be what they were. That counts from the
+    moment at which a version is known, though no figures of its step are."""
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    (run_dir / "metrics.jsonl").write_text('{"step":0}\n')
+    path = run_dir / "checkpoints" / "step_0"
+    path.mkdir(parents=True)
+    (path / "trainer.json").write_bytes(to_json(SavedStep(0, 0, "")))
+    line = refusal(capsys, "one", "train.optim.lr=0.25")
+    assert line.startswith("train.optim.lr = 0.25: the steps after 0, of which there is no")
+    config = prepare("one", ["train.optim.lr=0.25"], from_checkpoint=True)
+    assert config.train.optim.lr == 0.25
+    assert capsys.readouterr().out.splitlines() == [
+        f"{FROM_0} in runs/one/journal",
+        "from step 1 on: train.optim.lr = 0.25; those before stay as they are",
+    ]
 
 
 def test_a_run_without_a_journal(capsys, tmp_path):

@@ -50,8 +50,28 @@ def test_a_trace_is_cut_and_sampled(capsys, trace: Path):
 def test_preemptible_nodes_may_stay(capsys):
     assert simulate(*SMALL, "--nodes", 1, "--preemptible", 3) == 0
     out = capsys.readouterr().out
-    assert "on 1 nodes x 128 slots, 3 preemptible ones" in out
+    assert "on 1 node x 128 slots, 3 preemptible ones" in out
     assert "0 nodes lost" in out
+
+
+@pytest.mark.parametrize(
+    ("workload", "complaint"),
+    [
+        ("gone", "--workload gone: neither a file, a run nor a preset (generic, rollpacker-7b-8k,"),
+        ("empty", "--workload empty: is no run directory: it has no config.toml"),
+    ],
+)
+def test_without_a_config_a_workload_that_is_no_run_is_named(
+    capsys, tmp_path, monkeypatch, workload, complaint
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", "--workload", workload])
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (1, "")
+    [line] = said.err.splitlines()
+    assert line.startswith(f"lightrl: {complaint}")
 
 
 def test_of_a_colocated_trainer_is_said_that_nodes_train_too(capsys):

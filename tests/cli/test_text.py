@@ -14,7 +14,8 @@ import pytest
 
 from lightrl.errors import ConfigError
 from lightrl.keys import new_key, write_key
-from lightrl.messages import Hello, Snapshot, Welcome
+from lightrl.messages.nodes import Hello, Welcome
+from lightrl.messages.snapshot import Snapshot
 from lightrl.model_files import load_tokenizer
 from lightrl.system.output import plain
 from lightrl.transport.router import Router

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
+from lightrl.config.run_file import load_config
 from lightrl.keys import JOIN_FILE, KEY_FILE, write_keys
 from lightrl.launch.folder import create_run_dir
-from lightrl.run_file import load_config
 from tests.support.cli import (
     DEADLINE_S,
     EMULATED,
@@ -96,8 +96,9 @@ def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
 
 def test_a_run_of_joined_nodes_only(tmp_path):
     with running(tmp_path, "train.steps=2", *EMULATED, "rollout.nodes=0") as process:
-        join = joining(until(process, "--join "))
-        with started(tmp_path, *join) as far:
+        *said, why = until(process, "other machines cannot join")
+        assert 'run.bind is loopback; set run.bind = "tcp://0.0.0.0:*"' in why
+        with started(tmp_path, *joining(said)) as far:
             out, _ = process.communicate(timeout=DEADLINE_S)
             assert far.wait(DEADLINE_S) == 0
     assert process.returncode == 0, out

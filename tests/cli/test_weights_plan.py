@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightrl.config.run_file import load_config
 from lightrl.daemon.weights import version_bytes
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.driver import NO_DRIVER, Gpu
 from lightrl.launch import weights_plan
-from lightrl.run_file import load_config
 from lightrl.weights.machine import scratch
 from lightrl.weights.machine.scratch import scratch_dir
 from lightrl.weights.machine.store import Store

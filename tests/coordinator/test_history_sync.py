@@ -18,23 +18,17 @@ from lightrl.errors import ProtocolError
 from lightrl.history.saved import FILE_NAME
 from lightrl.history.store import History, answers
 from lightrl.journal.disk import segments
-from lightrl.load_messages import Drafting
-from lightrl.messages import (
-    PROTOCOL,
-    Drain,
+from lightrl.messages.load import Drafting, Load
+from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
+from lightrl.messages.responses import (
     Generate,
-    Heartbeat,
-    Hello,
-    Load,
     PromptHistory,
-    PublishWeights,
     ResponseRequest,
     ResponseTokens,
     Sampling,
     TokenChunk,
-    WeightsFailed,
-    WeightsReady,
 )
+from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsReady
 from lightrl.metrics.speculation import SpeculationMetrics
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
@@ -48,11 +42,11 @@ HELLO = Hello("a", 1, ("rollout",), PROTOCOL, pid=1, host="h")
 
 def opened(epoch: int, *prompts: str, kind: RoundKind = "plain", size: int = 2) -> Round:
     """A round in which nothing was sampled yet."""
-    round = Round(kind, epoch, Sampling(), len(prompts), size, len(prompts), size, 0.0)
+    round = Round(kind, epoch, len(prompts), len(prompts), 0.0)
     for position, prompt in enumerate(prompts):
         label = f"eval{epoch}" if kind == "eval" else str(epoch)
         drawn = DrawnPrompt(prompt, 0 if kind == "eval" else epoch, b"")
-        group = Group(f"{prompt}@{label}", drawn, round, position)
+        group = Group(f"{prompt}@{label}", drawn, round, position, size, Sampling(), 9)
         group.responses = [Response(f"{group.id}#{k}", group, k, 0) for k in range(size)]
         round.groups[group.id] = group
     return round

@@ -1,15 +1,19 @@
 """The prompts of a run as the core gets them: drawn, found again, refused where the data differ."""
 
+import asyncio
 import json
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
+from lightrl.coordinator.first_rows import first_rows
 from lightrl.coordinator.prompts import Prompts
 from lightrl.errors import DataError
 from lightrl.wire import unpack_i32
-from tests.support.daemons import QUICKSTART, make_config
+from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
 
 
 def config_of(folder: Path, num: int = 12, answer: str = "1") -> Config:
@@ -28,19 +32,19 @@ def config_of(folder: Path, num: int = 12, answer: str = "1") -> Config:
 def test_a_prompt_is_drawn_with_its_tokens_and_found_with_its_row_and_its_set(tmp_path):
     prompts = Prompts(config_of(tmp_path))
     prompts.start()
-    drawn = prompts.draw("train", 20)
+    drawn = asyncio.run(prompts.draw("train", 20))
     assert len({p.id for p in drawn}) == 20
     assert prompts.settings.num_prompts == 24
     for p in drawn:
-        whole = prompts.get(p.id, is_eval=False)
+        whole = asyncio.run(prompts.get(p.id, is_eval=False))
         assert unpack_i32(p.tokens) == whole.token_ids.tolist()
-        one = prompts.set_of(p.id, is_eval=False)
+        one = prompts.train_sets[prompts.scored_as(p.id, is_eval=False)]
         assert whole.row["1"] == {"ones": "ones", "others": "tens"}[one.name]
         assert one.settings.reward == (("exact_match",) if one.name == "ones" else ())
         assert (one.have_answers, one.columns) == (one.name == "others", ("prompt", "id", "1"))
-    evaluation = prompts.draw("eval", 1)
+    evaluation = asyncio.run(prompts.draw("eval", 1))
     assert len(evaluation) == prompts.settings.num_eval_prompts == 96
-    assert prompts.set_of(evaluation[0].id, is_eval=True).name == "eval"
+    assert prompts.scored_as(evaluation[0].id, is_eval=True) == 2  # after those to train on
     prompts.close()
 
 
@@ -48,12 +52,13 @@ def test_a_coordinator_that_comes_later_goes_on_with_the_same_prompts(tmp_path):
     config = config_of(tmp_path)
     first, later = Prompts(config), Prompts(config)
     first.start()
-    drawn = first.draw("train", 40)
+    drawn = asyncio.run(first.draw("train", 40))
     later.go_on_from(30)
     later.start()
-    assert later.draw("train", 10) == drawn[30:]
+    assert asyncio.run(later.draw("train", 10)) == drawn[30:]
     for p in drawn[:30]:
-        assert later.get(p.id, is_eval=False) == first.get(p.id, is_eval=False)
+        found, known = later.get(p.id, is_eval=False), first.get(p.id, is_eval=False)
+        assert asyncio.run(found) == asyncio.run(known)
     first.close()
     later.close()
 
@@ -61,14 +66,35 @@ def test_a_coordinator_that_comes_later_goes_on_with_the_same_prompts(tmp_path):
 def test_other_data_than_a_run_began_with_are_refused(tmp_path):
     prompts = Prompts(config_of(tmp_path))
     prompts.require_same(Prompts(config_of(tmp_path, answer="2")).digest)  # not another prompt
-    with pytest.raises(DataError, match=r"tens.jsonl: the prompts differ from those the run start"):
+    with pytest.raises(
+        DataError, match=r"tens.jsonl, .*: the prompts differ from those the run start"
+    ):
         prompts.require_same(Prompts(config_of(tmp_path, num=13)).digest)
 
 
 def test_draws_say_how_long_they_have_waited(tmp_path):
     prompts = Prompts(config_of(tmp_path))
     prompts.start()
-    prompts.draw("train", 4)
+    asyncio.run(prompts.draw("train", 4))
     assert prompts.take_waited_s() > 0
     assert prompts.take_waited_s() == 0
     prompts.close()
+
+
+def test_first_rows_are_read_in_the_thread_that_reads_ahead(tmp_path):
+    """Neither rows nor tokenizers are made for two threads, and no event loop waits for them."""
+
+    async def read() -> list[str]:
+        prompts, goes_on = Prompts(config := config_of(tmp_path)), threading.Event()
+        prompts.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(prompts.in_turn(partial(goes_on.wait, DEADLINE_S)))
+            await asyncio.sleep(0)
+            reading = tasks.create_task(first_rows(config, prompts))
+            await asyncio.sleep(0)
+            assert not reading.done()  # its turn has not come
+            goes_on.set()
+        prompts.close()
+        return [row.name for row in reading.result()]
+
+    assert asyncio.run(read()) == ["ones", "others", "eval"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config_scale import ScaleSection
+from lightrl.config.scale import ScaleSection
 from lightrl.coordinator.scale_command import ScaleCommand
 
 DEADLINE_S = 60.0
@@ -221,7 +221,7 @@ def test_what_it_leaves_running_in_order_goes_on(tmp_path: Path, fifo: int):
             child = int(await line_of(fifo))
             s.num_there = 2
             assert "2 preemptible nodes are here" in (await s.warned())[0]
-            assert _state(child) == "S"
+            assert _state(child) in {"S", "R", "D"}  # it may still be on its way to sleep
             os.kill(child, 9)
 
     asyncio.run(scenario())

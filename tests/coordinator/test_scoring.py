@@ -2,10 +2,10 @@
 
 import pytest
 
+from lightrl.config.run_file import parse_config
 from lightrl.coordinator.scoring import GatheredGroups, require_whole_groups
 from lightrl.core.commands import Command, ScoreResponse
 from lightrl.errors import RewardError
-from lightrl.run_file import parse_config
 from tests.core.conftest import Driver, of_kind
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from lightrl.coordinator.settings import core_settings, require_context
-from lightrl.core.settings import Settings, Tail
+from lightrl.core.settings import EvalSet, Settings, Tail
 from lightrl.devices.assign import Part
 from lightrl.errors import ConfigError, DataError
+from lightrl.messages.responses import Sampling
 from lightrl.rollout.engine_spec import engine_spec
 from tests.support.daemons import make_config
 
@@ -16,7 +17,7 @@ from tests.support.daemons import make_config
 def settings(tmp_path: Path, num_prompts: int = 100, **changes: dict[str, Any]) -> Settings:
     config = make_config(tmp_path, **changes)
     return core_settings(
-        config, vocabulary=50, stop_ids=(1,), sizes={"train": num_prompts}, num_eval_prompts=0
+        config, vocabulary=50, stop_ids=(1,), sizes={"train": num_prompts}, eval_sizes={}
     )
 
 
@@ -78,13 +79,13 @@ def test_a_weight_that_asks_for_more_prompts_of_a_set_than_there_are_is_refused(
     for few, is_enough in ((3, True), (2, False)):
         sizes = {"few": few, "many": 100}
         if is_enough:
-            core_settings(config, 50, (1,), sizes, 0)
+            core_settings(config, 50, (1,), sizes, {})
             continue
         with pytest.raises(
             DataError,
             match=r"^few.jsonl: 2 prompts are fewer than its weight of 3 in 4 .*: 3.0 of 4$",
         ):
-            core_settings(config, 50, (1,), sizes, 0)
+            core_settings(config, 50, (1,), sizes, {})
 
 
 def test_a_context_that_is_too_small_names_the_length_of_prompts(tmp_path):
@@ -92,7 +93,40 @@ def test_a_context_that_is_too_small_names_the_length_of_prompts(tmp_path):
     files = {"config.json": b'{"vocab_size": 9, "max_position_embeddings": 128}'}
     with pytest.raises(
         ConfigError,
-        match=r"^data.max_prompt_length = 1024 and rollout.max_response_length = \d+ are \d+ "
-        r"tokens: the model's context \(max_position_embeddings\) is 128; lower one of them$",
+        match=r"^data.max_prompt_length = 1024 and rollout.max_response_length = \d+ add up to "
+        r"1,\d+ tokens, but the model's context \(max_position_embeddings\) is 128; lower one "
+        r"of them$",
     ):
         require_context(files, config)
+
+
+def test_a_context_that_is_too_small_for_an_evaluation_names_its_set(tmp_path):
+    sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_response_length": 4096}]
+    config = make_config(tmp_path, eval={"sets": sets})
+    files = {"config.json": b'{"vocab_size": 9, "max_position_embeddings": 512}'}
+    with pytest.raises(
+        ConfigError,
+        match=r"^data.max_prompt_length = 8 and eval.sets\[1\].max_response_length = 4096 add up "
+        r"to 4,104 tokens, but the model's context \(max_position_embeddings\) is 512; lower one",
+    ):
+        require_context(files, config)
+    short = make_config(tmp_path, eval={"path": "a.jsonl", "max_response_length": 4096})
+    with pytest.raises(ConfigError, match=r"and eval.max_response_length = 4096 add up to 4,104"):
+        require_context(files, short)
+
+
+def test_the_core_is_told_how_each_set_is_answered(tmp_path):
+    sets = [
+        {"path": "a.jsonl"},
+        {"path": "b.jsonl", "samples": 4, "temperature": 0.6, "top_p": 0.9},
+        {"path": "c.jsonl", "max_response_length": 90},
+    ]
+    config = make_config(tmp_path, eval={"interval": 3, "sets": sets})
+    mapped = core_settings(config, 50, (1,), {"train": 100}, {"a": 5, "b": 6, "c": 7})
+    assert mapped.eval_interval == 3
+    assert mapped.eval_sets == (
+        EvalSet("a", 5, 1, Sampling(0.0, stop_token_ids=(1,)), 60),
+        EvalSet("b", 6, 4, Sampling(0.6, 0.9, stop_token_ids=(1,)), 60),
+        EvalSet("c", 7, 1, Sampling(0.0, stop_token_ids=(1,)), 90),
+    )
+    assert mapped.num_eval_prompts == 18

@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,22 +26,18 @@ from lightrl.core.events import (
 )
 from lightrl.core.log_entries import LogEntry, ShardSent
 from lightrl.core.recovery import recover, take_snapshot
-from lightrl.core.settings import Settings
+from lightrl.core.settings import EvalSet, Settings
 from lightrl.core.state import DrawnPrompt, Response, Round
-from lightrl.messages import (
-    PROTOCOL,
+from lightrl.messages.nodes import PROTOCOL, Hello
+from lightrl.messages.responses import (
     Generate,
-    Hello,
-    PublishWeights,
     ResponseRequest,
     ResponseTokens,
     Sampling,
-    StepDone,
     TokenChunk,
-    TrainShard,
-    WeightsEndpoint,
-    WeightsReady,
 )
+from lightrl.messages.training import StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsReady
 
 SETTINGS = Settings(
     run_seed=0,
@@ -49,10 +46,6 @@ SETTINGS = Settings(
     group_size=2,
     max_response_tokens=10,
     sampling=Sampling(1.0),
-    eval_interval=0,
-    num_eval_prompts=0,
-    eval_samples=1,
-    eval_sampling=Sampling(0.0),
     slots=4,
     vocabulary=100,
     lease_s=5.0,
@@ -61,6 +54,12 @@ SETTINGS = Settings(
     chunk_tokens=1,
     patience_s=60.0,
 )
+
+
+def held_out(num_prompts: int, samples: int = 1) -> tuple[EvalSet, ...]:
+    """One set to evaluate on, answered greedily."""
+    return (EvalSet("e", num_prompts, samples, Sampling(0.0), 10),)
+
 
 M = TypeVar("M")
 Length = Callable[[str], int]  # of a response, by its name
@@ -78,6 +77,10 @@ class Driver:
         self.drawn = 0
         self.opens_endpoints = True  # every node that joins, at once
         self.disk_is_slow = False  # nobody says that shards have left
+        self.reads_slowly = False  # prompts are drawn by `answer_draw`, not at once
+        self.unanswered: deque[DrawPrompts] = deque()
+        self.is_step_over = False  # and the next segment has not begun
+        self._shards: list[LogEntry] = []  # with which it will
         # response -> (node, newest request)
         self.requests: dict[str, tuple[str, ResponseRequest]] = {}
         self.segment: list[LogEntry] = list(
@@ -91,23 +94,39 @@ class Driver:
         invariants.check(self.core)
         for command in commands:
             if isinstance(command, CloseStep):
-                self.segment = []
-            elif isinstance(command, Record):
+                self.is_step_over, self._shards = True, []
+            elif isinstance(command, Record) and not self.is_step_over:
                 self.segment.append(command.entry)
+            elif isinstance(command, Record) and isinstance(command.entry, ShardSent):
+                self._shards.append(command.entry)
         # what the core did since stands in what the segment begins with
-        if of_kind(commands, CloseStep):
-            shards = [f for f in self.segment if isinstance(f, ShardSent)]
-            self.segment = [*take_snapshot(self.core), *shards]
+        if self.is_step_over and not self.unanswered:
+            self.segment = [*take_snapshot(self.core), *self._shards]
+            self.is_step_over = False
         return commands
+
+    def answer_draw(self) -> list[Command]:
+        """The oldest."""
+        return self.feed(self._drawn(self.unanswered.popleft()))
+
+    def _drawn(self, wanted: DrawPrompts) -> PromptsDrawn:
+        if wanted.source == "train":
+            return PromptsDrawn(self.draw(wanted.count))
+        return PromptsDrawn(tuple(self.held_out()))
 
     def restart(self, lost: int = 0) -> list[Command]:
         """The coordinator dies and is made again from its journal, but for the last `lost`
         facts."""
         self.segment = self.segment[: len(self.segment) - lost]
         self.core = Coordinator(self.core.settings, self.now)
+        self.unanswered.clear()
+        self.is_step_over = False
         commands = recover(self.core, self.segment, self.now)
         self.drawn = self.core.backlog.num_drawn
         commands = self.answer(commands)
+        while self.unanswered:
+            drawn = self._drawn(self.unanswered.popleft())
+            commands = commands + self.answer(self.core.handle(drawn, self.now))
         invariants.check(self.core)
         self.segment = list(take_snapshot(self.core))
         return commands
@@ -121,14 +140,11 @@ class Driver:
                     commands = commands + self.answer(
                         self.core.handle(ShardLeft(step, index), self.now)
                     )
-                case DrawPrompts("train", count):
-                    drawn = PromptsDrawn(self.draw(count))
+                case DrawPrompts() if self.reads_slowly:
+                    self.unanswered.append(command)
+                case DrawPrompts():
+                    drawn = self._drawn(command)
                     commands = commands + self.answer(self.core.handle(drawn, self.now))
-                case DrawPrompts("eval", count):
-                    prompts = tuple(DrawnPrompt(f"e{i}", 0, ids(7)) for i in range(count))
-                    commands = commands + self.answer(
-                        self.core.handle(PromptsDrawn(prompts), self.now)
-                    )
                 case _:
                     pass
         return commands
@@ -137,6 +153,10 @@ class Driver:
         first, self.drawn = self.drawn, self.drawn + count
         prompts = map(self.prompt_at, range(first, first + count))
         return tuple(DrawnPrompt(name, epoch, ids(1, 2, int(name[1:]))) for name, epoch in prompts)
+
+    def held_out(self) -> Iterator[DrawnPrompt]:
+        for one in self.core.settings.eval_sets:
+            yield from (DrawnPrompt(f"{one.name}/{i}", 0, ids(7)) for i in range(one.num_prompts))
 
     def prompt_at(self, number: int) -> tuple[str, int]:
         """Name and epoch; p0, p1, ... are one epoch, and then come again."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.core.balance import PAUSE_S
 from lightrl.core.events import NodeDraining, TimerFired
 from lightrl.core.placement import moves, pays
 from lightrl.core.speed import Speed
@@ -160,3 +161,23 @@ def test_node_that_drains_gives_up_all_it_has_and_gets_nothing():
         d.tokens(r, 7, finish="abort")
     assert not d.core.fleet.nodes["a"].running
     assert {target for target, _ in d.requests.values()} == {"b"}
+
+
+@pytest.mark.parametrize("look_pause", [1.0, 8.0])
+def test_looks_are_as_rare_as_the_settings_say(look_pause: float):
+    d = Driver(
+        prompts_per_step=5,
+        group_size=1,
+        max_response_tokens=1000,
+        slots=2,
+        lease_s=1e9,
+        look_pause=look_pause,
+    )
+    d.start("a", "b")
+    nodes = d.core.fleet.nodes
+    nodes["a"].speed, nodes["b"].speed = learned(0.5), learned(0.02)
+    d.tokens(next(iter(nodes["a"].running)), 7)
+    first = d.core.next_deadline() or 0.0
+    assert first == pytest.approx(look_pause * PAUSE_S, abs=0.1)
+    d.feed(TimerFired(), now=first)
+    assert (d.core.next_deadline() or 0.0) - first == pytest.approx(look_pause * PAUSE_S, abs=0.1)

@@ -5,16 +5,6 @@ from typing import Any
 
 import pytest
 
-from lightrl.broadcast_messages import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
-    VersionTaken,
-)
 from lightrl.core.broadcast_groups import MAX_MARKS, Phase
 from lightrl.core.commands import Command, Report, Send
 from lightrl.core.events import (
@@ -29,17 +19,20 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.messages import (
-    PROTOCOL,
-    DeltaOffer,
-    Generate,
-    Heartbeat,
-    Hello,
-    Message,
-    PublishWeights,
-    WeightsFailed,
-    WeightsReady,
+from lightrl.messages.broadcasts import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
 )
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello
+from lightrl.messages.responses import Generate
+from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsFailed, WeightsReady
 from tests.core.conftest import Driver, endpoint_of, of_kind, publication, sent
 
 SUMS = (1, 2)

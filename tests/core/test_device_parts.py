@@ -8,8 +8,10 @@ from lightrl.core.events import NodeLeft, NodeLost, StepTrained
 from lightrl.core.offload import Change
 from lightrl.core.scale_down import ScaleDown
 from lightrl.core.shared_devices import SharedDevices
-from lightrl.messages import Generate, StepDone, TrainShard, Welcome
-from lightrl.sharing_messages import Give, Park, Release, Wake
+from lightrl.messages.nodes import Welcome
+from lightrl.messages.responses import Generate
+from lightrl.messages.sharing import Give, Park, Release, Wake
+from lightrl.messages.training import StepDone, TrainShard
 from tests.core.conftest import Driver, sent
 from tests.core.test_handover import Script, later, parked, released, state
 

@@ -7,7 +7,7 @@ import pytest
 from lightrl.core.commands import CloseRound, DrawPrompts
 from lightrl.core.rounds import MAX_REDRAWS
 from lightrl.core.settings import Tail
-from tests.core.conftest import Driver, of_kind
+from tests.core.conftest import Driver, held_out, of_kind
 
 
 def rewards(*flat: str):
@@ -59,7 +59,7 @@ def test_no_more_is_drawn_than_an_epoch_has():
 
 
 def test_evaluation_keeps_its_flat_groups():
-    d = dynamic(num_eval_prompts=2, eval_samples=2)
+    d = dynamic(eval_sets=held_out(2, samples=2))
     [closed] = of_kind(d.decode(lambda _: 1, lambda _: 0.0)[:20], CloseRound)[:1]
     assert closed.round.kind == "eval"
     assert {str(g.state) for g in closed.round.groups.values()} == {"complete"}

@@ -5,9 +5,11 @@ from typing import Any
 from lightrl.core.commands import Command, Report
 from lightrl.core.events import NodeHeard, NodeLeft, NodeLost, NodeReleased, TimerFired
 from lightrl.core.settings import Tail
-from lightrl.load_messages import StepCosts
-from lightrl.messages import Generate, Heartbeat, Load, PublishWeights, Welcome
-from lightrl.sharing_messages import Release, Released, Wake
+from lightrl.messages.load import Load, StepCosts
+from lightrl.messages.nodes import Heartbeat, Welcome
+from lightrl.messages.responses import Generate
+from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.weights import PublishWeights
 from tests.core.conftest import Driver, of_kind, sent
 
 SIZES = {"a": 1, "b": 1, "big": 2}

@@ -12,8 +12,9 @@ from lightrl.core.gain import Gain
 from lightrl.core.placement import assign, moves, outlook
 from lightrl.core.speed import PRIOR_HALF_BATCH, Speed
 from lightrl.core.state import Node, Response
-from lightrl.load_messages import Drafting
-from lightrl.messages import Heartbeat, Load, ResponseTokens, TokenChunk
+from lightrl.messages.load import Drafting, Load
+from lightrl.messages.nodes import Heartbeat
+from lightrl.messages.responses import ResponseTokens, TokenChunk
 from tests.core.conftest import Driver, ids, logprobs
 
 LIMIT = 4000

@@ -27,23 +27,14 @@ from lightrl.core.events import (
 from lightrl.core.offload import Change, StepTimes, View
 from lightrl.core.settings import Tail
 from lightrl.core.sides_memory import RoundShape, SidesMemory
-from lightrl.messages import (
-    PROTOCOL,
-    Abort,
-    Drain,
-    Generate,
-    Heartbeat,
-    Hello,
-    Load,
-    PublishWeights,
-    StepDone,
-    TrainShard,
-    WeightsFailed,
-    Welcome,
-)
+from lightrl.messages.load import Load
+from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import Abort, Generate
+from lightrl.messages.sharing import Park, Parked, Release, Released, Wake
+from lightrl.messages.training import StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.metrics.cost import cost_row
-from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
-from tests.core.conftest import Driver, of_kind, sent
+from tests.core.conftest import Driver, held_out, of_kind, sent
 
 
 class Script:
@@ -457,7 +448,7 @@ def test_a_run_that_is_stopped_hands_its_step_over_once_the_engines_are_gone():
 
 
 def test_in_evaluations_all_sample_and_nothing_is_trained():
-    d, script = shared("a", others="b", num_eval_prompts=2, eval_interval=1)
+    d, script = shared("a", others="b", eval_sets=held_out(2), eval_interval=1)
     script.changes += [Change(release=("a",))] * 9
     assert d.round.is_eval
     while len(names := d.running()) > 1:
@@ -617,7 +608,7 @@ def test_what_each_device_did_sums_to_the_step():
 
 
 def test_start_up_and_evaluations_are_of_no_step():
-    d, _ = shared(eval_interval=1, num_eval_prompts=1)
+    d, _ = shared(eval_interval=1, eval_sets=held_out(1))
     d.join("a", shares="t", is_released=True)
     d.now = 30.0
     d.confirm("a", 0)  # it took half a minute to start

@@ -10,7 +10,7 @@ import pytest
 from lightrl.core.placement import slots_by_pace
 from lightrl.core.queue import WorkQueue
 from lightrl.core.state import Response, ResponseState
-from tests.core.conftest import SETTINGS, Driver
+from tests.core.conftest import SETTINGS, Driver, held_out
 from tests.core.test_handover import parked, released, shared
 from tests.core.test_placement import node, waiting
 
@@ -58,7 +58,7 @@ def test_while_more_waits_than_there_is_room_for_the_longest_go_first():
 
 
 def test_in_an_evaluation_nobody_leaves():
-    d, _ = shared("a", others="b", eval_interval=1, num_eval_prompts=2, eval_samples=2)
+    d, _ = shared("a", others="b", eval_interval=1, eval_sets=held_out(2, samples=2))
     assert d.core.table.is_evaluating
     assert not d.core.handover.may_leave
 

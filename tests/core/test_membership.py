@@ -15,17 +15,10 @@ from lightrl.core.events import (
 )
 from lightrl.core.ghosts import GHOST_NAMES_REMEMBERED, GHOSTS_REMEMBERED
 from lightrl.core.state import NodeState
-from lightrl.messages import (
-    PROTOCOL,
-    Drain,
-    Generate,
-    Heartbeat,
-    Hello,
-    PublishWeights,
-    TrainShard,
-    WeightsFailed,
-    Welcome,
-)
+from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import Generate
+from lightrl.messages.training import TrainShard
+from lightrl.messages.weights import PublishWeights, WeightsFailed
 from tests.core.conftest import Driver, ids, of_kind, sent
 
 
@@ -162,7 +155,7 @@ def test_run_without_its_trainer_waits_and_fails_when_none_comes(driver: Driver)
     driver.feed(NodeHeard("a", Heartbeat()), now=58.0)
     assert sent(driver.feed(TimerFired(), now=60.9), Drain) == []
     assert sent(driver.feed(TimerFired(), now=61.0), Drain) == [
-        ("a", Drain("a", "no trainer for 60 s"))
+        ("a", Drain("a", "run failed: no trainer for 60 s"))
     ]
     [finish] = of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish)
     assert (str(finish.state), finish.reason) == ("failed", "no trainer for 60 s")

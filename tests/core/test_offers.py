@@ -19,16 +19,13 @@ from lightrl.core.events import (
 from lightrl.core.log_entries import VersionPublished
 from lightrl.core.offers import TOLD_OF_EACH
 from lightrl.core.sources import MAX_PEERS
-from lightrl.messages import (
-    PROTOCOL,
+from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
+from lightrl.messages.training import StepDone
+from lightrl.messages.weights import (
     BadSource,
     Canary,
     DeltaOffer,
-    Drain,
-    Heartbeat,
-    Hello,
     PublishWeights,
-    StepDone,
     WeightsBase,
     WeightsEndpoint,
     WeightsFailed,

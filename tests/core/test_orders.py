@@ -4,7 +4,7 @@ import pytest
 
 from lightrl.core import orders as cutting
 from lightrl.core.orders import orders
-from lightrl.messages import Generate, ResponseRequest, Sampling
+from lightrl.messages.responses import Generate, ResponseRequest, Sampling
 from tests.core.conftest import Driver, sent
 
 

@@ -9,7 +9,7 @@ from lightrl.core.placement import assign, moves
 from lightrl.core.settings import Tail
 from lightrl.core.speed import Speed
 from lightrl.core.state import Node, Response
-from lightrl.messages import Abort, Generate
+from lightrl.messages.responses import Abort, Generate
 from tests.core.conftest import Driver, ids, sent
 
 

@@ -7,7 +7,8 @@ import pytest
 from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.settings import Tail
-from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
+from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
+from lightrl.messages.training import TrainShard
 from tests.core.conftest import Driver, ids, logprobs, of_kind, sent
 
 LENGTHS = {"p0": (2, 6, 4), "p1": (9, 1, 8), "p2": (3, 5, 5)}  # finish at 4, 8 and 5 tokens

@@ -14,7 +14,9 @@ from lightrl.core.log_entries import LogEntry, SnapshotBegan, TokensTaken
 from lightrl.core.recovery import recover, take_snapshot
 from lightrl.core.settings import Tail
 from lightrl.errors import InvariantViolation, JournalError
-from lightrl.messages import Abort, Generate, PublishWeights, ResponseTokens, TokenChunk, TrainShard
+from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
+from lightrl.messages.training import TrainShard
+from lightrl.messages.weights import PublishWeights
 from tests.core.conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
 from tests.core.test_worlds import settings
 from tests.core.world import World

@@ -3,7 +3,7 @@
 import pytest
 
 from lightrl.core.round_time import EngineKind, prior_lengths, round_s
-from lightrl.load_messages import StepCosts
+from lightrl.messages.load import StepCosts
 
 ONE = StepCosts(base_s=1.0, response_s=0.1)
 

@@ -2,8 +2,11 @@
 
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish, Report
 from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
-from lightrl.messages import Drain, Generate, PublishWeights, StepDone, TrainShard, WeightsFailed
-from tests.core.conftest import Driver, ids, of_kind, sent
+from lightrl.messages.nodes import Drain
+from lightrl.messages.responses import Generate
+from lightrl.messages.training import StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights, WeightsFailed
+from tests.core.conftest import Driver, held_out, ids, of_kind, sent
 
 
 def test_nothing_is_generated_before_a_digest_is_confirmed(driver: Driver):
@@ -103,7 +106,7 @@ def test_run_ends_after_its_last_step_and_only_when_all_nodes_have_left(driver: 
 
 
 def test_evaluations_come_first_last_and_every_interval():
-    d = Driver(num_steps=5, eval_interval=2, num_eval_prompts=1)
+    d = Driver(num_steps=5, eval_interval=2, eval_sets=held_out(1))
     closed: list[tuple[str, int]] = []
     commands = d.start("a")
     for _ in range(20):
@@ -125,12 +128,12 @@ def test_evaluations_come_first_last_and_every_interval():
 
 
 def test_evaluation_is_greedy_never_trained_and_survives_unscored_responses():
-    d = Driver(num_eval_prompts=2, reward_on_failure=-1.0)
+    d = Driver(eval_sets=held_out(2), reward_on_failure=-1.0)
     [(_, generate)] = sent(d.start("a"), Generate)
     assert generate.sampling.temperature == 0.0
-    assert [r.response for r in generate.requests] == ["e0@eval0#0", "e1@eval0#0"]
-    d.finish("e0@eval0#0", None)
-    commands = d.finish("e1@eval0#0", 1.0)
+    assert [r.response for r in generate.requests] == ["e/0@eval0#0", "e/1@eval0#0"]
+    d.finish("e/0@eval0#0", None)
+    commands = d.finish("e/1@eval0#0", 1.0)
     [closed] = of_kind(commands, CloseRound)
     assert [r.reward for g in closed.round.groups.values() for r in g.responses] == [None, 1.0]
     assert sent(commands, TrainShard) == []

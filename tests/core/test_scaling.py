@@ -11,7 +11,7 @@ from lightrl.core.events import NodeLeft, NodeLost, TimerFired
 from lightrl.core.settings import Tail
 from lightrl.core.state import NodeState
 from lightrl.core.worth import Forecast, Prices
-from lightrl.messages import Drain
+from lightrl.messages.nodes import Drain
 from lightrl.metrics.cost import cost_row
 from lightrl.sim.machines import SPOT
 from lightrl.sim.scenario import Switches, Training

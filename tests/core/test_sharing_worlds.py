@@ -25,7 +25,7 @@ OVER = {"finishing", "finished"}
 def world_of(seed: int, rule: str) -> World:
     """Two nodes share the trainer's devices, two do not; nothing goes wrong by itself."""
     small = {"prompts_per_step": 4, "group_size": 2, "num_prompts": 12, "num_steps": 4, "slots": 2}
-    calm = {"dynamic_sampling": False, "num_eval_prompts": 0, "eval_interval": 0}
+    calm = {"dynamic_sampling": False, "eval_sets": (), "eval_interval": 0}
     changes = {**small, **calm, "offload": rule, "release_s": 6.0}
     world = World(seed, True, False, **settings(seed, device_parts=1 + seed % 2, **changes))
     world.train_s = 2.0

@@ -8,7 +8,7 @@ import pytest
 from lightrl.core.bad_sources import MAX_BELIEVED, MAX_REMEMBERED, MAX_REPORTERS, BadSources
 from lightrl.core.delta_chain import MAX_CHAIN, MAX_SHARE, DeltaChain
 from lightrl.core.sources import MAX_PEERS, Ring, choose
-from lightrl.messages import DeltaOffer
+from lightrl.messages.weights import DeltaOffer
 
 
 def names(count: int, prefix: str = "n") -> list[str]:

@@ -1,7 +1,9 @@
 """How fast a node decodes is learned from its chunks."""
 
+import math
 import random
 from collections.abc import Callable, Iterable
+from statistics import median
 
 import pytest
 
@@ -54,6 +56,22 @@ def test_step_never_takes_less_than_nothing_however_odd_the_observations():
         batch = rng.randint(1, 300)
         speed.observe(batch, rng.expovariate(1.0) / batch)
         assert all(speed.step_s(b) > 0 for b in (1, 10, 100, 1000))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_estimate_does_not_run_away_when_chunks_come_late_and_then_together(seed: int):
+    """On a machine that does much else: of a hundred observations a few are far off. The estimate
+    is then rough, but no node seems a hundred times as slow as it is."""
+    rng, speed = random.Random(seed), Speed()
+    off: list[float] = []
+    for k in range(300):
+        batch = rng.choice((16, 16, 16, 15, 14, 12, 10, 8, 7, 4, 3, 1))
+        seconds = (0.005 + 0.001 * batch) * rng.lognormvariate(0.0, 0.3)
+        speed.observe(batch, seconds * rng.choices((1, 0.01, 6), (94, 3, 3))[0], 20 * batch)
+        if k > 20:
+            off += [abs(math.log(speed.step_s(b) / (0.005 + 0.001 * b))) for b in (4, 16)]
+    assert math.exp(max(off)) < 20
+    assert math.exp(median(off)) < 2
 
 
 def test_time_in_which_a_node_had_nothing_to_do_is_not_held_against_it():

@@ -14,7 +14,8 @@ from lightrl.core.recovery import recover
 from lightrl.core.rounds import sample_seed
 from lightrl.core.settings import Tail
 from lightrl.core.state import DrawnPrompt
-from tests.core.conftest import Driver, ids, of_kind
+from lightrl.messages.training import TrainShard
+from tests.core.conftest import Driver, held_out, ids, of_kind, sent
 
 
 def length(name: str) -> int:
@@ -265,7 +266,7 @@ def test_core_that_is_started_with_a_backlog_goes_on_as_one_that_was_never_inter
 
 
 def test_evaluation_that_was_done_is_not_repeated_by_a_resumed_core():
-    d = Driver(num_eval_prompts=1, eval_interval=1)
+    d = Driver(eval_sets=held_out(1), eval_interval=1)
     stood = SnapshotBegan(1, num_drawn=2, evaluated=1, counters=Counters(groups_trained=2))
     recover(d.core, [stood, SnapshotEnded()], 0.0)
     d.join("t", "trainer")
@@ -283,3 +284,20 @@ def test_of_one_prompt_that_waits_twice_a_round_takes_the_older_epoch():
     backlog = Backlog(10, put_off=deque(held))
     assert backlog.pop_oldest(2) == [held[0], held[2]]
     assert list(backlog.put_off) == [held[1]]
+
+
+def test_nothing_is_certain_while_some_of_a_rounds_prompts_are_yet_to_be_read():
+    """One that was held back runs at once; those that are not there yet may all be shorter."""
+    d = Driver(prompts_per_step=1, group_size=1, tail=Tail(2.0, 1.0), num_prompts=1000)
+    d.reads_slowly = True
+    d.core.backlog.held_back.append(DrawnPrompt("p999", 0, ids(1)))
+    d.core.backlog.num_drawn = 1
+    d.drawn = 1
+    d.start("a")
+    d.tokens("p999@0#0", 7, 7, 7)
+    early = d.tokens("p999@0#0", 7, finish="stop") + d.score("p999@0#0")
+    assert sent(early, TrainShard) == []
+    d.answer_draw()
+    [other] = d.running()
+    shards = sent(d.finish(other), TrainShard)
+    assert [g.group for _, shard in shards for g in shard.groups] == [other.partition("#")[0]]

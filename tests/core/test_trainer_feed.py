@@ -18,16 +18,9 @@ from lightrl.core.events import (
     WeightsPublished,
 )
 from lightrl.core.log_entries import ShardSent, VersionPublished
-from lightrl.messages import (
-    PROTOCOL,
-    Drain,
-    Hello,
-    PublishWeights,
-    ShardsTaken,
-    StepDone,
-    TrainShard,
-    Welcome,
-)
+from lightrl.messages.nodes import PROTOCOL, Drain, Hello, Welcome
+from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights
 from tests.core.conftest import Driver, of_kind, sent
 
 
@@ -111,7 +104,7 @@ def test_version_that_comes_out_different_fails_the_run_and_is_never_served():
     assert sent(commands, PublishWeights) == []
     [(_, drain)] = [(n, m) for n, m in sent(commands, Drain) if n == "a"]
     assert drain.reason.startswith(
-        "version 2 was trained again and came out different (digest digest-other"
+        "run failed: version 2 was trained again and came out different (digest digest-other"
     )
 
 
@@ -121,7 +114,8 @@ def test_trainer_that_is_ahead_of_the_journal_fails_the_run():
     commands = come_back(d, 5)
     reasons = {m.reason for _, m in sent(commands, Drain)}  # type: ignore[arg-type]
     assert reasons == {
-        "the trainer is at step 5, the run at step 1: its checkpoints belong to another journal"
+        "run failed: the trainer is at step 5, the run at step 1: "
+        "its checkpoints belong to another journal"
     }
 
 
@@ -340,7 +334,7 @@ def test_a_run_that_is_stopped_still_hands_over_the_step_of_which_all_groups_are
     d.start("a", slots=8)
     d.finish_round()
     commands = d.feed(DrainRequested("*", "enough"))
-    assert ("t", Drain("t", "enough")) not in sent(commands, Drain)
+    assert ("t", Drain("t", "run stopped: enough")) not in sent(commands, Drain)
     last: list[TrainShard] = []
     for index in range(8):
         commands = d.feed(ShardLeft(0, index))
@@ -348,7 +342,7 @@ def test_a_run_that_is_stopped_still_hands_over_the_step_of_which_all_groups_are
         if last:
             break
     assert last
-    assert ("t", Drain("t", "enough")) in sent(commands, Drain)
+    assert ("t", Drain("t", "run stopped: enough")) in sent(commands, Drain)
 
 
 def test_the_journal_says_which_replicas_have_accumulated_a_version():

@@ -4,8 +4,9 @@ import pytest
 
 from lightrl.core.commands import Admit, Finish, Report
 from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, TimerFired
-from lightrl.messages import Drain, TrainShard, Welcome
-from lightrl.trainer_messages import TrainerSet
+from lightrl.messages.nodes import Drain, Welcome
+from lightrl.messages.trainers import TrainerSet
+from lightrl.messages.training import TrainShard
 from tests.core.conftest import SETTINGS, Driver, of_kind, sent
 
 

@@ -7,7 +7,7 @@ import pytest
 from lightrl.core.commands import CloseStep, Finish, Report
 from lightrl.core.events import NodeLeft
 from lightrl.core.state import RunState
-from tests.core.conftest import Driver, of_kind
+from tests.core.conftest import Driver, held_out, of_kind
 
 WHY = "KeyError: 'solution'"
 
@@ -76,7 +76,7 @@ def test_one_score_is_enough_for_a_step():
 
 
 def test_an_evaluation_without_any_score_ends_a_run_that_has_seen_none():
-    driver = started(num_eval_prompts=2, eval_samples=1)
+    driver = started(eval_sets=held_out(2))
     *_, reason = play(driver, None)
     assert reason == f"evaluation at step 0: none of 2 responses has a score: {WHY}"
     assert driver.core.state is RunState.FINISHING

@@ -15,11 +15,19 @@ import pytest
 
 from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.events import DrainRequested, NodeLeft, ShellFailed
-from lightrl.core.settings import Tail
+from lightrl.core.settings import EvalSet, Tail
+from lightrl.messages.responses import Sampling
+from tests.core.conftest import held_out
 from tests.core.oracle import oracle
 from tests.core.world import World
 
 NUM_EVENTS = 100
+# of different numbers of prompts and samples, sampled differently and cut at different lengths
+EVAL_SETS = (
+    EvalSet("short", 2, 1, Sampling(0.0), 2),
+    EvalSet("many", 1, 3, Sampling(0.6, 0.95), 7),
+    EvalSet("long", 2, 2, Sampling(1.0), 12),
+)
 
 
 def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
@@ -38,7 +46,7 @@ def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
         "dynamic_sampling": rng.random() < 0.35,
         "deterministic": rng.random() < 0.5,
         "foresight": rng.random() < 0.7,
-        "num_eval_prompts": rng.choice([0, 0, 2]),
+        "eval_sets": rng.choice([(), (), (held_out(2), EVAL_SETS)[seed % 2]]),
         "eval_interval": rng.choice([0, 1, 2]),
         "reward_on_failure": rng.choice([None, None, -1.0]),
         "slots": rng.randint(1, 4),
@@ -87,6 +95,19 @@ def test_world_trains_exactly_what_the_oracle_says(seed: int):
     world = World(seed, **settings(seed)).live(NUM_EVENTS).heal()
     check_end(world)
     check_against_oracle(world)
+
+
+@pytest.mark.parametrize("seeds", [range(900 + 25 * k, 925 + 25 * k) for k in range(4)])
+def test_world_whose_prompts_come_late_trains_exactly_the_same(seeds):
+    """Whatever happens before they are there, coordinator and devices included."""
+    num_late = 0
+    for seed in seeds:
+        kind = sharing if seed % 4 == 3 else settings
+        world = World(seed, reads_slowly=True, **kind(seed)).live(NUM_EVENTS).heal()
+        check_end(world)
+        check_against_oracle(world)
+        num_late += world.num_late_draws
+    assert num_late > 100
 
 
 @pytest.mark.parametrize("seed", range(500, 560))
@@ -139,9 +160,8 @@ def test_asynchronous_world_that_does_not_race_trains_its_prompts_in_order(seed:
 @pytest.mark.parametrize("seed", range(350, 400))
 def test_asynchronous_world_of_any_kind_finishes_with_whole_groups(seed: int):
     race = random.Random(seed).choice(["tokens", "clock"])
-    world = (
-        World(seed, **settings(seed, max_staleness=1 + seed % 2, race=race)).live(NUM_EVENTS).heal()
-    )
+    changes = settings(seed, max_staleness=1 + seed % 2, race=race)
+    world = World(seed, reads_slowly=seed % 3 == 0, **changes).live(NUM_EVENTS).heal()
     check_end(world)
     check_groups(world)
 

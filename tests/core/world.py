@@ -31,19 +31,10 @@ from lightrl.core.log_entries import ShardSent, SnapshotEnded
 from lightrl.core.sources import MAX_PEERS
 from lightrl.core.staleness import staleness
 from lightrl.core.state import Node, Response, Round
-from lightrl.messages import (
-    BadSource,
-    Drain,
-    PublishWeights,
-    ResponseTokens,
-    ShardsTaken,
-    StepDone,
-    TokenChunk,
-    TrainGroup,
-    TrainShard,
-    WeightsEndpoint,
-    WeightsFailed,
-)
+from lightrl.messages.nodes import Drain
+from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
+from lightrl.messages.weights import BadSource, PublishWeights, WeightsEndpoint, WeightsFailed
 from lightrl.tickets import pull_ticket
 from tests.core.conftest import Driver, ids, logprobs, of_kind, publication, sent
 from tests.core.world_broadcasts import WorldBroadcasts
@@ -58,9 +49,15 @@ class World:
     name."""
 
     def __init__(
-        self, seed: int, shares: bool = False, is_whim: bool = True, **changes: Any
+        self,
+        seed: int,
+        shares: bool = False,
+        is_whim: bool = True,
+        reads_slowly: bool = False,
+        **changes: Any,
     ) -> None:
-        """`shares`: some nodes use the trainer's devices, in turn with it; see `WorldSharing`."""
+        """`shares`: some nodes use the trainer's devices, in turn with it; see `WorldSharing`.
+        `reads_slowly`: anything may happen before the prompts of a round are there."""
         self.rng = random.Random(seed)
         self.salt = seed
         self.train_s = 0.0  # that the trainer says a step took it
@@ -69,6 +66,8 @@ class World:
         self.driver = Driver(
             shuffled=True, max_response_tokens=MAX_TOKENS, **{"patience_s": 1e9, **changes}
         )
+        self.driver.reads_slowly = reads_slowly
+        self.num_late_draws = 0
         self.incarnation = 1
         self.past: list[Event] = []  # news that may come once more, much later
         self.has_trainer = True
@@ -115,7 +114,9 @@ class World:
 
     def length_of(self, response: str) -> int:
         n = self.dice("length", response)
-        return 1 + (n % 4 if n % 7 else n // 7 % MAX_TOKENS)  # most are short
+        length = 1 + (n % 4 if n % 7 else n // 7 % MAX_TOKENS)  # most are short
+        sets, name = self.core.settings.eval_sets, response.partition("/")[0]
+        return min([length, *(s.max_response_tokens for s in sets if s.name == name)])
 
     def reward_of(self, response: str) -> float | None:
         n = self.dice("reward", response) % 1000
@@ -459,7 +460,9 @@ class World:
 
     def restart_coordinator(self) -> None:
         """Killed at any moment: the newest facts may be lost, but not what was sent to the
-        trainer."""
+        trainer. Nothing is sent before a segment has begun: then it is as if it died before."""
+        if self.driver.is_step_over:
+            return
         self.num_restarts += 1
         nodes = {n: self.core.fleet.nodes[n] for n in self.rollouts()}
         kept = 1 + max(
@@ -540,6 +543,12 @@ class World:
             self.feed(lambda: self.driver.publish(round.step + 1))
             assert self.core.fleet.published is published
 
+    def read(self) -> None:
+        """The prompts that were asked for first are there."""
+        if self.driver.unanswered:
+            self.num_late_draws += 1
+            self.feed(self.driver.answer_draw)
+
     def wait(self) -> None:
         self.driver.now += self.rng.choice([0.6, 0.6, 0.6, 4.0])
         for name in list(self.core.fleet.nodes):
@@ -597,6 +606,7 @@ class World:
             self.repeat: 2,
             self.forge: 0.4,
             self.wait: 4,
+            self.read: 6 if self.driver.reads_slowly else 0,
         }
         for act in self.rng.choices(list(acts), list(acts.values()), k=num_events):
             act()
@@ -644,6 +654,7 @@ class World:
                 self.sharing.lose(name)
                 self.feed(lambda name=name: self.driver.feed(NodeLost(name, "gone")))
         for _ in range(600):
+            self.read()
             self.take()
             self.train()
             if self.core.state in {"finishing", "finished"}:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightrl.broadcast_messages import (
+from lightrl.core.commands import Command
+from lightrl.core.events import BroadcastHeard, NodeHeard, WeightsConfirmed, WeightsRefused
+from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
@@ -14,9 +16,9 @@ from lightrl.broadcast_messages import (
     SendBroadcast,
     VersionTaken,
 )
-from lightrl.core.commands import Command
-from lightrl.core.events import BroadcastHeard, NodeHeard, WeightsConfirmed, WeightsRefused
-from lightrl.messages import Generate, Heartbeat, PublishWeights, WeightsFailed, WeightsReady
+from lightrl.messages.nodes import Heartbeat
+from lightrl.messages.responses import Generate
+from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsReady
 from tests.core.conftest import sent
 
 if TYPE_CHECKING:

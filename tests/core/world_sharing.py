@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from lightrl.core.commands import Command, ReplayShards, Send
 from lightrl.core.events import NodeReleased, TrainerParked, WeightsRefused
 from lightrl.core.offload import Change, StepTimes, View
-from lightrl.messages import Message, TrainShard, WeightsFailed
-from lightrl.sharing_messages import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.message import Message
+from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.training import TrainShard
+from lightrl.messages.weights import WeightsFailed
 
 if TYPE_CHECKING:
     from tests.core.world import World

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lightrl.client.address import listening
 from lightrl.client.find_run import ask
 from lightrl.keys import KEY_FILE, read_key
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics.sinks import read
 from tests.daemon.test_runs import children_of
 from tests.support.cli import QUICKSTART, linux_only, piped

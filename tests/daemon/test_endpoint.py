@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.messages import Hello, WeightsEndpoint, WeightsReady
+from lightrl.messages.nodes import Hello
+from lightrl.messages.weights import WeightsEndpoint, WeightsReady
 from lightrl.system.addresses import split_address
 from tests.daemon.test_reconnect import scripted
 from tests.support.scripted_coordinator import ScriptedHead, rollout_daemon

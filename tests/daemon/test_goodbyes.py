@@ -13,7 +13,7 @@ import pytest
 
 from lightrl.core.commands import Send
 from lightrl.errors import PeerUnreachable
-from lightrl.messages import PROTOCOL, Bye, Heartbeat, Hello
+from lightrl.messages.nodes import PROTOCOL, Bye, Heartbeat, Hello
 from lightrl.transport.link import Link
 from tests.support.daemons import Running, a_run
 from tests.support.routers import until

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config_sections import Journal
+from lightrl.config.sections import Journal
 from lightrl.coordinator.journaling import FOLDER, Journaling
 from lightrl.coordinator.replays import Replays
 from lightrl.core import trainer_feed as trainer_feed
@@ -24,7 +24,7 @@ from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, Version
 from lightrl.core.recovery import recover
 from lightrl.journal import disk
 from lightrl.journal.read import LOG, newest
-from lightrl.messages import ShardsTaken, TrainShard
+from lightrl.messages.training import ShardsTaken, TrainShard
 from lightrl.system import child
 from tests.core.conftest import Driver
 from tests.journal.conftest import shard, write

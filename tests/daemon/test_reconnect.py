@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightrl.messages import Abort, Bye, Drain, Heartbeat, TokenChunk, WeightsFailed, WeightsReady
+from lightrl.messages.nodes import Bye, Drain, Heartbeat
+from lightrl.messages.responses import Abort, TokenChunk
+from lightrl.messages.weights import WeightsFailed, WeightsReady
 from tests.daemon.test_runs import children_of
 from tests.support.daemons import DEADLINE_S, Proxy, make_config
 from tests.support.scripted_coordinator import ScriptedHead, joined, rollout_daemon

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from lightrl.broadcast_messages import BroadcastFailed, JoinBroadcast
-from lightrl.messages import Abort, Bye, Drain, TokenChunk, WeightsFailed, WeightsReady, Welcome
-from lightrl.sharing_messages import Release, Released, Wake
+from lightrl.messages.broadcasts import BroadcastFailed, JoinBroadcast
+from lightrl.messages.nodes import Bye, Drain, Welcome
+from lightrl.messages.responses import Abort, TokenChunk
+from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.weights import WeightsFailed, WeightsReady
 from tests.daemon.test_reconnect import NAMES, scripted, some_tokens, until_says
 from tests.daemon.test_runs import children_of
 from tests.support.daemons import DEADLINE_S

@@ -2,6 +2,7 @@
 to be."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ from zmq.utils import z85
 
 from lightrl.core.rounds import sample_seed
 from lightrl.keys import coordinator_public_key
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics.sinks import read
 from lightrl.transport.zeromq import key_pair
 from lightrl.wire import from_json, unpack_f32, unpack_i32
@@ -61,9 +62,24 @@ def test_run_finishes_and_leaves_its_files(tmp_path: Path):
     asyncio.run(scenario())
     run_dir = tmp_path / "test"
     assert [r["step"] for r in read(run_dir)] == [1, 2]
+    assert_speeds_are_told(run_dir)
     final = from_json((run_dir / "snapshot.json").read_bytes(), Snapshot)
     assert (final.state, final.step, [n.name for n in final.nodes]) == ("finished", 2, ["head"])
     assert not (run_dir / "address").exists()
+
+
+def assert_speeds_are_told(run_dir: Path):
+    """Of both steps: what was drawn, who came when, how many were scored."""
+    told = [json.loads(line) for line in (run_dir / "speeds.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in told] == [0, 1]
+    assert [(name, what) for s in told for _, name, what in s["changes"]] == [("a", "ready")]
+    for speeds in told:
+        assert len(speeds["drawn"]) == 4
+        assert speeds["rewards"]["num"] == 16
+        assert speeds["rewards"]["longest_s"] > 0
+        assert all(0 < seconds < 10 for seconds in speeds["shard_s"])
+        [node] = speeds["nodes"].values()
+        assert len(node["starts"]) == 1
 
 
 def test_killed_node_costs_no_token_and_a_late_one_joins_within_the_step(tmp_path: Path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics.sinks import read
 from tests.support.daemons import a_run
 

@@ -3,24 +3,21 @@ while something happens. The trainer's line is slow, so that a pull takes a whil
 
 import asyncio
 import json
-import math
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from lightrl.messages import NodeRow, Snapshot
+from lightrl.messages.snapshot import NodeRow, Snapshot
 from lightrl.metrics import sinks
-from lightrl.weights.serve.send import Pace
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.write import TensorBytes, write_version
 from tests.support import daemons
-from tests.support.daemons import DEADLINE_S, LOOK_S, Running, ScriptedTrainer, a_run
+from tests.support.daemons import Running, ScriptedTrainer, a_run
+from tests.support.held_line import HeldLine
 
 ALONE = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"')
 WHY_NOT = "no mount namespaces here"
@@ -32,30 +29,7 @@ pytestmark = [
 ]
 
 NUM_BUCKETS = 4
-BIT_BYTES = 1 << 18  # that come through at each look, where a test has to see nodes pull
 BYTES_PER_S = NUM_BUCKETS * BUCKET_BYTES / 2.0  # of the trainer's line: one version in two seconds
-
-
-class Line(Pace):
-    """The trainer's, which a test may close, and open bit by bit: it sees nodes in the middle of a
-    pull however slow the machine is."""
-
-    def __init__(self) -> None:
-        super().__init__(BYTES_PER_S)
-        self._left = math.inf
-        self._may_pass = threading.Condition()
-
-    def let_pass(self, num_bytes: float) -> None:
-        """So much more than has come through."""
-        with self._may_pass:
-            self._left = num_bytes
-            self._may_pass.notify_all()
-
-    def wait(self, num_bytes: int) -> None:
-        super().wait(num_bytes)
-        with self._may_pass:
-            self._left -= num_bytes
-            self._may_pass.wait_for(lambda: self._left >= 0, DEADLINE_S)
 
 
 class SlowTrainer(ScriptedTrainer):
@@ -63,9 +37,8 @@ class SlowTrainer(ScriptedTrainer):
 
     def __init__(self, scratch: Path) -> None:
         super().__init__(scratch)
-        self.line = Line()
         self._server = WeightServer()
-        self._server._sender._pace = self.line
+        self.line = HeldLine.of(self._server, BYTES_PER_S, NUM_BUCKETS * BUCKET_BYTES // 2)
 
 
 def several_buckets(folder: Path, version: int) -> VersionFile:
@@ -90,35 +63,26 @@ async def add_machine(run: Running, name: str) -> asyncio.subprocess.Process:
     return process
 
 
-async def let_publish_to(run: Running, names: str, line: float = math.inf) -> None:
+async def let_publish_to(run: Running, names: str, *, is_held: bool = False) -> None:
     """A machine for each name has the first version, and the trainer publishes the next one; until
-    then the step is not over. So many bytes then come through the trainer's `line`."""
+    then the step is not over."""
     assert isinstance(run.trainer, SlowTrainer)
     run.trainer.may_publish.clear()
     for name in names:
         await add_machine(run, name)
     await run.until(lambda s: is_ready(s, *names))
-    run.trainer.line.let_pass(line)
+    if is_held:
+        run.trainer.line.hold()
     run.trainer.may_publish.set()
 
 
-async def until_pulled_in_part(run: Running, names: str) -> None:
-    """They have some of the next version, each, and none has all of it."""
-    await let_publish_to(run, names, line=0)
-    await run.until(lambda s: all((r := row(s, n)) is not None and r.weights for n in names))
+async def until_pulled_in_part(run: Running, names: str) -> HeldLine:
+    """They have some of the next version, each, and none has all of it. Returns the line, which has
+    the rest."""
+    await let_publish_to(run, names, is_held=True)
+    await run.until(lambda s: pulls(s, *names))
     assert isinstance(run.trainer, SlowTrainer)
-    line, passed_at = run.trainer.line, 0.0
-
-    def holds(s: Snapshot) -> bool:
-        """Not at every event: what has come is only seen once the nodes have said so."""
-        nonlocal passed_at
-        if time.monotonic() - passed_at >= LOOK_S:
-            passed_at = time.monotonic()
-            line.let_pass(BIT_BYTES)
-        return pulls(s, *names)
-
-    await run.until(holds)
-    line.let_pass(math.inf)
+    return run.trainer.line
 
 
 def row(s: Snapshot, name: str) -> NodeRow | None:
@@ -178,8 +142,9 @@ def test_who_comes_while_the_trainer_is_away_pulls_from_those_who_have_the_versi
 def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            await until_pulled_in_part(run, "abc")
+            line = await until_pulled_in_part(run, "abc")
             run.processes["b"].kill()
+            line.free()
             await run.until_finished()
             assert run.head.succeeded
 
@@ -189,8 +154,9 @@ def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
 def test_node_that_drains_in_the_middle_of_a_pull_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            await until_pulled_in_part(run, "abc")
+            line = await until_pulled_in_part(run, "abc")
             run.processes["b"].terminate()
+            line.free()
             assert await run.processes["b"].wait() == 0
             await run.until_finished()
             assert run.head.succeeded

@@ -16,7 +16,8 @@ from lightrl.history.saved import SavedHistory
 from lightrl.history.store import History
 from lightrl.launch import run
 from lightrl.launch.slurm import job
-from lightrl.messages import Message, WeightsReady
+from lightrl.messages.message import Message
+from lightrl.messages.weights import WeightsReady
 from lightrl.metrics.futures import in_thread
 from lightrl.metrics.rounds import digest_responses
 from lightrl.model_files import model_files

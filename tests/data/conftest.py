@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightrl import config
-from lightrl.config_data import DataSet, resolved
+from lightrl.config import schema
+from lightrl.config.data import DataSet, resolved
 from lightrl.data.prompts import Prompt, PromptSet
 from lightrl.data.prompts import load_prompts as load_set
 from lightrl.model_files import load_tokenizer
@@ -70,16 +70,16 @@ def chat(chat_model) -> Any:
     return load_tokenizer(chat_model)
 
 
-def settings(**keys: Any) -> config.Data:
-    return config.Data(**{"path": "unused", **keys})
+def settings(**keys: Any) -> schema.Data:
+    return schema.Data(**{"path": "unused", **keys})
 
 
-def prompt_set(path: str, data: config.Data, tokenizer: Any, **keys: Any) -> PromptSet:
+def prompt_set(path: str, data: schema.Data, tokenizer: Any, **keys: Any) -> PromptSet:
     [one] = resolved("data.sets", [DataSet(path=path, **keys)], data)
     return PromptSet(one, data, tokenizer)
 
 
-def load_prompts(path: str, data: config.Data, tokenizer: Any, **keys: Any) -> list[Prompt]:
+def load_prompts(path: str, data: schema.Data, tokenizer: Any, **keys: Any) -> list[Prompt]:
     return load_set(prompt_set(path, data, tokenizer, **keys))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.data.check import SMALL, check_large, check_small
 from lightrl.data.prompts import PromptSet
 from lightrl.errors import DataError
@@ -40,6 +40,7 @@ def test_a_process_of_its_own_says_what_is_left_out_and_what_is_wrong(plain_mode
         ("good", [GOOD, LONG, GOOD]),
         ("bad", [GOOD, LONG, BAD]),
         ("skipped", [BAD]),
+        ("long", [LONG]),
     )
     lines: list[str] = []
 
@@ -54,3 +55,24 @@ def test_a_process_of_its_own_says_what_is_left_out_and_what_is_wrong(plain_mode
     ]
     with pytest.raises(DataError, match=r"bad.jsonl, line 3: 'prompt' is int, expected text"):
         asyncio.run(check("good", "bad"))
+    with pytest.raises(DataError, match=r"long.jsonl: every prompt \(1\) has more than"):
+        asyncio.run(check("long"))
+
+
+def test_a_process_that_is_killed_does_not_end_the_run(plain_model, tmp_path):
+    """It looks at rows before their turn; that is all that is lost."""
+    config = config_of(plain_model, tmp_path, ("good", [GOOD]))
+    lines: list[str] = []
+
+    async def check() -> None:
+        checking = asyncio.ensure_future(
+            check_large(
+                config, ["good", "nobody has this one"], 100, tmp_path / "log", lines.append
+            )
+        )
+        async with asyncio.timeout(60):
+            await checking
+
+    asyncio.run(check())
+    [line] = lines
+    assert line.startswith("WARNING: rows are not looked at before their turn any more: data (pid")

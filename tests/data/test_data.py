@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightrl import config
-from lightrl.config_data import DataSet, resolved
+from lightrl.config import schema
+from lightrl.config.data import DataSet, resolved
 from lightrl.data.layouts import answer_of
 from lightrl.data.prompts import PromptSet
 from lightrl.data.prompts import load_prompts as load_set
@@ -37,6 +37,19 @@ def test_chat_messages_go_through_the_template(tmp_path, chat):
     [prompt] = load_prompts(path, settings(), chat)
     assert prompt.text == "<bos>user:hi|assistant:"
     assert prompt.token_ids.tolist() == [0, *ids("user:hi|assistant:")]  # one BOS, no EOS
+
+
+def test_a_template_that_writes_no_bos_gets_none(tmp_path, chat):
+    chat.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    path = jsonl(tmp_path, {"prompt": USER})
+    assert load_prompts(path, settings(), chat)[0].token_ids.tolist() == ids("hi")
+
+
+def test_a_question_stands_for_a_prompt_only_where_none_is_named(tmp_path, plain):
+    path = jsonl(tmp_path, {"question": "ab"})
+    assert load_prompts(path, settings(), plain)[0].text == "ab"
+    with pytest.raises(DataError, match=r"no 'task' \(data.prompt_key\); its keys are question"):
+        load_prompts(path, settings(prompt_key="task"), plain)
 
 
 def test_a_system_prompt_is_put_before_chats_without_one(tmp_path, chat):
@@ -93,6 +106,20 @@ def test_the_answer_is_found_where_the_layout_keeps_it(row, answer):
     assert answer_of(row, "answer") == answer
 
 
+def test_of_several_answers_verls_is_taken_unless_another_column_is_named():
+    row = {
+        "answer": "so #### 4",
+        "solution": "2+2=4",
+        "ground_truth": "four",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+    }
+    assert answer_of(row, "answer") == "4"
+    assert answer_of(row, "solution") == "2+2=4"
+    assert answer_of({**row, "reward_model": {"style": "model"}}, "answer") == "so #### 4"
+    del row["reward_model"], row["answer"]
+    assert answer_of(row, "answer") == "four"
+
+
 # Ids
 
 
@@ -114,14 +141,35 @@ def test_ids_are_the_rows_own_or_a_hash_of_the_prompt(tmp_path, plain):
     assert [p.id for p in moved] == [prompts[3].id, prompts[2].id]
 
 
+def test_an_empty_id_is_none(tmp_path, plain):
+    rows = ({"id": ""}, {"extra_info": {"index": ""}}, {})
+    paths = (jsonl(tmp_path, {"prompt": "ab", **row}) for row in rows)
+    assert len({load_prompts(path, settings(), plain)[0].id for path in paths}) == 1
+
+
+def test_other_prompts_or_ids_are_other_data_and_other_answers_are_not(tmp_path, plain):
+    """What a resumed run compares."""
+
+    def digest(*rows):
+        return prompt_set(jsonl(tmp_path, *rows), settings(), plain).digest
+
+    rows = [{"prompt": "ab"}, {"prompt": "cd"}, {"prompt": "a", "id": 3}]
+    known = digest(*rows)
+    assert known == digest(*(row | {"answer": "x"} for row in rows))
+    assert known != digest({"prompt": "ab"}, {"prompt": "cc"}, rows[2])
+    assert known != digest(*rows[:2], {"prompt": "a", "id": 4})
+    assert known != digest(rows[1], rows[0], rows[2])
+
+
 # Errors
 
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([], "holds no prompts"),
+        ([], "contains no prompts"),
         ([{"prompt": "a"}, b"", b"{oops"], r"line 3: not valid JSON: Expecting property name"),
+        ([b'{"prompt": '], r"line 1: not valid JSON: Expecting value at column 11$"),
         ([{"prompt": "a"}, b"\xff\xfe{}"], "line 2: not valid JSON"),
         ([b'["a"]'], "line 1: expected a JSON object, found list"),
         (
@@ -175,7 +223,7 @@ def test_a_template_with_a_bug_is_one_line(tmp_path, chat_model, template):
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}]}))
     with pytest.raises(DataError, match="line 1: the chat template refuses the prompt: "):
-        load_prompts(str(file), config.Data(path="x"), tokenizer)
+        load_prompts(str(file), schema.Data(path="x"), tokenizer)
 
 
 def test_paths_that_lead_nowhere(tmp_path, plain):
@@ -189,7 +237,8 @@ def test_paths_that_lead_nowhere(tmp_path, plain):
 
 def test_a_hub_data_set_that_cannot_be_loaded(plain):
     with pytest.raises(
-        DataError, match=r"no/such.*(pip install 'lightrl\[data\]'|cannot be loaded)"
+        DataError,
+        match=r"no/such.*(lightrl\[data\]|cannot be (loaded|reached))",
     ):
         load_prompts("no/such:train", settings(), plain)
 
@@ -268,7 +317,10 @@ CONTINUED = (
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "system", "content": "be"}], "of 'system': there is no user's to answer"),
+        (
+            [{"role": "system", "content": "be"}],
+            "from 'system', so there is no user message to answer",
+        ),
         ([{"role": "user", "content": ""}], "the prompt is empty"),
         ([{"role": "user", "content": None}], "the prompt is empty"),
         ([], "the prompt is empty"),
@@ -310,7 +362,7 @@ def test_what_another_message_of_the_file_has_is_not_shown_to_the_template(tmp_p
 
 
 def test_prompts_that_are_too_long_are_left_out_if_asked_to_and_counted(tmp_path, plain):
-    path = jsonl(tmp_path, *({"prompt": "a" * n, "id": n} for n in (3, 9, 8, 12)))
+    path = jsonl(tmp_path, *({"prompt": "a" * n, "id": n} for n in (3, 12, 8, 9)))
     keys = {"max_prompt_length": 8, "too_long": "drop"}
     prompts = prompt_set(path, settings(**keys), plain)
     assert [p.id for p, _ in prompts.scan()] == ["train/3", "train/8"]
@@ -320,7 +372,7 @@ def test_prompts_that_are_too_long_are_left_out_if_asked_to_and_counted(tmp_path
     )
     none = jsonl(tmp_path, {"prompt": "a" * 9})
     with pytest.raises(
-        DataError, match=r"none of its 1 prompts has at most data.max_prompt_length"
+        DataError, match=r"every prompt \(1\) has more than data.max_prompt_length = 8"
     ):
         load_prompts(none, settings(**keys), plain)
 
@@ -329,6 +381,9 @@ def test_a_token_that_the_model_does_not_have_is_one_line(tmp_path, plain):
     [one] = resolved("data.sets", [DataSet(path=jsonl(tmp_path, {"prompt": "az"}))], settings())
     with pytest.raises(DataError, match=r"line 1: the tokenizer's token 28 is outside .* of 20$"):
         load_set(PromptSet(one, settings(), plain, vocabulary=20))
+    with pytest.raises(DataError, match="token 28 is outside"):
+        load_set(PromptSet(one, settings(), plain, vocabulary=28))
+    load_set(PromptSet(one, settings(), plain, vocabulary=29))
 
 
 def test_columns_that_json_cannot_carry_are_left_out_unless_they_are_needed(tmp_path, plain):

@@ -1,7 +1,9 @@
 """Prompts of several sets in their order: ahead of time, again after a restart, without those that
 are too long."""
 
+import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import Data
+from lightrl.config.schema import Data
 from lightrl.data.draws import AHEAD, Draws
 from lightrl.data.prompts import PromptSet
 from lightrl.errors import DataError
@@ -49,7 +51,10 @@ def open_draws(plain) -> Iterator[Any]:
 
 
 def drawn(draws: Draws, *counts: int) -> list[tuple[int, str]]:
-    return [(epoch, p.id) for count in counts for epoch, p in draws.draw(count)]
+    async def draw() -> list[tuple[int, str]]:
+        return [(epoch, p.id) for count in counts for epoch, p in await draws.draw(count)]
+
+    return asyncio.run(draw())
 
 
 @pytest.fixture
@@ -92,6 +97,16 @@ def test_it_does_not_matter_how_many_are_drawn_at_once_but_the_seed_does(open_dr
     assert drawn(open_draws(mixed), 50) != drawn(open_draws(mixed, seed=4), 50)
 
 
+def test_sets_of_one_size_have_orders_of_their_own(open_draws, tmp_path):
+    paths = [write(tmp_path, "sums", 30), write(tmp_path, "words", 30)]
+    data = Data.model_validate({"sets": [{"path": path} for path in paths]})
+    first, second = (
+        [p.partition("/")[2] for _, p in drawn(open_draws(data), 60) if p.startswith(name)]
+        for name in ("sums", "words")
+    )
+    assert first[:20] != second[:20]
+
+
 def test_the_first_set_is_drawn_as_if_it_were_alone(open_draws, mixed):
     alone = Data(path=mixed.sets[0].path)
     of_first = [p for p in drawn(open_draws(mixed), 60) if p[1].startswith("sums/")]
@@ -110,7 +125,7 @@ def test_it_goes_on_from_a_count_and_knows_what_was_drawn_before(
     assert drawn(later, 100) == whole[num_drawn:]
     other = open_draws(data, num_drawn)
     for _, prompt in whole[max(0, num_drawn - 100) : num_drawn]:
-        found = other.get(prompt)
+        found = asyncio.run(other.get(prompt))
         assert found.id == prompt
         assert found.row["name"] == prompt.partition("/")[0]
 
@@ -129,20 +144,21 @@ def test_prompts_that_are_too_long_are_never_drawn_and_the_others_once_an_epoch(
 def test_where_all_are_too_long_that_is_said(open_draws, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "abcdef"}) + "\n")
     data = Data(path=str(tmp_path / "long.jsonl"), max_prompt_length=3, too_long="drop")
-    with pytest.raises(DataError, match="none of its 1 prompts"):
-        open_draws(data).draw(1)
+    with pytest.raises(DataError, match=r"every prompt \(1\) has more"):
+        drawn(open_draws(data), 1)
 
 
 def test_a_row_that_is_wrong_is_said_when_it_is_drawn(open_draws, tmp_path):
     path = jsonl(tmp_path, {"prompt": "ab"}, {"prompt": 5})
     with pytest.raises(DataError, match=r"line 2: 'prompt' is int"):
-        open_draws(Data(path=path)).draw(2)
+        drawn(open_draws(Data(path=path)), 2)
 
 
 def test_the_rows_of_what_was_drawn_are_there(open_draws, mixed):
     draws = open_draws(mixed)
-    for _, prompt in draws.draw(30):
-        full = draws.get(prompt.id)
+    for _, prompt in asyncio.run(draws.draw(30)):
+        full = asyncio.run(draws.get(prompt.id))
+        assert draws.known(prompt.id) is full
         assert (full.id, full.text, full.token_ids) == (prompt.id, prompt.text, prompt.token_ids)
         assert full.row["prompt"] == full.text
 
@@ -150,4 +166,28 @@ def test_the_rows_of_what_was_drawn_are_there(open_draws, mixed):
 def test_another_process_that_asks_for_a_prompt_of_other_data_is_told(open_draws, mixed):
     draws = open_draws(mixed, 100)
     with pytest.raises(DataError, match=r"words.jsonl: has no prompt words/unknown"):
-        draws.get("words/unknown")
+        asyncio.run(draws.get("words/unknown"))
+
+
+def test_an_event_loop_goes_on_while_prompts_are_read(open_draws, mixed):
+    """A thread that is stuck in a file holds up the draw that needs it, and nobody else."""
+    *before, first, second, third = (name for _, name in drawn(open_draws(mixed), 43))
+    draws = open_draws(mixed, 40, starts=False)
+    is_read = threading.Event()
+    draws._thread.submit(is_read.wait, 60.0)
+    draws.start()
+
+    async def scenario() -> list[str]:
+        waiting = [
+            asyncio.ensure_future(draws.draw(3)),
+            asyncio.ensure_future(draws.get(before[-5])),
+        ]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        is_read.set()
+        prompts, one = await asyncio.gather(*waiting)
+        return [*(p.id for _, p in prompts), one.id]
+
+    assert asyncio.run(scenario()) == [first, second, third, before[-5]]
+    assert draws.waited_s > 0

@@ -164,8 +164,9 @@ def test_loading_a_tokenizer_and_prompts_loads_no_more_than_it_takes(request, mo
     folder = request.getfixturevalue(model)
     path = jsonl(tmp_path, {"prompt": USER if model == "chat_model" else "hi"})
     program = (
-        "import sys; from lightrl import config, model_files; from lightrl.data import prompts; "
-        f"settings = config.Data(path={path!r}); "
+        "import sys; from lightrl import model_files; from lightrl.config import schema; "
+        "from lightrl.data import prompts; "
+        f"settings = schema.Data(path={path!r}); "
         f"tokenizer = model_files.load_tokenizer({folder!r}); "
         "prompts.load_prompts(prompts.PromptSet(settings.all_sets[0], settings, tokenizer)); "
         "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"

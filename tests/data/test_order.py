@@ -71,4 +71,9 @@ def test_the_set_of_a_draw_depends_on_its_number_and_the_seed():
     assert [int(order.of(n, 1)[0]) for n in range(500)] == sets.tolist()
     assert order.counts(321) == np.bincount(sets[:321], minlength=3).tolist()
     assert order.counts(0) == [0, 0, 0]
+    part = 1 << 20  # is counted at once
+    before = np.array(order.counts(part))
+    for more in (1, 2, 3, 5, 8):
+        after = np.bincount(order.of(part, more), minlength=3)
+        assert order.counts(part + more) == (before + after).tolist()
     assert SetOrder((2.0, 1.0, 1.0), seed=6).of(0, 500).tolist() != sets.tolist()

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from lightrl.config_data import DataSet
+from lightrl.config.data import DataSet
+from lightrl.config.evaluation import EvalSet
+from lightrl.data.layouts import content_key, id_key
 from lightrl.data.sources import _not_loaded, count_rows, open_rows, require_there
 from lightrl.errors import DataError
+from lightrl.system.open_files import num_open
 from tests.data.conftest import USER, load_prompts, settings
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -47,8 +50,29 @@ def test_a_folder_is_all_its_files_in_order_of_their_names(tmp_path):
     write(tmp_path / "b.jsonl", "3")
     write(tmp_path / "a.parquet", "1", "2")
     write(tmp_path / ".cache" / "x.jsonl", "no")
+    write(tmp_path / "_old" / "x.jsonl", "no")
     (tmp_path / "notes.txt").touch()
     assert rows_of(tmp_path) == ["1", "2", "3"]
+
+
+def test_what_is_evaluated_on_is_never_the_split_to_train_on_by_default(tmp_path):
+    def evaluated(path: object, **keys: str) -> list[str]:
+        one = EvalSet(path=str(path), prompt_key="prompt", **keys)
+        require_there(one)
+        return [row["prompt"] for row in open_rows(one).scan()]
+
+    write(tmp_path / "data" / "train.jsonl", "1")
+    write(tmp_path / "only" / "train.jsonl", "1")
+    write(tmp_path / "data" / "test.jsonl", "2")
+    line = f"{tmp_path / 'data'}: has the splits test, train: set split to the one to evaluate on"
+    with pytest.raises(DataError) as caught:
+        evaluated(tmp_path / "data")
+    assert str(caught.value) == line
+    assert evaluated(tmp_path / "data", split="test") == ["2"]
+    assert evaluated(tmp_path / "only") == ["1"]
+    with pytest.raises(DataError, match=r"^org/name: names no split: set split to the one to eval"):
+        require_there(EvalSet(path="org/name", prompt_key="prompt"))
+    require_there(EvalSet(path="org/name:test", prompt_key="prompt"))
 
 
 def test_names_of_files_say_of_which_split_they_are(tmp_path):
@@ -57,7 +81,7 @@ def test_names_of_files_say_of_which_split_they_are(tmp_path):
     write(tmp_path / "test" / "0.jsonl", "3")
     assert rows_of(tmp_path) == rows_of(tmp_path, split="train") == ["1", "2"]
     assert rows_of(tmp_path, split="test") == ["3"]
-    assert "no split 'dev'; there are test, train" in refusal(tmp_path, split="dev")
+    assert "no split 'dev'; available: test, train" in refusal(tmp_path, split="dev")
     write(tmp_path / "more.jsonl", "4")  # of which?
     assert "more.jsonl lies beside files of a split (test, train)" in refusal(tmp_path)
     assert rows_of(tmp_path, split="train") == ["1", "2"]
@@ -67,8 +91,8 @@ def test_a_subset_is_a_subfolder_and_one_that_is_missing_is_named_with_those_the
     write(tmp_path / "main" / "train.jsonl", "1")
     write(tmp_path / "socratic" / "train.jsonl", "2")
     assert rows_of(tmp_path, subset="socratic") == ["2"]
-    assert refusal(tmp_path, subset="mian").endswith("no subset 'mian'; there are main, socratic")
-    assert "is a file; subset = 'main' is of folders" in refusal(
+    assert refusal(tmp_path, subset="mian").endswith("no subset 'mian'; available: main, socratic")
+    assert "is a file; subset = 'main' works only for folders" in refusal(
         tmp_path / "main" / "train.jsonl", subset="main"
     )
 
@@ -82,7 +106,7 @@ def test_what_save_to_disk_writes_is_read_with_its_splits(tmp_path):
     both.save_to_disk(tmp_path / "both")
     assert rows_of(tmp_path / "one") == rows_of(tmp_path / "both") == ["1", "2"]
     assert rows_of(tmp_path / "both", split="test") == ["2"]
-    assert "no split 'dev'; there are test, train" in refusal(tmp_path / "both", split="dev")
+    assert "no split 'dev'; available: test, train" in refusal(tmp_path / "both", split="dev")
     (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"cut")
     assert "not a readable Arrow file" in refusal(tmp_path / "one")
 
@@ -125,6 +149,20 @@ def test_both_kinds_of_files_give_the_same_ids(tmp_path, chat, kind):
 ID_OF_USER = "338773c8e585959b"
 
 
+def test_arrow_tells_rows_apart_as_jsonl_does():
+    from lightrl.data import arrow
+
+    ids, texts = [7, -1, 0, 1 << 40, 7], ["a", "bé", "", "a", "c"]
+    table = pyarrow.table({"id": ids, "prompt": texts})
+    keys = arrow.keys_of(lambda: table.to_batches(max_chunksize=2), "prompt")
+    assert keys.ids.tolist() == [id_key(str(i)) for i in ids]
+    assert keys.contents().tolist() == [content_key(text) for text in texts]
+    one, other = ([{"content": a}, {"content": b}] for a, b in ((None, "x"), ("x", None)))
+    chats = pyarrow.table({"prompt": [one, other, one]})
+    first, second, third = arrow.keys_of(chats.to_batches, "prompt").contents()
+    assert first == third != second
+
+
 # The hub, from a cache of this machine
 
 
@@ -162,9 +200,9 @@ def test_a_hub_id_is_read_with_its_subset_and_split(cached, plain):
 
 
 def test_a_subset_of_a_hub_id_that_is_missing_is_named_with_those_there_are(cached, plain):
-    with pytest.raises(DataError, match=r"^org/sums: no subset 'mian'; there are main, more$"):
+    with pytest.raises(DataError, match=r"^org/sums: no subset 'mian'; available: main, more$"):
         load_prompts(cached, settings(), plain, subset="mian")
-    with pytest.raises(DataError, match=r"^org/sums: no split 'dev'; there are train$"):
+    with pytest.raises(DataError, match=r"^org/sums: no split 'dev'; available: train$"):
         load_prompts(cached, settings(), plain, subset="main", split="dev")
 
 
@@ -184,3 +222,20 @@ def test_a_subset_of_a_hub_id_that_is_missing_is_named_with_those_there_are(cach
 )
 def test_what_the_library_says_becomes_one_line(said, line):
     assert str(_not_loaded("org/sums", "", "train", ValueError(said))) == line
+
+
+def test_many_parquet_files_take_two_descriptors_and_any_row_is_read(tmp_path):
+    num = 40
+    for k in range(num):
+        write(tmp_path / f"{k:03}.parquet", *(f"{k}.{i}" for i in range(5)))
+    before = num_open()
+    assert before is not None
+    rows = open_rows(DataSet(path=str(tmp_path), prompt_key="prompt"))
+    rows.keys()
+    rows.get_ready()
+    assert num_open() == before + 2
+    for index in (199, 0, 77, 199):
+        expected = f"{index // 5}.{index % 5}"
+        assert rows.read(index)["prompt"] == rows.read_prompt(index)["prompt"] == expected
+    del rows
+    assert num_open() == before

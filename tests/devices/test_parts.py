@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import Config
+from lightrl.config.run_file import parse_config
+from lightrl.config.schema import Config
 from lightrl.core_settings import settings_of
 from lightrl.devices import plan
 from lightrl.devices.assign import NO_GPUS, Assignment, Wanted, assign
 from lightrl.devices.plan import part_with, shared_with
-from lightrl.run_file import parse_config
 from tests.devices.test_assign import gpus
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"

@@ -26,15 +26,9 @@ from lightrl.engine.base import (
 )
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.start import start_engine
-from lightrl.messages import (
-    Abort,
-    Canary,
-    Generate,
-    Load,
-    ResponseRequest,
-    Sampling,
-    TokenChunk,
-)
+from lightrl.messages.load import Load
+from lightrl.messages.responses import Abort, Generate, ResponseRequest, Sampling, TokenChunk
+from lightrl.messages.weights import Canary
 from lightrl.system.child import ChildDied
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import write_tensors

@@ -22,7 +22,8 @@ from lightrl.engine.base import (
 )
 from lightrl.engine.group_answers import common_sums, require_joined
 from lightrl.errors import WeightsError
-from lightrl.messages import Abort, Canary, Sampling
+from lightrl.messages.responses import Abort, Sampling
+from lightrl.messages.weights import Canary
 from lightrl.system.addresses import join_address
 from lightrl.weights.broadcast.rendezvous import Membership, Unreachable
 from lightrl.weights.version.manifest import VersionFile

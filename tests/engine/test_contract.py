@@ -9,7 +9,8 @@ import torch
 
 from lightrl.emulation import logprobs
 from lightrl.engine.base import EngineFailed, EngineLoaded
-from lightrl.messages import Canary, Sampling
+from lightrl.messages.responses import Sampling
+from lightrl.messages.weights import Canary
 from lightrl.weights.canary import arbitrary_text
 from lightrl.wire import pack_f32, pack_i32
 from tests.engine.conftest import MAX_LENGTH, VOCABULARY

@@ -7,7 +7,7 @@ import pytest
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.errors import EngineError
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 
 PROMPTS = [[2 + (7 * i + 3 * j) % 30 for j in range(3 + 2 * i)] for i in range(5)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.messages import Sampling
-from lightrl.run_file import parse_config
+from lightrl.config.run_file import parse_config
+from lightrl.messages.responses import Sampling
 from lightrl.trainer.protocol import (
     Accumulate,
     FinishStep,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.engine.start import resolve_engine
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 
 PARENT = """
 import asyncio, sys

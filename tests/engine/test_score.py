@@ -19,7 +19,7 @@ import torch
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.process import build_engine
 from lightrl.errors import EngineError
-from lightrl.messages import ResponseRequest, Sampling
+from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.weights.canary import arbitrary_text
 from tests.support.warm import CHILD_CODE, Origin, forking
 

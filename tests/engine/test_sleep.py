@@ -18,7 +18,7 @@ from lightrl.engine.base import (
     Sleep,
     Wake,
 )
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 from lightrl.system.child import ChildDied
 from lightrl.weights.version.tensors import write_tensors
 from tests.engine.conftest import CONFIG

@@ -14,7 +14,7 @@ import torch
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.process import build_engine
 from lightrl.history.gate import Gate
-from lightrl.messages import PromptHistory, Sampling
+from lightrl.messages.responses import PromptHistory, Sampling
 from lightrl.wire import pack_i32
 
 KINDS = ["torch"]

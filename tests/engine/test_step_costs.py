@@ -7,7 +7,7 @@ from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.engine.step_costs import measure
 from lightrl.errors import EngineError
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 
 GREEDY = Sampling(0.0)
 

@@ -10,7 +10,7 @@ import pytest
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.stop_strings import StoppingEngine, StopStrings, with_stop_strings
 from lightrl.errors import EngineUnusable
-from lightrl.messages import Generate, PromptHistory, Sampling
+from lightrl.messages.responses import Generate, PromptHistory, Sampling
 from lightrl.wire import pack_i32
 from tests.engine.conftest import VOCABULARY, EngineClient, TinyModel, request_of
 

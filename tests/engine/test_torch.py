@@ -14,7 +14,7 @@ from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.torch import TorchEngine
 from lightrl.errors import EngineError, WeightsError
 from lightrl.history.gate import Gate
-from lightrl.messages import PromptHistory, Sampling
+from lightrl.messages.responses import PromptHistory, Sampling
 from lightrl.weights.version.layout import plan
 from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32

@@ -22,7 +22,7 @@ import torch
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.vllm_speculation import Rows
 from lightrl.history.gate import Gate
-from lightrl.messages import PromptHistory, ResponseRequest, Sampling
+from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.wire import pack_i32
 from tests.support.warm import CHILD_CODE, Origin, forking
 

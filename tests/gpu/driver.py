@@ -17,7 +17,7 @@ from lightrl.engine import sampling as definition
 from lightrl.engine.base import EngineSpec
 from lightrl.errors import EngineError, LightRLError
 from lightrl.history.gate import Gate
-from lightrl.messages import PromptHistory, ResponseRequest, Sampling
+from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.wire import pack_i32
 
 LIMIT_S = 240.0  # for one answer of an engine's process

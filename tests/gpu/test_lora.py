@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightrl.engine.base import EngineLoaded
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 from tests.engine.conftest import (  # noqa: F401 - fixtures
     EngineClient,
     TinyModel,

@@ -13,7 +13,7 @@ import torch
 from gpu_lib.shapes import SHAPES, make_config, make_module
 
 from lightrl.engine.base import EngineSpec
-from lightrl.messages import PromptHistory, Sampling
+from lightrl.messages.responses import PromptHistory, Sampling
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32

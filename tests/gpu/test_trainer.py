@@ -92,7 +92,7 @@ def samples_of(vocabulary: int, num: int, num_tokens: int) -> list[TrainSample]:
 
 
 def config_of(model: Path, **train: Any) -> str:
-    from lightrl.run_file import parse_config
+    from lightrl.config.run_file import parse_config
 
     sections = {
         "train": {"optim": {"lr": 1e-4}, **train},

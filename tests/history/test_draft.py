@@ -10,8 +10,8 @@ from lightrl.history import draft as module
 from lightrl.history.draft import FIRST_WINDOW, MIN_WINDOW, Drafter, group_of
 from lightrl.history.gate import FIRST_STEPS
 from lightrl.history.index import LONGEST
-from lightrl.load_messages import Drafting
-from lightrl.messages import PromptHistory
+from lightrl.messages.load import Drafting
+from lightrl.messages.responses import PromptHistory
 from lightrl.wire import pack_i32
 
 PROMPT = [1, 2, 3]

@@ -6,9 +6,9 @@ import tracemalloc
 from array import array
 
 from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind, RoundState
-from lightrl.history.lengths import LengthsLog
-from lightrl.history.store import History, PastResponse, PromptAnswers, answers, key_of
-from lightrl.messages import Sampling
+from lightrl.history.lengths import WorkloadLog
+from lightrl.history.store import History, PastResponse, PromptAnswers, answers
+from lightrl.messages.responses import Sampling
 
 
 def past(num_tokens: int, epoch: int = 0, finished: bool = True) -> PastResponse:
@@ -18,9 +18,10 @@ def past(num_tokens: int, epoch: int = 0, finished: bool = True) -> PastResponse
 def closed(epoch: int, *prompts: str, kind: RoundKind = "short") -> Round:
     """Two responses for each prompt: one finished with 3 tokens and a reward, one given up after
     2."""
-    round = Round(kind, epoch, Sampling(), 1, 1, len(prompts), 2, 0.0, RoundState.CLOSED)
+    round = Round(kind, epoch, 1, len(prompts), 0.0, RoundState.CLOSED)
     for position, prompt in enumerate(prompts):
-        group = Group(f"{prompt}@{epoch}", DrawnPrompt(prompt, epoch, b""), round, position)
+        drawn = DrawnPrompt(prompt, epoch, b"")
+        group = Group(f"{prompt}@{epoch}", drawn, round, position, 1, Sampling(), 9)
         first, second = (
             Response(f"{group.id}#{k}", group, k, 0, tokens=array("i", [9] * (3 - k)))
             for k in (0, 1)
@@ -132,9 +133,9 @@ def test_evaluations_are_kept_beside_the_training_data_and_a_later_one_replaces_
         for round in (closed(0, "a"), closed(10, "a", kind="eval"))
         for group in round.groups.values()
     )
-    assert key_of(first) != key_of(last)
-    assert [p.epoch for p in history.of(key_of(first))] == [0, 0]
-    assert [p.epoch for p in history.of(key_of(last))] == [10, 10]
+    assert first.key != last.key
+    assert [p.epoch for p in history.of(first.key)] == [0, 0]
+    assert [p.epoch for p in history.of(last.key)] == [10, 10]
 
 
 def test_memory_beyond_the_tokens_is_as_said():
@@ -157,7 +158,7 @@ def test_memory_beyond_the_tokens_is_as_said():
 
 
 def test_lengths_of_every_round_are_one_line(tmp_path):
-    log = LengthsLog(tmp_path, 0, [].append)
+    log = WorkloadLog(tmp_path, 0, [].append)
     log.write(closed(0, "a", "b"))
     log.write(closed(1, "b"))
     log.close()
@@ -177,19 +178,53 @@ def test_lengths_of_every_round_are_one_line(tmp_path):
     assert (second["step"], len(second["responses"])) == (1, 2)
 
 
-def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
-    log = LengthsLog(tmp_path, 0, [].append)
-    log.write(closed(0, "a"))
-    log.write(closed(1, "b"))
+def steps_of(file):
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_a_run_that_goes_on_leaves_out_the_rounds_that_come_again(tmp_path):
+    log = WorkloadLog(tmp_path, 0, [].append)
+    for step in range(4):
+        log.write(closed(step, "a"))
     log.close()
-    # in the way of a file without the rounds that come again
-    (tmp_path / ".lengths.jsonl.draft").mkdir()
+    file = tmp_path / "lengths.jsonl"
+    with file.open("ab") as torn:
+        torn.write(b'{"step":4,"kind":"sh')
+    log = WorkloadLog(tmp_path, 4, [].append)  # nothing but the torn line goes
+    log.close()
+    assert steps_of(file) == [0, 1, 2, 3]
+    log = WorkloadLog(tmp_path, 2, [].append)
+    log.write(closed(2, "b"))
+    log.close()
+    assert steps_of(file) == [0, 1, 2]
+    WorkloadLog(tmp_path, 0, [].append).close()
+    assert file.read_bytes() == b""
+
+
+def test_of_what_a_long_run_has_written_a_resume_reads_the_end_alone(tmp_path):
+    file = tmp_path / "speeds.jsonl"
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)  # a terabyte that is on no disk
+        sparse.seek(0, 2)
+        sparse.write(b'\n{"step":6}\n{"step":7}\n')
     told: list[str] = []
-    log = LengthsLog(tmp_path, 1, told.append)
+    log = WorkloadLog(tmp_path, 7, told.append)
+    log.write_step({"step": 7, "again": True})
+    log.close()
+    assert not told
+    with file.open("rb") as written:
+        written.seek(1 << 40)
+        assert written.read() == b'\n{"step":6}\n{"step":7,"again":true}\n'
+
+
+def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
+    (tmp_path / "lengths.jsonl").mkdir()  # in the way
+    told: list[str] = []
+    log = WorkloadLog(tmp_path, 1, told.append)
     log.write(closed(1, "b"))
+    log.write(closed(2, "b"))
     log.close()
     assert told == [
-        "WARNING: lengths.jsonl: rounds from step 1 on will appear twice (Is a directory)"
+        "WARNING: lengths.jsonl: rounds from step 1 on will appear twice (Is a directory)",
+        "WARNING: lengths.jsonl: cannot write (Is a directory); skipping records until it can",
     ]
-    lines = (tmp_path / "lengths.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 1]

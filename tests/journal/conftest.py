@@ -17,7 +17,8 @@ from lightrl.core.log_entries import (
 )
 from lightrl.journal.read import LOG
 from lightrl.journal.write import JournalWriter
-from lightrl.messages import ResponseTokens, TrainGroup, TrainShard
+from lightrl.messages.responses import ResponseTokens
+from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.wire import pack_f32, pack_i32
 
 PATIENCE_S = 20.0

@@ -10,7 +10,7 @@ from lightrl.errors import ProtocolError
 from lightrl.journal import merge as merging
 from lightrl.journal.codec import LOG, PackedTokens
 from lightrl.journal.merge import merge
-from lightrl.messages import ResponseTokens
+from lightrl.messages.responses import ResponseTokens
 from tests.journal.conftest import item, tokens_of
 
 

@@ -5,13 +5,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from lightrl.config.run_file import load_config, parse_config
 from lightrl.core.log_entries import LogEntry, RoundOpened, SnapshotBegan
 from lightrl.errors import ConfigError, JournalError
 from lightrl.journal.read import LOG, newest, rewind, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.keys import read_key, write_key
 from lightrl.launch.folder import create_run_dir, rewrite_config
-from lightrl.run_file import load_config, parse_config
 from tests.journal.conftest import within
 from tests.support.power import Recorder, require_every_sync
 

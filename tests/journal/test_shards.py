@@ -11,7 +11,7 @@ import pytest
 from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, VersionPublished
 from lightrl.errors import JournalError
 from lightrl.journal.read import LOG, StepPortions, recut, segments, shards
-from lightrl.messages import TrainGroup, TrainResponse, TrainShard
+from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard
 from lightrl.wire import pack_f32, pack_i32
 from tests.journal.conftest import item, shard, small_story, write
 

@@ -18,7 +18,7 @@ from lightrl.errors import JournalError
 from lightrl.journal import disk
 from lightrl.journal.read import LOG, is_in_use, newest, read_segment, segments
 from lightrl.journal.write import JournalWriter
-from lightrl.messages import ResponseTokens
+from lightrl.messages.responses import ResponseTokens
 from lightrl.system import framing
 from tests.journal.conftest import item, within
 
@@ -246,7 +246,7 @@ sys.path.insert(0, {root!r})
 from lightrl.core.log_entries import SnapshotBegan, TokensTaken, RoundOpened
 from lightrl.journal.read import LOG
 from lightrl.journal.write import JournalWriter
-from lightrl.messages import ResponseTokens
+from lightrl.messages.responses import ResponseTokens
 from tests.journal.conftest import item
 
 async def main():

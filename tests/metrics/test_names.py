@@ -15,8 +15,9 @@ def test_names_are_said_once():
     names = [m.name for m in METRICS]
     assert len(set(names)) == len(names)
     assert described("eval/gsm8k/avg@4").name == "eval/<set>/avg@<k>"
-    assert described("eval/gsm8k/length").name == "eval/<set>/<name>"
+    assert described("eval/gsm8k/aime24/length").name == "eval/<set>/<source>/length"
     assert described("device_s/rollout-0/train").unit == "s"
+    assert described("planner/next_parallel") is not None
     assert described("loss") is None
 
 

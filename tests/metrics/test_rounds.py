@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.coordinator.journaling import noted
 from lightrl.core.backlog import PutOff
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
@@ -24,20 +25,27 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
 )
+from lightrl.errors import JournalError
 from lightrl.journal.read import LOG, segments
 from lightrl.journal.read import newest as read_newest
-from lightrl.messages import FinishReason, Sampling, Snapshot
+from lightrl.messages.responses import FinishReason, Sampling
+from lightrl.messages.snapshot import Snapshot
+from lightrl.metrics.names import METRICS
+from lightrl.metrics.note import RecordsNote
 from lightrl.metrics.round_figures import (
+    OF_ALL_FUNCTIONS,
     foresight_figures,
+    num_devices,
     rank_correlation,
     sampled_entropy,
     step_figures,
     total_tokens,
 )
-from lightrl.metrics.rounds import Records, RecordsNote
+from lightrl.metrics.rounds import Records
 from lightrl.metrics.selection_bias import Bias, kaplan_meier
 from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
+from tests.core.conftest import Driver
 from tests.support.daemons import QUICKSTART, a_run
 
 pytestmark = pytest.mark.usefixtures("warm_daemons")
@@ -50,10 +58,6 @@ SETTINGS = Settings(
     group_size=2,
     max_response_tokens=LIMIT,
     sampling=Sampling(),
-    eval_interval=0,
-    num_eval_prompts=0,
-    eval_samples=1,
-    eval_sampling=Sampling(),
     slots=8,
     vocabulary=100,
     lease_s=1.0,
@@ -73,13 +77,11 @@ def closed(
     epoch: int = 0,
 ) -> Round:
     """A round of these groups; of each accepted one the two shortest scored responses are kept."""
-    size = max(len(answers) for _, answers in groups.values())
-    round = Round(
-        kind, step, Sampling(), 2, 2, len(groups), size, 0.0, RoundState.CLOSED, closed_at=2.0
-    )
+    round = Round(kind, step, 2, len(groups), 0.0, RoundState.CLOSED, closed_at=2.0)
     for position, (prompt, (state, answers)) in enumerate(groups.items()):
         name = f"{prompt}@{epoch}"
-        group = Group(name, DrawnPrompt(prompt, epoch, b""), round, position, state=state)
+        drawn = DrawnPrompt(prompt, epoch, b"")
+        group = Group(name, drawn, round, position, 2, Sampling(), LIMIT, state=state)
         for index, (num_tokens, finish_reason, reward) in enumerate(answers):
             response = Response(
                 f"{name}#{index}",
@@ -283,8 +285,12 @@ def test_what_a_round_brings_to_its_step():
         "reward/std": 0.5,
         "reward/frac_zero_std": 0.0,
         "response_length/mean": 4.0,
+        "response_length/min": 2.0,
         "response_length/max": 6.0,
+        "response_length/terminated_mean": 2.0,
         "response_length/clip_ratio": 0.5,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
         "round/groups_trained": 1.0,
         "round/groups_dropped": 2.0,
         "round/groups_no_signal": 1.0,
@@ -300,8 +306,27 @@ def test_what_a_round_brings_to_its_step():
     assert {name: figures[name] for name in expected} == expected
 
 
+def test_lengths_of_prompts_are_those_of_the_trained_groups():
+    answers: list[Answer] = [(2, "stop", 0.25), (3, "stop", 0.75)]
+    round = closed("plain", {"a": (A, answers), "b": (A, answers), "c": (D, answers)})
+    for name, length in (("a", 2), ("b", 4), ("c", 9)):
+        round.groups[f"{name}@0"].prompt = DrawnPrompt(name, 0, bytes(4 * length))
+    figures = step_figures(round)
+    assert (figures["prompt_length/mean"], figures["prompt_length/max"]) == (3.0, 4.0)
+    assert (figures["reward/min"], figures["reward/max"]) == (0.25, 0.75)
+    assert total_tokens(round) == 2 * (2 + 4) + 2 * (2 + 3)
+
+
+def test_devices_that_ranks_and_engines_share_count_once():
+    driver = Driver()
+    driver.start("a", "b")
+    apart = num_devices(driver.core)
+    driver.core.fleet.nodes["b"].shares = "t"
+    assert num_devices(driver.core) == apart - 1
+
+
 def records() -> Records:
-    return Records("run", "/runs/run", "head", "eval", SETTINGS.num_steps, LIMIT)
+    return Records("run", "/runs/run", "head", SETTINGS.num_steps, LIMIT)
 
 
 def test_rounds_that_close_ahead_of_their_step_get_their_own_figures():
@@ -364,10 +389,10 @@ def test_nobody_waits_until_a_step_is_hashed(tmp_path):
         if is_held_up:
             assert not kept.is_hashed
             with pytest.raises(TimeoutError):  # rather than to wait, or to tell what is not known
-                kept.note(1.0, "", 0, 0)
+                kept.note(1.0, "", SETTINGS)
             goes_on.set()
         digests.append(digest_of(kept, core))
-        assert digests[-1] == from_json(kept.note(1.0, "", 0, 0), RecordsNote).digest
+        assert digests[-1] == from_json(kept.note(1.0, "", SETTINGS), RecordsNote).digest
     assert digests[0] == digests[1] != digest_of(records(), Coordinator(SETTINGS, 0.0))
 
 
@@ -383,7 +408,7 @@ def test_who_stops_waiting_for_a_digest_leaves_it_to_others():
         await asyncio.gather(waiting, return_exceptions=True)
         goes_on.set()
         await kept.hashed()
-        assert kept.note(1.0, "", 0, 0)
+        assert kept.note(1.0, "", SETTINGS)
 
     asyncio.run(scenario())
 
@@ -408,9 +433,16 @@ def test_a_run_goes_on_while_a_step_is_hashed_and_its_next_segment_begins_with_t
     asyncio.run(scenario())
     summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
     newest, facts, _ = read_newest(tmp_path / "test" / "journal", LOG)
-    [noted] = [fact.data for fact in facts if isinstance(fact, ShellNote)]
+    [note] = [fact.data for fact in facts if isinstance(fact, ShellNote)]
     assert newest.step == 2
-    assert from_json(noted, RecordsNote).digest == summary["responses_digest"]
+    assert from_json(note, RecordsNote).digest == summary["responses_digest"]
+
+
+def test_a_journal_of_another_version_is_refused_in_words():
+    """As they were before evaluations had several sets."""
+    note = {"digest": "", "evals": [[0, 0.29]], "rl_wall_s": 0.0, "elapsed_s": 1.0, "data": ""}
+    with pytest.raises(JournalError, match=r"^the journal is of another version of LightRL: go on"):
+        noted([ShellNote(json.dumps(note).encode())])
 
 
 def test_figures_of_reward_functions_are_of_the_trained_responses():
@@ -423,6 +455,43 @@ def test_figures_of_reward_functions_are_of_the_trained_responses():
     kept.scored(group.responses[0], {"digits": 99.0}, "", 0.1)  # too late
     kept.close_round(SHORT, core, {})
     assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), core)["reward/digits"] == 2.0
+
+
+def test_a_figure_of_a_function_never_takes_the_place_of_one_that_is_always_there():
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    SHORT.state = RoundState.RUNNING
+    plain = dict.fromkeys(OF_ALL_FUNCTIONS, 77.0)
+    kept.scored(SHORT.groups["a@0"].responses[0], plain, "", 0.1)
+    SHORT.state = RoundState.CLOSED
+    kept.close_round(SHORT, core, {})
+    record = kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), core)
+    known = {metric.name for metric in METRICS if metric.name.startswith("reward/")}
+    assert known - {"reward/<name>"} == {f"reward/{name}" for name in OF_ALL_FUNCTIONS}
+    assert 77.0 not in [record[f"reward/{name}"] for name in OF_ALL_FUNCTIONS]
+    assert [record[f"reward/function/{name}"] for name in OF_ALL_FUNCTIONS] == [77.0] * 8
+
+
+def test_a_figure_that_some_responses_lack_is_the_mean_of_the_others():
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    SHORT.state = RoundState.RUNNING
+    kept.scored(SHORT.groups["a@0"].responses[0], {"digits": 3.0}, "", 0.1)
+    SHORT.state = RoundState.CLOSED
+    kept.close_round(SHORT, core, {})
+    assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), core)["reward/digits"] == 3.0
+
+
+def test_sampled_entropy_is_of_all_responses_and_the_epoch_a_share():
+    answers: list[Answer] = [(2, "stop", 1.0), (2, "stop", 0.0)]
+    round = closed("plain", {"a": (A, answers), "b": (D, answers)}, step=3)
+    for name, logprob in (("a@0", -1.0), ("b@0", -3.0)):
+        for response in round.groups[name].responses:
+            response.logprobs = array("f", [logprob] * 2)
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    core.backlog.num_drawn = 12
+    kept.close_round(round, core, {})
+    record = kept.close_step(CloseStep(3, 1.0, 1.0, 1.0, {}), core)
+    assert (record["entropy/sampled"], record["epoch"]) == (2.0, 1.5)
+    assert (record["policy_version"], record["step"]) == (4.0, 4.0)
 
 
 def test_figures_of_scoring_are_of_all_responses():
@@ -538,6 +607,28 @@ def test_lengths_and_sampled_entropy_by_hand():
     assert sampled_entropy([]) == 0.0
 
 
+def test_sums_over_all_steps_do_not_depend_on_how_many_records_are_read_again():
+    core, kept = Coordinator(SETTINGS, 0.0), records()
+    shown = {"reward/mean": 0.5, "response_length/mean": 3.0, "timing_s/step": 1.0}
+    drafts = {
+        "speculation/drafted": 8.0,
+        "speculation/acceptance": 0.5,
+        "speculation/forwards": 4.0,
+        "speculation/tokens_per_forward": 2.0,
+    }
+    loads = {"weights/bytes": 10.0, "weights/full_bytes": 20.0, "weights/pull_s": 3.0}
+    steps = [shown | drafts | loads, shown | loads | {"weights/pull_s": math.inf}, shown | loads]
+    for step in steps:
+        kept._show(step)
+    note = from_json(kept.note(1.0, "", SETTINGS), RecordsNote)
+    for num in range(4):
+        again = records()
+        again.recall(note, core, steps[len(steps) - num :])
+        assert again.speculation.whole() == kept.speculation.whole() != {}
+        assert again.weights.whole() == kept.weights.whole()
+    assert kept.weights.whole() == {"bytes": 30.0, "full_bytes": 60.0, "pull_s": 3.0}
+
+
 def test_tokens_of_a_run_are_counted_on_after_a_restart():
     core, kept = Coordinator(SETTINGS, 0.0), records()
     kept.close_round(SHORT, core, {})
@@ -546,7 +637,7 @@ def test_tokens_of_a_run_are_counted_on_after_a_restart():
     assert (first["num_tokens_total"], first["perf/tokens_per_gpu_s"]) == (number, number / 2.0)
     again = records()
     asyncio.run(kept.hashed())
-    note = from_json(kept.note(1.0, "", 0, 0), RecordsNote)
+    note = from_json(kept.note(1.0, "", SETTINGS), RecordsNote)
     again.recall(note, core, [first])
     again.close_round(LONG, core, {})
     second = again.close_step(CloseStep(1, 1.0, 0.5, 0.5, {}), core)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightrl.metrics.samples import FILE_NAME, SamplesLog, as_line
-from tests.core.conftest import Driver
+from tests.core.conftest import Driver, held_out
 
 
 @pytest.fixture
@@ -23,15 +23,27 @@ def test_the_first_groups_of_a_step_are_written_whole(tmp_path, responses):
     assert not any(SamplesLog(tmp_path, 0, [].append).is_wanted(r) for r in responses)
 
 
+def test_evaluations_are_written_whole(tmp_path):
+    driver = Driver(eval_sets=held_out(2), eval_interval=1)
+    driver.start("a")
+    responses = [r for r in driver.core.table.responses.values() if r.group.round.is_eval]
+    log = SamplesLog(tmp_path, 0, [].append)
+    assert responses
+    assert all(map(log.is_wanted, responses))
+
+
 def test_a_line_has_text_reward_and_versions(tmp_path, responses):
     log = SamplesLog(tmp_path, 2, [].append)
-    log.write(responses[0], "1+1=", "2 é", 1.0, {"digits": 1.0}, "")
-    log.write(responses[1], "1+1=", "", None, {}, "timeout")
+    log.write(responses[0], "1+1=", "2 é", 1.0, {"digits": 1.0}, "", {"extracted": "2"})
+    log.write(responses[1], "1+1=", "", None, {}, "timeout", {})
     log.close()
     first, second = map(json.loads, (tmp_path / FILE_NAME).read_text().splitlines())
     assert (first["prompt"], first["text"], first["reward"]) == ("1+1=", "2 é", 1.0)
     assert (first["response"], first["parts"]) == (responses[0].id, {"digits": 1.0})
+    assert (first["set"], "failure" in first) == (responses[0].group.prompt.id, False)
+    assert first["extras"] == {"extracted": "2"}
     assert "failure" not in first
+    assert "extras" not in second
     assert (second["reward"], second["failure"]) == (None, "timeout")
 
 
@@ -39,5 +51,5 @@ def test_versions_are_those_of_the_tokens(responses):
     response = responses[0]
     response.tokens.extend([5, 6, 7])
     response.starts.extend([(3, 0), (4, 2)])
-    line = as_line(response, "", "", 0.0, {}, "")
+    line = as_line(response, "", "", 0.0, {}, "", {})
     assert (line["versions"], line["tokens"]) == ([[3, 2], [4, 1]], 3)

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
+from lightrl.config.run_file import parse_config
 from lightrl.errors import ConfigError
 from lightrl.metrics import sinks
-from lightrl.run_file import parse_config
 
 CONFIG = parse_config({"model": {"path": "m"}, "data": {"path": "d"}})
 
@@ -58,9 +58,31 @@ def test_an_evaluation_takes_nothing_from_the_step_before_it(tmp_path):
 
 
 def test_a_run_without_records(tmp_path):
-    assert sinks.read(tmp_path) == []
+    assert sinks.read(tmp_path) == sinks.read_newest(tmp_path, 9) == []
     write(tmp_path)
-    assert sinks.read(tmp_path) == []
+    assert sinks.read(tmp_path) == sinks.read_newest(tmp_path, 9) == []
+
+
+def test_the_newest_steps_are_as_among_all_of_them(tmp_path):
+    steps = [(k, {"a": float(k)}) for k in range(1, 7)]
+    write(tmp_path, (0, {"eval/x": 0.1}), *steps[:4], (4, {"eval/x": 0.2}))
+    with (tmp_path / "metrics.jsonl").open("ab") as f:
+        f.write(b'{"step": 5, "a"')  # torn by a crash
+    write(tmp_path, *steps[3:5], (5, {"eval/x": 0.3}), steps[5])
+    everything = sinks.read(tmp_path)
+    assert everything[4:6] == [{"step": 4, "a": 4.0}, {"step": 5, "a": 5.0, "eval/x": 0.3}]
+    for num in range(1, 9):
+        assert sinks.read_newest(tmp_path, num) == everything[-num:]
+        assert sinks.read_newest(tmp_path, num, until=4) == everything[:5][-num:]
+
+
+def test_only_the_end_is_read_for_the_newest_steps(tmp_path):
+    write(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("wb") as sparse:
+        sparse.truncate(1 << 40)  # a terabyte that is on no disk
+        sparse.seek(0, 2)
+        sparse.write(b'\n{"step":6,"a":1.0}\n{"step":7,"a":2.0}\n{"step":7,"eval/x":0.5}\n')
+    assert sinks.read_newest(tmp_path, 1) == [{"step": 7, "a": 2.0, "eval/x": 0.5}]
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb", "mlflow"])

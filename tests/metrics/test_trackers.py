@@ -4,15 +4,19 @@ write down what they are told; and Prometheus, for real."""
 import asyncio
 import json
 import os
+import resource
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from lightrl.config.run_file import parse_config
 from lightrl.errors import ConfigError
 from lightrl.metrics import sinks
 from lightrl.metrics.prometheus import PrometheusServer, exposed
-from lightrl.run_file import parse_config
+from lightrl.metrics.remote import GETS_NO_MORE
+from lightrl.metrics.tracker import allowed_by_mlflow
+from lightrl.system import child
 
 DEADLINE_S = 60.0
 
@@ -125,11 +129,53 @@ def test_mlflow_gets_parameters_once_and_names_that_it_allows(tmp_path, book):
     assert not any(name == "log_params" for name, *_ in told[firsts[1] :])
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("reward/acc (%)", "reward/acc ___"),
+        ("reward/len>10=x", "reward/len_10_x"),
+        ("reward/größe: a-b.c", "reward/größe: a-b.c"),
+        ("reward//../x", "reward/x"),
+        ("r" * 300, "r" * 250),
+    ],
+)
+def test_figures_of_reward_functions_may_be_called_anything(name, allowed):
+    """Of the real one's rule, which refuses the whole record otherwise."""
+    assert allowed_by_mlflow(name) == allowed
+
+
 def test_a_tracker_that_refuses_costs_one_line(tmp_path, book, monkeypatch):
     monkeypatch.setenv("REFUSES", "1")
     [line] = track(tmp_path / "run", "wandb", (1, {"lr": 0.5}))
-    assert "ValueError: api key not configured; figures go on in metrics.jsonl alone" in line
+    assert f"ValueError: api key not configured; {GETS_NO_MORE}" in line
     assert sinks.read(tmp_path / "run") == [{"step": 1, "lr": 0.5}]
+
+
+async def _lacking(run: Path, told: list[str]) -> None:
+    """Strangers have all descriptors when the tracker is to start, until that is said."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def report(line: str) -> None:
+        told.append(line)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    log = sinks.MetricsLog(run, ("wandb",), settings(backends=["wandb"]), report)
+    log.write(1, {"lr": 0.5})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
+    try:
+        await log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_tracker_is_started_once_there_are_descriptors(tmp_path, book, monkeypatch):
+    monkeypatch.setattr(child, "START_AGAIN_S", 0)
+    run = tmp_path / "run"
+    run.mkdir()
+    told: list[str] = []
+    asyncio.run(_lacking(run, told))
+    assert told == ["the wandb tracker cannot be started: Too many open files; trying again"]
+    assert book()[1:] == [["log", 1, {"lr": 0.5}], ["finish"]]
 
 
 async def _hanging(run: Path, goes_on: Path) -> None:
@@ -164,6 +210,15 @@ def test_prometheus_sees_the_newest_figures():
     assert 'lightrl_eval_x_avg_4{run="run-1"} 1.0' in text
     assert "0.25" not in text
     assert exposed("perf/tokens_per_gpu_s") == "lightrl_perf_tokens_per_gpu_s"
+
+
+@pytest.mark.parametrize(
+    "address", ["9109", ":9109", "localhost", "localhost:x", "h:99999", "a b:1"]
+)
+def test_what_is_no_address_is_one_line(address):
+    with pytest.raises(ConfigError, match=r"logging.prometheus = .*: expected host:port"):
+        settings(prometheus=address)
+    assert settings(prometheus="*:9109").logging.prometheus == "*:9109"
 
 
 def test_a_port_in_use_is_one_line():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.config import Rollout
+from lightrl.config.schema import Rollout
 from lightrl.metrics.round_figures import warnings
 
 FINE = {"round/groups_trained": 4.0, "num_trained_tokens": 900.0}

@@ -1,6 +1,6 @@
 """What is recorded of versions on their way: sums of bytes, the slowest node, the worst canary."""
 
-from lightrl.messages import WeightsReady
+from lightrl.messages.weights import WeightsReady
 from lightrl.metrics import display
 from lightrl.metrics.weights import WeightsMetrics
 from tests.core.conftest import Driver

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.config.run_file import load_config
 from lightrl.coordinator.journaling import FOLDER
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import LogEntry
@@ -13,7 +14,6 @@ from lightrl.core.recovery import recover
 from lightrl.core_settings import settings_of
 from lightrl.journal.read import LOG, newest
 from lightrl.replay.log import interrupted, read_run
-from lightrl.run_file import load_config
 from tests.core.world import World
 from tests.support.cli import QUICKSTART
 from tests.support.journals import left_behind, note
@@ -24,11 +24,19 @@ MODES = {
     "tail": ("round.tail_batching=both", "round.eta=1.5"),
     "asynchronous": ("async.max_staleness=1",),
     "sampling": ("algorithm.dynamic_sampling=true", "reward.on_failure=0.0"),
+    "sets": (
+        "eval.path=",
+        'eval.sets=[{name="a", path="a.jsonl", max_response_length=3}, '
+        '{name="b", path="b.jsonl", samples=3, temperature=1}]',
+    ),
 }
 COMMON = (
     *("train.prompts_per_step=3", "rollout.group_size=2", "train.steps=9"),
     *("rollout.max_response_length=12", "eval.interval=1", "async.max_staleness=0"),
 )
+
+
+EVAL_SIZES = {"eval": 2, "a": 1, "b": 1}  # as far as a run has such a set
 
 
 def lived(world: World, num_events: int) -> list[tuple[int, list[LogEntry]]]:
@@ -38,7 +46,7 @@ def lived(world: World, num_events: int) -> list[tuple[int, list[LogEntry]]]:
         world.live(1, coordinator_lives=True)
         if not segments or world.driver.segment is not segments[-1]:
             segments.append(world.driver.segment)
-    told = note(0.0, NUM_PROMPTS, 2)
+    told = note(0.0, NUM_PROMPTS, EVAL_SIZES)
     return [(began.step, [began, told, *rest]) for began, *rest in segments]
 
 
@@ -49,11 +57,12 @@ def test_status_replay_and_resume_agree_on_where_a_killed_run_stands(
     tmp_path: Path, seed: int, mode: str, num_events: int
 ):
     config = load_config(QUICKSTART, [*COMMON, *MODES[mode]])
-    settings = settings_of(config, NUM_PROMPTS, num_eval_prompts=2, vocabulary=100)
+    settings = settings_of(config, NUM_PROMPTS, eval_sizes=EVAL_SIZES, vocabulary=100)
     given = {f.name: getattr(settings, f.name) for f in fields(settings)}
     # of broadcasts nothing is written down
     given |= {"chunk_tokens": 1, "patience_s": 1e9, "slots": 3, "broadcast": "off"}
     del given["max_response_tokens"]  # is MAX_TOKENS
+    given["max_unscored_steps"] = 0  # two responses of an evaluation may well have no score
     world = World(seed, **given)
     segments = lived(world, num_events)
     run_dir = left_behind(tmp_path / "one", *COMMON, *MODES[mode], segments=segments)

@@ -2,15 +2,16 @@
 
 import asyncio
 import math
-import sys
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from lightrl.config_reward import Reward
+from lightrl.config.reward import Reward
 from lightrl.errors import RewardError
-from lightrl.rewards.base import Columns, Sample, TrainerState, import_function, read_answer
+from lightrl.rewards.base import Columns, Sample, TrainerState, read_answer
 from lightrl.rewards.builtin import exact_match, load_function, regex_reward
 from lightrl.rewards.score import Score, score
 from lightrl.rewards.signatures import wrap
@@ -54,31 +55,91 @@ def test_a_native_function_gets_the_sample():
     assert call(lambda sample: float(sample.response.strip() == sample.answer)) == 1.0
 
 
-def test_a_file_imports_its_neighbours_and_from_where_the_run_was_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards").mkdir()
-    (tmp_path / "rewards" / "a_neighbour.py").write_text("HALF = 0.5")
-    (tmp_path / "a_project").mkdir()
-    (tmp_path / "a_project" / "grading.py").write_text("QUARTER = 0.25")
-    (tmp_path / "rewards" / "ours.py").write_text(
-        "from a_neighbour import HALF\nfrom a_project.grading import QUARTER\n"
-        "def f(sample):\n    return HALF + QUARTER\n"
-    )
-    assert call(import_function(f"{tmp_path}/rewards/ours.py:f")) == 0.75
-
-
 def test_verls_signature_is_recognised_by_its_names():
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         assert (data_source, solution_str, ground_truth, extra_info) == (
             "sums",
             " 2 ",
             "2",
-            {"index": 7},
+            {"index": 7, "num_turns": 2, "rollout_reward_scores": {}},
         )
         return {"score": 0.5, "acc": True, "pred": "2"}
 
     assert call(compute_score) == 0.5
+
+
+def test_verls_functions_get_all_of_verls_names_where_they_take_any():
+    def compute_score(data_source, solution_str, **kwargs):
+        assert sorted(kwargs) == ["extra_info", "ground_truth"]
+        return float(kwargs["ground_truth"] == solution_str.strip()) + (data_source == "sums")
+
+    def any_names(**kwargs):
+        assert set(kwargs) == {"data_source", "solution_str", "ground_truth", "extra_info"}
+        return 3
+
+    assert call(compute_score) == 2.0
+    reference = "rewards.py:my_compute_score"
+    assert asyncio.run(score([wrap(any_names, reference, COLUMNS)], [1], [SAMPLE]))[0].reward == 3
+
+
+def test_a_function_of_any_names_that_is_not_called_as_verls_are_is_trls():
+    def f(*args, **kwargs):
+        assert {"prompts", "completions", "completion_ids", "level"} <= set(kwargs)
+        return [float(len(c)) for c in kwargs["completions"]]
+
+    assert [r.reward for r in scores(f, *siblings("a", "bcd"))] == [1.0, 3.0]
+    assert call(lambda level, **kwargs: level) == 3
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        ("verl", {"data_source", "solution_str", "ground_truth", "extra_info"}),
+        ("verl_sequence", {"data_source", "solution_str", "ground_truth", "extra_info"}),
+        ("verl_batch", {"data_sources", "solution_strs", "ground_truths", "extra_infos"}),
+        ("trl", {"prompts", "completions", "completion_ids", "level"}),
+        ("verifiers", {"prompt", "completion", "answer", "info", "state"}),
+    ],
+)
+def test_whose_arguments_a_function_gets_can_be_said(form, names):
+    def compute_score(**kwargs):
+        assert names <= set(kwargs)
+        return [1.0]
+
+    wrapped = wrap(compute_score, "rewards.py:compute_score", COLUMNS, form=form)
+    [result] = asyncio.run(score([wrapped], [1.0], [SAMPLE]))
+    assert result.reward == 1.0
+
+
+def test_verls_first_versions_put_the_prompt_in_front_of_the_response():
+    def compute_score(solution_str, ground_truth):
+        return {"1+1= 2 ": 1.0}[solution_str]
+
+    wrapped = wrap(compute_score, "f", COLUMNS, form="verl_sequence")
+    assert asyncio.run(score([wrapped], [1.0], [SAMPLE]))[0].reward == 1.0
+
+
+def test_what_else_a_function_is_called_with_is_in_the_config():
+    def compute_score(solution_str, ground_truth, scale, bonus=0.0, method="flexible"):
+        return {"score": scale + bonus, "method": method}
+
+    def f(completions, scale, **kwargs):
+        return [scale + kwargs["bonus"]] * len(completions)
+
+    options = {"scale": 2.0, "bonus": 1.0, "level": 5}
+    for function in (compute_score, f, lambda sample, scale, bonus: scale + bonus):
+        wrapped = wrap(function, "f", COLUMNS, options)
+        [result] = asyncio.run(score([wrapped], [1.0], [SAMPLE]))
+        assert result.reward == 3.0
+    assert wrap(compute_score, "f", COLUMNS, options).taken == {"scale", "bonus"}
+    level = wrap(lambda completions, level: level, "f", COLUMNS, options)  # goes before a column
+    assert asyncio.run(score([level], [1.0], [SAMPLE]))[0].reward == 5.0
+
+
+def test_a_row_without_a_source_has_an_empty_one():
+    for row in ({}, {"data_source": None}):
+        sample = replace(SAMPLE, row=row)
+        assert call(lambda solution_str, data_source: float(data_source == ""), sample) == 1.0
 
 
 def test_verls_signature_without_its_optional_parts():
@@ -86,6 +147,13 @@ def test_verls_signature_without_its_optional_parts():
         return len(solution_str + ground_truth)
 
     assert call(compute_score) == 4.0
+
+
+def test_verls_function_of_a_row_without_extra_info_gets_an_empty_one():
+    def compute_score(solution_str, ground_truth, extra_info):
+        return float(extra_info.get("index", -1))
+
+    assert call(compute_score, replace(SAMPLE, row={"prompt": "1+1="})) == -1.0
 
 
 def test_trls_signature_gets_a_batch_of_one():
@@ -112,6 +180,24 @@ def test_trls_signature_gets_messages_where_the_prompt_is_messages():
     assert result.reward == 0.5
 
 
+def test_trls_functions_get_a_conversation_where_plain_text_becomes_one():
+    columns = replace(COLUMNS, as_chat=True, system_prompt="be brief")
+
+    def f(prompts, completions):
+        assert [m["role"] for m in prompts[0]] == ["system", "user"]
+        return [float(len(c[0]["content"])) for c in completions]
+
+    assert [r.reward for r in scores(f, *siblings("a", "bcd"), columns=columns)] == [1.0, 3.0]
+    question = replace(SAMPLE, row={"question": "how many?"})
+
+    def g(prompts, completions):
+        assert prompts == [[{"role": "user", "content": "how many?"}]]
+        return [1.0]
+
+    [result] = scores(g, question, columns=Columns(frozenset({"question"}), as_chat=True))
+    assert result.reward == 1.0
+
+
 def test_an_asynchronous_function_is_awaited():
     async def reward(sample):
         await asyncio.sleep(0)
@@ -122,6 +208,7 @@ def test_an_asynchronous_function_is_awaited():
             return 3
 
     assert wrap(reward, "f").is_async
+    assert wrap(partial(Judge().__call__), "f").is_async
     assert wrap(Judge(), "f").is_async
     assert call(reward) == 2.0
     assert call(Judge()) == 3.0
@@ -146,6 +233,44 @@ def test_trls_functions_get_the_whole_group_and_trls_extras():
     assert [r.reward for r in results] == [0.0, 0.5, 0.0]
     assert [r.metrics for r in results] == [{"compared": 3.0}] * 3
     assert [r.extras for r in results] == [{"text": "A"}, {"text": "BCD"}, {"text": "EF"}]
+
+
+def test_what_is_logged_several_times_in_a_call_is_its_mean():
+    def f(completions, log_metric):
+        for text in completions:
+            log_metric("length", len(text))
+        return [0.0] * len(completions)
+
+    assert [r.metrics for r in scores(f, *siblings("a", "bcd"))] == [{"length": 2.0}] * 2
+
+
+def test_trls_functions_get_the_tokens_of_each_completion_under_both_names():
+    samples = [replace(SAMPLE, response_ids=[k] * k) for k in (1, 2)]
+
+    def f(completion_ids, completions_ids):
+        assert completion_ids == completions_ids == [[1], [2, 2]]
+        return list(map(len, completion_ids))
+
+    assert [r.reward for r in scores(f, *samples)] == [1.0, 2.0]
+
+
+def test_asynchronous_functions_overlap_in_a_group_and_with_each_other():
+    met = asyncio.Barrier(4)  # two functions, two samples: nobody gets past it alone
+
+    async def first(sample):
+        await met.wait()
+        return 1.0
+
+    async def second(sample):
+        await met.wait()
+        return 2.0
+
+    async def both() -> list[Score]:
+        functions = [wrap(f, f.__name__) for f in (first, second)]
+        async with asyncio.timeout(60):
+            return await score(functions, [1.0, 1.0], siblings("a", "b"))
+
+    assert [r.reward for r in asyncio.run(both())] == [3.0, 3.0]
 
 
 def test_what_a_function_fails_for_in_a_list_costs_the_others_nothing():
@@ -187,14 +312,20 @@ def test_an_exception_is_no_score_for_the_responses_of_its_call_alone():
 
 def test_of_several_functions_one_that_fails_leaves_no_sum():
     functions = [wrap(lambda sample: 1.0, "a"), wrap(lambda sample: 1 / 0, "b")]
-    [result] = asyncio.run(score(functions, [1.0, 1.0], [SAMPLE]))
+    functions.append(wrap(lambda sample: {}["x"], "c"))  # the first reason is told
+    [result] = asyncio.run(score(functions, [1.0, 1.0, 1.0], [SAMPLE]))
     assert (result.reward, result.failure) == (None, "ZeroDivisionError: division by zero")
 
 
-def test_verls_batch_form_gets_lists():
+def test_verls_batch_form_gets_columns_of_a_batch_as_arrays_and_what_is_made_of_it_as_lists():
     def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
-        assert (data_sources, ground_truths) == (["sums", "sums"], ["2", "2"])
-        assert extra_infos == [{"index": 7}, {"index": 7}]
+        assert (data_sources == "sums").tolist() == [True, True]
+        assert extra_infos.shape == (2,)
+        assert extra_infos[data_sources == "sums"][1]["index"] == 7
+        extra_infos[0]["mine"] = 1  # is not the others'
+        assert extra_infos[1] == {"index": 7, "num_turns": 2, "rollout_reward_scores": {}}
+        assert isinstance(solution_strs, list)
+        assert ground_truths == ["2", "2"]
         return [{"score": float(s == g)} for s, g in zip(solution_strs, ground_truths, strict=True)]
 
     assert wrap(compute_score, "f").takes_list
@@ -210,7 +341,13 @@ def test_rubric_functions_get_messages_and_what_else_they_name():
     def correct(prompt, completion, answer, info, state, level):
         assert prompt[-1]["content"] == prompt[-1].content == "1+1="
         assert (info, level, state["answer"]) == ({}, 3, "2")
+        assert not state["is_truncated"]
         return float(answer in completion[-1]["content"])
+
+    def is_cut(completion, state):
+        return float(state["is_truncated"])
+
+    assert call(is_cut, replace(SAMPLE, finish_reason="length")) == 1.0
 
     def diversity(completions, answers) -> list[float]:
         texts = [completion[-1]["content"] for completion in completions]
@@ -270,7 +407,7 @@ def test_regex(pattern, response, reward):
 
 @pytest.mark.parametrize(
     "function",
-    [lambda: 0, lambda text: 0, lambda sample, other: 0, lambda *args: 0, lambda **kwargs: 0],
+    [lambda: 0, lambda text: 0, lambda sample, other: 0, lambda *args: 0],
 )
 def test_an_unknown_signature_is_refused_with_those_that_are_known(function):
     with pytest.raises(
@@ -280,20 +417,32 @@ def test_an_unknown_signature_is_refused_with_those_that_are_known(function):
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward", "metrics"),
+    ("answer", "reward", "figures", "texts"),
     [
-        (1, 1.0, {}),
-        (True, 1.0, {}),
-        (None, None, {}),
-        ([0.5], 0.5, {}),
-        ({"reward": 1, "steps": 4, "note": "good"}, 1.0, {"steps": 4.0}),
-        ({"score": 0, "acc": False}, 0.0, {"acc": 0.0}),
-        ({"reward": 1, "score": 7}, 1.0, {"score": 7.0}),
-        ({"reward": None, "acc": math.nan}, None, {}),
+        (1, 1.0, {}, {}),
+        (True, 1.0, {}, {}),
+        (None, None, {}, {}),
+        ([0.5], 0.5, {}, {}),
+        ({"reward": 1, "steps": 4, "note": "good"}, 1.0, {"steps": 4.0}, {"note": "good"}),
+        ({"score": 0, "acc": False}, 0.0, {"acc": 0.0}, {}),
+        ({"reward": 1, "score": 7}, 7.0, {"reward": 1.0}, {}),
+        ({"reward": None, "acc": math.inf}, None, {}, {"acc": math.inf}),
+        (MappingProxyType({"score": 1, "pred": None}), 1.0, {}, {"pred": None}),
     ],
 )
-def test_answers_that_are_scores(answer, reward, metrics):
-    assert read_answer(answer) == (reward, metrics)
+def test_answers_that_are_scores(answer, reward, figures, texts):
+    assert read_answer(answer) == (reward, figures, texts)
+
+
+def test_texts_that_a_function_returns_are_kept_beside_the_score():
+    def graded(sample):
+        return {"score": 1, "pred": "x" * 1000, "steps": [1, 2], "acc": True}
+
+    [alone] = scores(graded, SAMPLE)
+    assert (alone.metrics, alone.extras) == ({"acc": 1.0}, {"pred": "x" * 200, "steps": "[1, 2]"})
+    both = [wrap(graded, "f"), wrap(lambda sample: 1, "rewards.py:g")]
+    [of_two] = asyncio.run(score(both, [1.0, 1.0], [SAMPLE]))
+    assert of_two.extras["graded/steps"] == "[1, 2]"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
+from lightrl.config.run_file import parse_config
 from lightrl.errors import ConfigError
 from lightrl.rewards.builtin import load_function
-from lightrl.run_file import parse_config
 from tests.rewards.test_sandbox import pytestmark  # noqa: F401 - where no sandbox can be had
 
 BASE = {"model": {"path": "m"}, "data": {"path": "d"}}

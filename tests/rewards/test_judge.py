@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from lightrl.errors import RewardError
-from lightrl.rewards.judge import LONGEST_WAIT_S, JudgeReward, pause_s, score_of
+from lightrl.rewards.judge import LONGEST_WAIT_S, JudgeReward, _Refused, pause_s, score_of
+from lightrl.rewards.score import score
+from lightrl.rewards.signatures import wrap
 from tests.rewards.test_code import sample
 
 Reply = tuple[int, Any] | None  # status and JSON; None: the connection is cut
@@ -70,6 +73,8 @@ async def judged(reply: Callable[[int], Reply], retries: int = 1) -> float | Non
         ("I would say **Score**: 1", 1.0),
         ("score: 0\nno, Score: 7/10", 0.7),
         ("0.25", 0.25),
+        ("Score: .5", 0.5),
+        ("-.5", -0.5),
         ("Score: -1", -1.0),
         ("No idea.", None),
         ("There are 3 errors in it.", None),
@@ -88,11 +93,17 @@ def test_pauses_double_up_to_a_limit() -> None:
 
 async def _asks() -> None:
     async with serving(lambda _: says("Score: 1")) as endpoint:
-        judge = JudgeReward(endpoint.url, "m", "Q {prompt} A {response} R {answer}", key="secret")
+        judge = JudgeReward(
+            endpoint.url,
+            "m",
+            "Q {prompt} A {response} R {answer}",
+            key="secret",
+            options={"max_tokens": 5},
+        )
         assert await judge(sample("{answer}", "4")) == 1.0
         [request] = endpoint.requests
         assert request["messages"] == [{"role": "user", "content": "Q prompt A {answer} R 4"}]
-        assert (request["model"], request["temperature"]) == ("m", 0.0)
+        assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.0, 5)
         assert "Authorization: Bearer secret" in endpoint.headers[0]
 
 
@@ -103,6 +114,14 @@ def test_the_prompt_is_filled_and_the_key_is_sent() -> None:
 def test_overload_and_cut_connections_are_tried_again() -> None:
     replies = [(429, {"error": "slow down"}), None, says("Score: 1")]
     assert asyncio.run(judged(lambda k: replies[k], retries=2)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "wait_s"), [("7", 7.0), ("999", LONGEST_WAIT_S), ("tomorrow", 0.0), ("", 0.0)]
+)
+def test_an_endpoint_may_ask_for_a_longer_pause(asked: str, wait_s: float) -> None:
+    refused = _Refused(httpx.Response(429, headers={"retry-after": asked} if asked else {}))
+    assert (refused.wait_s, refused.passes) == (wait_s, True)
 
 
 def test_after_the_last_try_there_is_no_score_but_a_reason() -> None:
@@ -118,8 +137,9 @@ def test_a_refusal_is_not_tried_again() -> None:
 async def _many() -> None:
     async with serving(lambda _: says("Score: 1")) as endpoint:
         judge = JudgeReward(endpoint.url, "m", concurrency=3)
-        scores = await asyncio.gather(*(judge(sample("4", "4")) for _ in range(20)))
-        assert scores == [1.0] * 20
+        samples = [sample("4", "4")] * 20
+        scores = await score([wrap(judge, "judge")], [1.0], samples)
+        assert [s.reward for s in scores] == [1.0] * 20
         assert 1 <= endpoint.most_at_once <= 3
 
 

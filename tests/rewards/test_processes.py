@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import config
 from lightrl.cli import main
+from lightrl.config import schema
 from lightrl.errors import RewardError
 from lightrl.rewards.environment import inherited
 from lightrl.rewards.runner import RewardPool
@@ -47,14 +47,14 @@ def reward(sample):
 DAEMON = """
 import asyncio, sys
 from pathlib import Path
-from lightrl import config
+from lightrl.config import schema
 from lightrl.rewards.jobs import RewardJob
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.worker import RewardSet
 from array import array
 
 async def main(folder, model_files):
-    settings = config.Reward(functions=(f"{folder}/rewards.py:reward",))
+    settings = schema.Reward(functions=(f"{folder}/rewards.py:reward",))
     show = lambda result: print(result, flush=True)
     alike = RewardSet(settings.functions, (1.0,), "prompt", "answer", (), True)
     pool = RewardPool(settings, [alike], model_files, folder, show, print)
@@ -159,7 +159,7 @@ def test_a_worker_dies_with_its_reaper_and_is_replaced(model_files, tmp_path):
         "    return {'reward': 1.0, 'parent': os.getppid(), 'worker': os.getpid()}\n"
     )
     (tmp_path / "rewards.py").write_text(source)
-    settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
+    settings = schema.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
     results: asyncio.Queue = asyncio.Queue()
 
     async def scenario() -> None:

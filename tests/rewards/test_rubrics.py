@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from lightrl import config
-from lightrl.config_reward import Reward
+from lightrl.config import schema
+from lightrl.config.reward import Reward
+from lightrl.config.run_file import parse_config
 from lightrl.errors import DataError, RewardError
 from lightrl.rewards.base import Columns, RewardFunction, Sample
 from lightrl.rewards.rubrics import load_rubric, rows_file
 from lightrl.rewards.score import Score, score
-from lightrl.run_file import parse_config
 
 STAND_IN = """
 import importlib
@@ -182,7 +182,7 @@ def test_its_rows_are_read_in_a_process_of_their_own(environments, tmp_path):
 def test_an_environment_brings_its_data_unless_the_config_has_some():
     def path(**sections: Any) -> str:
         tree = {"model": {"path": "m"}, "reward": {"functions": "verifiers:my-sums"}, **sections}
-        parsed: config.Config = parse_config(tree)
+        parsed: schema.Config = parse_config(tree)
         return parsed.data.path
 
     assert path() == "verifiers:my-sums"

@@ -3,10 +3,12 @@
 import asyncio
 import resource
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lightrl import config
+from lightrl.config import schema
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
 from lightrl.rewards.jobs import RewardResult
@@ -61,6 +63,7 @@ def test_one_worker_survives_every_kind_of_answer_and_exception(model_files, tmp
     ]
     assert [r.reward for r in results.values()] == [1.0, None, None, None, 0.5, 1.0, 0.0]
     assert results["dict"].metrics == {"length": 4.0}
+    assert results["dict"].extras == {"note": "text"}
     assert {r.text for r in results.values()} == {"abc"}
     log = (tmp_path / "reward-0.log").read_text()
     assert "seen by the log" in log
@@ -83,6 +86,26 @@ def test_waiting_behind_others_does_not_count_against_the_limit(model_files, tmp
     results = run_jobs(MISBEHAVE, jobs, model_files, tmp_path, timeout_s=1.0)
     assert Counter(r.failure for r in results.values()) == {"": 10}
     assert sum(r.duration_s for r in results.values()) > 1.0
+
+
+def test_waiting_for_a_turn_does_not_count_against_the_limit(model_files, tmp_path):
+    """A judge that takes so many calls at once, say."""
+    source = """
+import asyncio
+
+class Judge:
+    turns = asyncio.Semaphore(2)
+
+    async def __call__(self, sample):
+        await asyncio.sleep(0.2)
+        return 1.0
+
+reward = Judge()
+"""
+    jobs = [job(f"{i}") for i in range(24)]
+    results = run_jobs(source, jobs, model_files, tmp_path, timeout_s=1.5)
+    assert Counter(r.failure for r in results.values()) == {"": 24}
+    assert max(r.duration_s for r in results.values()) < 1.5
 
 
 def test_two_workers_score_each_job_once_whatever_the_order(model_files, tmp_path):
@@ -133,6 +156,44 @@ def reward(completions, trainer_state, log_metric, log_extra, level, **kwargs):
     assert [(r.text, r.attempt) for r in results.values()] == [("abc", 0), ("b", 1), ("cd", 2)]
     assert results["abc"].metrics == {"compared": 3.0}
     assert results["cd"].extras == {"seen": "CD"}
+    assert len({r.duration_s for r in results.values()}) == 1
+
+
+def test_a_call_is_told_how_far_the_run_is_and_its_time_is_divided(model_files, tmp_path):
+    source = """
+import time
+
+def reward(completions, trainer_state):
+    time.sleep(0.4)
+    return [trainer_state.global_step + trainer_state.epoch / 10] * len(completions)
+"""
+    jobs = [replace(job(name), step=7, epoch=2) for name in "abcd"]
+    results = run_jobs(source, jobs, model_files, tmp_path, as_group=True)
+    assert [r.reward for r in results.values()] == [7.2] * 4
+    assert 0.1 <= results["a"].duration_s < 0.4
+
+
+def test_each_set_has_functions_weights_and_an_answer_column_of_its_own(tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "def one(samples): return [1.0] * len(samples)\ndef two(sample): return 2.0\n"
+    )
+    one, two = (f"{tmp_path}/rewards.py:{name}" for name in ("one", "two"))
+    sets = (
+        worker.RewardSet((one,), (0.5,), "prompt", "answer", (), True),
+        worker.RewardSet((two, one), (3.0, 4.0), "text", "gold", (), True),
+        worker.RewardSet((two,), (1.0,), "prompt", "answer", (), True),
+    )
+
+    def scorers(**reward: Any) -> list[worker.Scorer]:
+        setup = worker.Setup(schema.Reward(**reward).model_dump_json(), sets, "", 1)
+        return worker.load_scorers(setup)
+
+    loaded = scorers()
+    assert [[f.name for f in s.functions] for s in loaded] == [["one"], ["two", "one"], ["two"]]
+    assert [s.weights for s in loaded] == [(0.5,), (3.0, 4.0), (1.0,)]
+    assert [s.answer_key for s in loaded] == ["answer", "gold", "answer"]
+    assert [s.by_group for s in loaded] == [True, True, False]
+    assert not any(s.by_group for s in scorers(batch="response"))
 
 
 def test_a_group_whose_call_crashes_fails_as_a_whole_and_no_other(model_files, tmp_path):
@@ -180,6 +241,26 @@ async def reward(sample):
     assert (results["a"].reward, results["b"].reward) == (1.0, 1.0)
 
 
+def test_calls_under_way_beside_one_that_blocks_are_made_again(model_files, tmp_path):
+    source = """
+import asyncio, pathlib, time
+MARK = pathlib.Path(__file__).with_name("mark")
+
+async def reward(sample):
+    if sample.row["do"] == "block":
+        while not MARK.exists():
+            await asyncio.sleep(0)
+        time.sleep(1000)
+    if not MARK.exists():  # in the worker that is killed
+        MARK.touch()
+        await asyncio.Event().wait()
+    return 1.0
+"""
+    jobs = [job("block", do="block"), job("a", do="wait")]
+    results = run_jobs(source, jobs, model_files, tmp_path, timeout_s=2.0)
+    assert (results["block"].failure, results["a"].reward) == ("timeout", 1.0)
+
+
 def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, tmp_path):
     source = (
         "def reward(sample):\n    return float(sample.answer == 10**30 and len(sample.response) "
@@ -218,7 +299,7 @@ def test_a_function_that_cannot_be_used_is_reported_at_the_start(
 def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_path):
     """The limit of job 0 ran out and its worker was killed, but its answer was in the pipe
     already."""
-    reward = config.Reward()
+    reward = schema.Reward()
     setup = worker.Setup(reward.model_dump_json(), (reward_set(reward),), str(model_files), 1)
 
     async def blamed() -> list[RewardResult]:
@@ -239,7 +320,7 @@ def reward(sample):
     return 1.0
 """
     (tmp_path / "rewards.py").write_text(source)
-    settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
+    settings = schema.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
 
     async def scenario() -> None:
         sets = [reward_set(settings)]
@@ -258,7 +339,7 @@ def reward(sample):
 
 def test_a_model_directory_without_a_usable_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    reward = config.Reward()
+    reward = schema.Reward()
     pool = RewardPool(reward, [reward_set(reward)], tmp_path, tmp_path, lambda _: None, print)
     with pytest.raises(RewardError, match=r"tokenizer\.json: cannot be loaded"):
         asyncio.run(asyncio.wait_for(pool.start(), LIMIT_S))
@@ -280,7 +361,7 @@ def reward(sample):
 
 def test_a_worker_that_lacks_a_descriptor_waits_for_one(model_files, tmp_path):
     (tmp_path / "rewards.py").write_text("def reward(sample):\n    return 1.0\n")
-    settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
+    settings = schema.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
     told: list[str] = []
 
     async def scenario() -> None:
@@ -299,3 +380,79 @@ def test_a_worker_that_lacks_a_descriptor_waits_for_one(model_files, tmp_path):
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
     assert told == ["reward-0 cannot be started: Too many open files; trying again"]
+
+
+def test_a_function_may_run_event_loops_of_its_own(model_files, tmp_path):
+    source = (
+        "import asyncio, signal\n\n"
+        "async def graded(text):\n    await asyncio.sleep(0)\n    return float(len(text))\n\n"
+        "def runs(completions, **kwargs):\n"
+        "    async def all_of_them():\n"
+        "        return await asyncio.gather(*map(graded, completions))\n"
+        "    return asyncio.run(all_of_them())\n\n"
+        "def reuses(sample):\n"
+        "    try:\n        loop = asyncio.get_event_loop()\n"
+        "    except RuntimeError:\n"
+        "        loop = asyncio.new_event_loop()\n        asyncio.set_event_loop(loop)\n"
+        "    return loop.run_until_complete(graded(sample.response))\n\n"
+        "def limits_its_time(sample):\n"
+        "    signal.alarm(60)\n    signal.alarm(0)\n    return 1\n\n"
+        "async def waits(sample):\n    await asyncio.sleep(0)\n    return 1\n"
+    )
+    jobs = [job(str(i), "abc"[: 1 + i % 3]) for i in range(12)]
+    alone = ("runs", "reuses", "limits_its_time")
+    for names in (alone, (*alone, "waits")):
+        results = run_jobs(source, jobs, model_files, tmp_path, names)
+        assert {r.failure for r in results.values()} == {""}
+        expected = [2 * (1 + i % 3) + len(names) - 2 for i in range(12)]
+        assert [results[str(i)].reward for i in range(12)] == expected
+
+
+def test_functions_of_a_job_are_called_before_those_of_the_next(model_files, tmp_path):
+    source = (
+        "order = []\n"
+        "def first(sample):\n    order.append(sample.row['k'])\n    return 0\n"
+        "def second(sample):\n    order.append(sample.row['k'])\n"
+        "    return {'reward': 0, 'in_a_row': order[-2:] == [sample.row['k']] * 2}\n"
+    )
+    jobs = [job(str(k), k=k) for k in range(9)]
+    results = run_jobs(source, jobs, model_files, tmp_path, ("first", "second"))
+    assert [r.metrics["second/in_a_row"] for r in results.values()] == [1.0] * 9
+
+
+def test_functions_of_one_name_have_figures_of_their_own(model_files, tmp_path):
+    source = (
+        "def accuracy(sample):\n    return 1\n"
+        "def made(weight):\n    def graded(sample):\n        return weight\n    return graded\n"
+        "low, high = made(2), made(3)\n"
+    )
+    (tmp_path / "others.py").write_text("def accuracy(sample):\n    return 4\n")
+    (tmp_path / "rewards.py").write_text(source)
+    places = ("rewards.py:accuracy", "others.py:accuracy", "rewards.py:low", "rewards.py:high")
+    named = [f"{tmp_path}/{place}" for place in (*places, "rewards.py:low")]
+    reward = schema.Reward(functions=tuple(named))
+    sets = (replace(reward_set(reward), weights=(1.0,) * 5),)
+    [scorer] = worker.load_scorers(worker.Setup(reward.model_dump_json(), sets, "", 0))
+    assert [f.name for f in scorer.functions] == [
+        "rewards.accuracy",
+        "others.accuracy",
+        "rewards.low",
+        "rewards.high",
+        "rewards.low-2",
+    ]
+
+
+def test_a_keyword_argument_that_no_function_takes_is_said(tmp_path):
+    (tmp_path / "keywords.py").write_text("def f(sample, scale): return scale")
+    functions = (f"{tmp_path}/keywords.py:f", "exact_match")
+    for kwargs, unknown in (({"scale": 2}, ""), ({"scale": 2, "scael": 1}, "scael")):
+        reward = schema.Reward(functions=functions, kwargs=kwargs)
+        setup = worker.Setup(reward.model_dump_json(), (reward_set(reward),), "", 0)
+        if not unknown:
+            worker.load_scorers(setup)
+            continue
+        with pytest.raises(RewardError) as caught:
+            worker.load_scorers(setup)
+        assert str(caught.value) == (
+            "reward.kwargs.scael: no function has a parameter 'scael', or **kwargs"
+        )

@@ -5,7 +5,7 @@ import filecmp
 from dataclasses import replace
 from pathlib import Path
 
-from lightrl.messages import PublishWeights, WeightsBase
+from lightrl.messages.weights import PublishWeights, WeightsBase
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 from tests.rollout.test_weights import BUCKETS_A_S, SIZE, Node, node, until

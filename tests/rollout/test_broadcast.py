@@ -14,20 +14,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl.messages import (
-    BadSource,
+from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastSums,
-    Generate,
     JoinBroadcast,
-    Message,
-    ResponseRequest,
-    Sampling,
-    TokenChunk,
-    WeightsFailed,
-    WeightsReady,
 )
+from lightrl.messages.message import Message
+from lightrl.messages.responses import Generate, ResponseRequest, Sampling, TokenChunk
+from lightrl.messages.weights import BadSource, WeightsFailed, WeightsReady
 from lightrl.rollout.agent import RolloutAgent
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.fetched import Announced

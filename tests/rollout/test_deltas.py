@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.messages import BadSource, PublishWeights
+from lightrl.messages.weights import BadSource, PublishWeights
 from lightrl.weights.delta.encoding import ZSTD
 from lightrl.weights.delta.file import DeltaManifest
 from lightrl.weights.pull.transfer import Pull

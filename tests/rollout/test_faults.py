@@ -11,13 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.messages import WeightsFailed, WeightsReady, WeightsSource
+from lightrl.messages.weights import WeightsFailed, WeightsReady, WeightsSource
 from lightrl.rollout.state import EngineState
 from lightrl.tickets import pull_ticket
 from lightrl.weights.machine import scratch
 from lightrl.weights.machine.store import Store
 from tests.rollout.test_pulls import pulling
-from tests.rollout.test_weights import BUCKETS_A_S, SIZE, begun, node, pulling_process, until
+from tests.rollout.test_weights import (
+    BUCKETS_A_S,
+    SIZE,
+    begun,
+    holding,
+    node,
+    pulling_process,
+    until,
+)
 from tests.support.daemons import published
 from tests.support.versions import make_version, serving, source
 
@@ -54,16 +62,18 @@ def test_a_daemon_that_was_killed_finds_what_was_proved_when_it_starts_again(
     file = make_version(tmp_path / "v1.bin", 1, *SIZE)
 
     async def scenario() -> None:
-        async with serving(file, max_bytes_per_s=BUCKETS_A_S) as trainer:
+        async with holding(file) as (trainer, line):
             offer = published(file, (source(trainer, "a", 1),))
             with pulling_process(tmp_path, offer) as process:
                 await said_by(process)
                 if is_whole:
+                    line.free()
                     name = Store(str(tmp_path).encode())._name
                     here = scratch.roots()[0] / name / f"{file.digest}.bin"
                     await until(here.exists)
                 process.kill()
                 process.wait()
+            line.free()
             async with node("a", tmp_path) as again:
                 again.offer(file, trainer)
                 num_bytes = (await again.got(file)).stats.num_bytes
@@ -133,14 +143,12 @@ def test_shared_memory_that_is_filled_during_a_pull_is_left_for_the_disk(
     monkeypatch.setattr(scratch, "_disk", lambda: disk)
 
     async def scenario(memory: Path) -> None:
-        async with (
-            serving(file, max_bytes_per_s=BUCKETS_A_S) as trainer,
-            node("a", tmp_path) as a,
-        ):
+        async with holding(file) as (trainer, line), node("a", tmp_path) as a:
             a.offer(file, trainer)
             await until(lambda: begun(a))
             assert a.folder.is_relative_to(memory)
             fill(memory / "of others")
+            line.free()
             failed = await a.said.get()
             assert isinstance(failed, WeightsFailed)
             assert "No space left" in failed.reason

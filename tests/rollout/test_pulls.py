@@ -5,9 +5,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from lightrl.messages import Message, WeightsReady
+from lightrl.messages.message import Message
+from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.weights import WeightsReady
 from lightrl.rollout.agent import RolloutAgent
-from lightrl.sharing_messages import Release, Released, Wake
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile

@@ -4,7 +4,7 @@ ever."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrl.messages import ResponseRequest, ResponseTokens, TokenChunk
+from lightrl.messages.responses import ResponseRequest, ResponseTokens, TokenChunk
 from lightrl.rollout.resend_buffer import CHUNK_BYTES, ResendBuffer
 from lightrl.wire import pack_f32, pack_i32, unpack_i32
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lightrl.broadcast_messages import BroadcastFailed
-from lightrl.config_sections import Weights
-from lightrl.messages import Message, PublishWeights, WeightsFailed
+from lightrl.config.sections import Weights
+from lightrl.messages.broadcasts import BroadcastFailed
+from lightrl.messages.message import Message
+from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.rollout.fetched import Fetched
 from lightrl.rollout.weights import NodeWeights
 from lightrl.weights.machine import scratch, store
@@ -27,10 +28,12 @@ from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
 from tests.support.daemons import DEADLINE_S, published
+from tests.support.held_line import HeldLine
 from tests.support.versions import make_version, serving, source
 
 SIZE = (6, BUCKET_BYTES)
 BUCKETS_A_S = 4 * BUCKET_BYTES  # a pull of SIZE takes more than a second
+HELD_FROM = 3 * BUCKET_BYTES  # half of SIZE
 
 
 class Node:
@@ -88,6 +91,15 @@ async def node(name: str, folder: Path) -> AsyncIterator[Node]:
         one.store.close()
 
 
+@contextlib.asynccontextmanager
+async def holding(file: VersionFile) -> AsyncIterator[tuple[WeightServer, HeldLine]]:
+    """A trainer that serves half of a version of SIZE, and the rest once its line is free."""
+    async with serving(file) as trainer:
+        line = HeldLine.of(trainer, BUCKETS_A_S, HELD_FROM)
+        line.hold()
+        yield trainer, line
+
+
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -136,13 +148,14 @@ def test_another_node_goes_on_where_the_one_that_pulled_has_gone(tmp_path: Path)
     file = make_version(tmp_path / "v1.bin", 1, *SIZE)
 
     async def scenario() -> None:
-        async with serving(file, max_bytes_per_s=BUCKETS_A_S) as trainer, node("b", tmp_path) as b:
+        async with holding(file) as (trainer, line), node("b", tmp_path) as b:
             async with node("a", tmp_path) as a:
                 a.offer(file, trainer)
                 await until(lambda: begun(a))
                 b.offer(file, trainer)
                 await asyncio.sleep(3 * store.POLL_S)
                 assert b.weights.progress is None  # it waits
+            line.free()
             fetched = await b.got(file)
             assert 0 < fetched.stats.num_bytes < file.num_bytes
 
@@ -153,7 +166,7 @@ PULLER = """
 import asyncio, sys
 import msgspec
 from pathlib import Path
-from lightrl.messages import PublishWeights
+from lightrl.messages.weights import PublishWeights
 from tests.rollout.test_weights import node
 
 async def main():
@@ -190,15 +203,13 @@ def test_a_daemon_that_pulls_for_its_machine_dies_or_hangs(
     file = make_version(tmp_path / "v1.bin", 1, *SIZE)
 
     async def scenario() -> None:
-        async with (
-            serving(file, max_bytes_per_s=BUCKETS_A_S) as trainer,
-            node("b", tmp_path) as b,
-        ):
+        async with holding(file) as (trainer, line), node("b", tmp_path) as b:
             offer = published(file, (source(trainer, "a", 1),))
             with pulling_process(tmp_path, offer) as process:
                 assert process.stdout is not None
                 assert (await asyncio.to_thread(process.stdout.readline)).startswith("begun")
                 process.send_signal(how)
+                line.free()
                 b.offer(file, trainer)
                 fetched = await b.got(file)
                 assert (fetched.stats.num_bytes < file.num_bytes) == (how == signal.SIGKILL)

@@ -16,7 +16,8 @@ import zmq
 
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, read_key
-from lightrl.messages import PROTOCOL, Drain, Heartbeat, Hello, Snapshot, Watch
+from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
+from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
 from lightrl.transport.router import Router

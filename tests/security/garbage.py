@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lightrl.messages import Message
+from lightrl.messages.message import Message
 from lightrl.wire import MESSAGES
 from tests.wire.test_messages import EXAMPLES
 

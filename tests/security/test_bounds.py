@@ -12,11 +12,33 @@ from pathlib import Path
 import pytest
 
 import lightrl
-from lightrl import message_fields as fields
-from lightrl import messages as m
 from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_files
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.keys import new_key
+from lightrl.messages import fields
+from lightrl.messages.broadcasts import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+)
+from lightrl.messages.load import Load
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.messages.snapshot import Watch
+from lightrl.messages.training import Checkpointed, StepDone, TrainShard
+from lightrl.messages.weights import (
+    BadSource,
+    Canary,
+    DeltaOffer,
+    PublishWeights,
+    WeightsEndpoint,
+    WeightsFailed,
+    WeightsProgress,
+    WeightsReady,
+    WeightsSource,
+)
 from lightrl.system.addresses import host_and_port, join_address
 from lightrl.transport.link import Link
 from lightrl.transport.router import Router
@@ -31,9 +53,9 @@ from tests.security import garbage
 from tests.support.daemons import make_config
 from tests.wire.test_messages import EXAMPLES
 
-HELLO = m.Hello("n", 1, ("rollout",), m.PROTOCOL, 1, "h")
+HELLO = Hello("n", 1, ("rollout",), PROTOCOL, 1, "h")
 SECRET = "c0ffee" * 6
-DELTA = m.DeltaOffer("a", "b", "c", 1, 1)
+DELTA = DeltaOffer("a", "b", "c", 1, 1)
 NO_ADDRESSES = (
     "",
     ":1",
@@ -56,7 +78,7 @@ NO_ADDRESSES = (
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_honest_messages_pass(message: m.Message):
+def test_honest_messages_pass(message: Message):
     check_bounds(message)
 
 
@@ -74,80 +96,80 @@ def test_honest_messages_pass(message: m.Message):
         dataclasses.replace(HELLO, running=(("r", 1),) * (fields.MAX_RESPONSES + 1)),
         dataclasses.replace(HELLO, running=(("r" * 300, 1),)),
         dataclasses.replace(HELLO, running=(("r", 1 << 31),)),
-        m.TokenChunk(1, "d", (m.ResponseTokens("r", 1 << 31, 0, b"", b""),)),
-        m.Heartbeat(loop_lag_ms=float("nan")),
-        m.Heartbeat(m.Load(kv_usage=float("inf"))),
-        m.Heartbeat(m.Load(running=1 << 63)),
-        m.Heartbeat(device="x" * 10_000),
-        m.TokenChunk(-1, "d", ()),
-        m.TokenChunk(1 << 60, "d", ()),
-        m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, -1, b"", b""),)),
-        m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, 1 << 40, b"", b""),)),
-        m.Heartbeat(weights=m.WeightsProgress(1, 2, 1)),
-        m.PublishWeights(-1, "d", 1, 1),
-        m.PublishWeights(1, "d", -1, 1),
-        m.PublishWeights(1, "d", 0, 1),
-        m.PublishWeights(1, "d", 1, 0),
-        m.PublishWeights(1, "d", 1 << 53, 1),
-        m.PublishWeights(1, "d" * 1000, 1, 1),
-        m.PublishWeights(1, "d\n", 1, 1),
-        m.PublishWeights(1, "d", 1, 1, (m.WeightsSource("n", ("h:1",), "t"),)),
-        m.PublishWeights(1, "d", 1, 1, deltas=(DELTA,) * (fields.MAX_DELTAS + 1)),
-        m.PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, num_bytes=-1),)),
-        m.PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, base="\0"),)),
-        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(8), bytes(8))),
-        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(7), bytes(4))),
-        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(b"", b"")),
-        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(1 << 20), bytes((1 << 20) - 4))),
-        m.PublishWeights(1, "d", 1, 1, portions=(-1,)),
-        m.PublishWeights(1, "d", 1, 1, replicas=(-1,)),
-        m.PublishWeights(1, "d", 1, 1, replicas=(0,) * (fields.MAX_RESPONSES + 1)),
-        m.TrainShard(1, 0, 1, (), alone=True, replica=-1),
-        m.WeightsEndpoint((), SECRET),
-        m.WeightsEndpoint(("h:1",) * (fields.MAX_ADDRESSES + 1), SECRET),
-        m.WeightsEndpoint(("h:1",), ""),
-        m.WeightsEndpoint(("h:1",), "s" * 15),
-        m.WeightsEndpoint(("h:1",), "s" * 129),
-        *(m.WeightsEndpoint(("h:1", address), SECRET) for address in NO_ADDRESSES),
-        m.BadSource(1, "", "r"),
-        m.BadSource(1, "\x1b[2J", "r"),
-        m.BadSource(-1, "n", "r"),
-        m.BadSource(1, "n", "r" * 10_000),
-        m.WeightsReady(1, "d", pull_s=float("nan")),
-        m.WeightsReady(1, "d", load_s=float("inf")),
-        m.WeightsReady(1, "d", canary_diff=float("nan")),
-        m.WeightsReady(1, "d", num_bytes=1, peer_bytes=2),
-        m.WeightsReady(1, "d", num_bytes=1, delta_bytes=2),
-        m.WeightsReady(1, "d", num_bytes=-1),
-        m.WeightsFailed(1, "x" * 10_000),
-        m.WeightsReady(1, "d", broadcast_s=float("nan")),
-        m.Heartbeat(num_workers=-1),
-        m.Heartbeat(num_workers=1025),
-        *(m.BroadcastOpened(1, "g", address) for address in NO_ADDRESSES),
-        m.BroadcastOpened(1, "g\n", "h:1"),
-        m.BroadcastOpened(1, "", "h:1"),
-        m.BroadcastOpened(-1, "g", "h:1"),
-        m.BroadcastOpened(1, "g", "h:1", "x" * 10_000),
-        m.BroadcastJoined("\x1b[2J"),
-        m.BroadcastJoined("g" * 300),
-        m.BroadcastSums("g\0", 1, (1,)),
-        m.BroadcastSums("g", 1, ()),
-        m.BroadcastSums("g", 1, (-1,)),
-        m.BroadcastSums("g", 1, (1,) * 17),
-        m.BroadcastSums("g", -1, (1,)),
-        m.BroadcastFailed("g\n", "r"),
-        m.BroadcastFailed("g", "x" * 10_000),
-        m.StepDone(1, 2, {f"m{k}": 0.0 for k in range(fields.MAX_METRICS + 1)}),
-        m.Checkpointed(-1),
-        m.Drain("n", "x" * 10_000),
-        m.Bye("x" * 10_000),
-        m.Watch(float("inf")),
-        m.Watch(float("nan")),
-        m.Watch(-1.0),
+        TokenChunk(1, "d", (ResponseTokens("r", 1 << 31, 0, b"", b""),)),
+        Heartbeat(loop_lag_ms=float("nan")),
+        Heartbeat(Load(kv_usage=float("inf"))),
+        Heartbeat(Load(running=1 << 63)),
+        Heartbeat(device="x" * 10_000),
+        TokenChunk(-1, "d", ()),
+        TokenChunk(1 << 60, "d", ()),
+        TokenChunk(1, "d", (ResponseTokens("r", 1, -1, b"", b""),)),
+        TokenChunk(1, "d", (ResponseTokens("r", 1, 1 << 40, b"", b""),)),
+        Heartbeat(weights=WeightsProgress(1, 2, 1)),
+        PublishWeights(-1, "d", 1, 1),
+        PublishWeights(1, "d", -1, 1),
+        PublishWeights(1, "d", 0, 1),
+        PublishWeights(1, "d", 1, 0),
+        PublishWeights(1, "d", 1 << 53, 1),
+        PublishWeights(1, "d" * 1000, 1, 1),
+        PublishWeights(1, "d\n", 1, 1),
+        PublishWeights(1, "d", 1, 1, (WeightsSource("n", ("h:1",), "t"),)),
+        PublishWeights(1, "d", 1, 1, deltas=(DELTA,) * (fields.MAX_DELTAS + 1)),
+        PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, num_bytes=-1),)),
+        PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, base="\0"),)),
+        PublishWeights(1, "d", 1, 1, canary=Canary(bytes(8), bytes(8))),
+        PublishWeights(1, "d", 1, 1, canary=Canary(bytes(7), bytes(4))),
+        PublishWeights(1, "d", 1, 1, canary=Canary(b"", b"")),
+        PublishWeights(1, "d", 1, 1, canary=Canary(bytes(1 << 20), bytes((1 << 20) - 4))),
+        PublishWeights(1, "d", 1, 1, portions=(-1,)),
+        PublishWeights(1, "d", 1, 1, replicas=(-1,)),
+        PublishWeights(1, "d", 1, 1, replicas=(0,) * (fields.MAX_RESPONSES + 1)),
+        TrainShard(1, 0, 1, (), alone=True, replica=-1),
+        WeightsEndpoint((), SECRET),
+        WeightsEndpoint(("h:1",) * (fields.MAX_ADDRESSES + 1), SECRET),
+        WeightsEndpoint(("h:1",), ""),
+        WeightsEndpoint(("h:1",), "s" * 15),
+        WeightsEndpoint(("h:1",), "s" * 129),
+        *(WeightsEndpoint(("h:1", address), SECRET) for address in NO_ADDRESSES),
+        BadSource(1, "", "r"),
+        BadSource(1, "\x1b[2J", "r"),
+        BadSource(-1, "n", "r"),
+        BadSource(1, "n", "r" * 10_000),
+        WeightsReady(1, "d", pull_s=float("nan")),
+        WeightsReady(1, "d", load_s=float("inf")),
+        WeightsReady(1, "d", canary_diff=float("nan")),
+        WeightsReady(1, "d", num_bytes=1, peer_bytes=2),
+        WeightsReady(1, "d", num_bytes=1, delta_bytes=2),
+        WeightsReady(1, "d", num_bytes=-1),
+        WeightsFailed(1, "x" * 10_000),
+        WeightsReady(1, "d", broadcast_s=float("nan")),
+        Heartbeat(num_workers=-1),
+        Heartbeat(num_workers=1025),
+        *(BroadcastOpened(1, "g", address) for address in NO_ADDRESSES),
+        BroadcastOpened(1, "g\n", "h:1"),
+        BroadcastOpened(1, "", "h:1"),
+        BroadcastOpened(-1, "g", "h:1"),
+        BroadcastOpened(1, "g", "h:1", "x" * 10_000),
+        BroadcastJoined("\x1b[2J"),
+        BroadcastJoined("g" * 300),
+        BroadcastSums("g\0", 1, (1,)),
+        BroadcastSums("g", 1, ()),
+        BroadcastSums("g", 1, (-1,)),
+        BroadcastSums("g", 1, (1,) * 17),
+        BroadcastSums("g", -1, (1,)),
+        BroadcastFailed("g\n", "r"),
+        BroadcastFailed("g", "x" * 10_000),
+        StepDone(1, 2, {f"m{k}": 0.0 for k in range(fields.MAX_METRICS + 1)}),
+        Checkpointed(-1),
+        Drain("n", "x" * 10_000),
+        Bye("x" * 10_000),
+        Watch(float("inf")),
+        Watch(float("nan")),
+        Watch(-1.0),
     ],
     ids=lambda e: repr(e)[:50],
 )
-def test_what_no_honest_peer_says_is_refused(message: m.Message):
+def test_what_no_honest_peer_says_is_refused(message: Message):
     with pytest.raises(ProtocolError):
         check_bounds(MESSAGES.decode(MESSAGES.encode(message)))
 
@@ -181,15 +203,15 @@ def test_bad_frame_reaches_the_coordinator_as_an_error_with_its_sender():
         key = new_key()
         router = Router("tcp://127.0.0.1:*", key)
         node = await Link.connect(router.address, "n", key)
-        node.send(m.Watch(float("inf")))
-        node.send(m.Watch(1.0))
-        received: list[tuple[str, m.Message | ProtocolError]] = []
+        node.send(Watch(float("inf")))
+        node.send(Watch(1.0))
+        received: list[tuple[str, Message | ProtocolError]] = []
         async with asyncio.timeout(90):
             while len(received) < 2:
                 received += await router.receive()
         (sender, error), (other, message) = received
         assert isinstance(error, ProtocolError)
-        assert (sender, message) == (other, m.Watch(1.0))
+        assert (sender, message) == (other, Watch(1.0))
         node.close()
         router.close()
 
@@ -250,14 +272,14 @@ def test_model_files_are_bounded(tmp_path: Path):
 )
 def test_config_that_is_none_is_one_line(text: str):
     with pytest.raises(ProtocolError, match="the coordinator sent a config") as error:
-        config_of(m.Welcome("run", text))
+        config_of(Welcome("run", text))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
 
 
 def test_config_arrives_whole(tmp_path: Path):
     config = make_config(tmp_path)
-    assert config_of(m.Welcome("run", config.model_dump_json())) == config
+    assert config_of(Welcome("run", config.model_dump_json())) == config
 
 
 # Weights
@@ -307,7 +329,7 @@ def test_impossible_manifest_is_refused(manifest: tuple[bytes, str]):
         decode(*manifest)
 
 
-SOURCE = m.WeightsSource("n", ("127.0.0.1:1",), "ticket")
+SOURCE = WeightsSource("n", ("127.0.0.1:1",), "ticket")
 DIGEST = "ab" * 32
 
 
@@ -328,7 +350,7 @@ DIGEST = "ab" * 32
     ids=range(10),
 )
 def test_impossible_version_is_refused_before_anything_is_transferred(
-    tmp_path: Path, wanted: Wanted, source: m.WeightsSource, reason: str
+    tmp_path: Path, wanted: Wanted, source: WeightsSource, reason: str
 ):
     async def pull() -> None:
         one = Pull(wanted, "n", tmp_path / "w")
@@ -359,9 +381,11 @@ def test_holders_are_read_as_they_are_written():
 # No pickle
 
 
-# Inside the sandbox of the reward "code"; and a column of a data set, of which only strings,
-# numbers and lists are taken (tests/rewards/test_code.py).
-EXEMPT = {("harness.py", "exec"), ("cases.py", "pickle")}
+# Inside the sandbox of the reward "code", where the test and the response are in processes of their
+# own, and nothing leaves it so (tests/rewards/test_assertions.py); and a column of a data set, of
+# which only strings, numbers and lists are taken (tests/rewards/test_code.py).
+EXEMPT = {("harness.py", "exec"), ("tester.py", "exec"), ("tester.py", "pickle")}
+EXEMPT |= {("cases.py", "pickle")}
 
 
 def test_nothing_in_the_package_unpickles():

@@ -12,16 +12,10 @@ import zmq
 
 from lightrl.errors import ProtocolError
 from lightrl.keys import write_key
-from lightrl.messages import (
-    Abort,
-    Drain,
-    Generate,
-    Heartbeat,
-    Hello,
-    PublishWeights,
-    TrainShard,
-    Welcome,
-)
+from lightrl.messages.nodes import Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import Abort, Generate
+from lightrl.messages.training import TrainShard
+from lightrl.messages.weights import PublishWeights
 from lightrl.model_files import model_files
 from lightrl.transport.router import Router
 from lightrl.wire import MESSAGES

@@ -32,25 +32,12 @@ from lightrl.keys import (
     write_key,
     write_keys,
 )
-from lightrl.messages import (
-    PROTOCOL,
-    TAKEN,
-    Abort,
-    Bye,
-    Checkpointed,
-    Drain,
-    Generate,
-    Heartbeat,
-    Hello,
-    Message,
-    PublishWeights,
-    Role,
-    Snapshot,
-    StepDone,
-    Watch,
-    WeightsReady,
-    Welcome,
-)
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import PROTOCOL, TAKEN, Bye, Drain, Heartbeat, Hello, Role, Welcome
+from lightrl.messages.responses import Abort, Generate
+from lightrl.messages.snapshot import Snapshot, Watch
+from lightrl.messages.training import Checkpointed, StepDone
+from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.transport.link import Link
 from lightrl.transport.router import MAX_WELCOMES, Router
 from lightrl.transport.zap import DOORKEEPER

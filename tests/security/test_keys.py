@@ -23,7 +23,9 @@ from lightrl.keys import (
     read_key,
     write_key,
 )
-from lightrl.messages import Drain, Heartbeat, ResponseTokens, TokenChunk, Watch
+from lightrl.messages.nodes import Drain, Heartbeat
+from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.messages.snapshot import Watch
 from lightrl.tickets import pull_ticket
 from lightrl.transport import link, zeromq
 from lightrl.transport.link import Link

@@ -16,9 +16,10 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from lightrl import message_fields as fields
-from lightrl import messages as m
 from lightrl.errors import ProtocolError
+from lightrl.messages import fields
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import PROTOCOL
 from lightrl.transport.validate import check_bounds
 from lightrl.wire import MESSAGES
 
@@ -67,7 +68,7 @@ HELLO = {
     "node": "n",
     "incarnation": 1,
     "roles": ("rollout",),
-    "protocol": m.PROTOCOL,
+    "protocol": PROTOCOL,
     "pid": 1,
     "host": "h",
 }
@@ -178,7 +179,7 @@ TABLE = [
     text("Drain", {"node": "n"}, "reason", fields.MAX_REASON),
     text("Bye", {}, "reason", fields.MAX_TEXT),
     of("Snapshot", SHOWN, "nodes", fields.MAX_ROWS, ROW),
-    of("Snapshot", SHOWN, "evals", fields.MAX_ROWS, (BIG, 1)),
+    of("Snapshot", SHOWN, "evals", fields.MAX_EVALS, (BIG, {"e": 1.0})),
     of("Snapshot", SHOWN, "events", fields.MAX_ROWS, (1, "e")),
     of("Snapshot", SHOWN, "rewards", fields.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
@@ -204,7 +205,7 @@ def label(entry: Largest) -> str:
 
 
 def test_every_message_is_measured_here():
-    assert {e.name for e in TABLE} | FIXED == {c.__name__ for c in get_args(m.Message)}
+    assert {e.name for e in TABLE} | FIXED == {c.__name__ for c in get_args(Message)}
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=label)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.config.run_file import to_toml
 from lightrl.errors import WrongKey
 from lightrl.keys import new_key, read_key
-from lightrl.messages import Watch
-from lightrl.run_file import to_toml
+from lightrl.messages.snapshot import Watch
 from lightrl.system.addresses import host_and_port
 from lightrl.transport import link, strangers
 from lightrl.transport.link import Link
@@ -194,20 +194,22 @@ async def closed_before_wrong_key(patience_s: float, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(link, "MAX_RECONNECT_MS", 1)
     monkeypatch.setattr(link, "RECONNECT_MS", 1)
     count = 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
 
-    def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal count
-        count += 1
-        writer.close()
+        def shut() -> None:  # here and now: a transport could outlive the loop that is to close it
+            nonlocal count
+            listener.accept()[0].close()
+            count += 1
 
-    async with (
-        await asyncio.start_server(close, "127.0.0.1", 0) as server,
-        asyncio.timeout(LIMIT_S),
-    ):
-        node = Link(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "n/1", new_key())
-        with pytest.raises(WrongKey):
-            await node.receive()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener, shut)
+        node = Link(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "n/1", new_key())
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(WrongKey):
+                await node.receive()
         node.close()
+        loop.remove_reader(listener)
     return count
 
 

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from lightrl.keys import coordinator_public_key, join_key, new_key, secret_of
-from lightrl.messages import Heartbeat
+from lightrl.messages.nodes import Heartbeat
 from lightrl.transport.router import Router
 from lightrl.transport.zeromq import HEARTBEAT_MS
 from lightrl.wire import MESSAGES

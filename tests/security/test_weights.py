@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from lightrl.errors import ProtocolError
-from lightrl.messages import WeightsSource
+from lightrl.messages.weights import WeightsSource
 from lightrl.tickets import pull_ticket
 from lightrl.weights.serve.request import (
     ALL,

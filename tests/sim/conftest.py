@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightrl.core.settings import Settings
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.scenario import Scenario, Switches, Training, Transfer
@@ -20,10 +20,6 @@ SETTINGS = Settings(
     group_size=4,
     max_response_tokens=LIMIT,
     sampling=Sampling(1.0),
-    eval_interval=0,
-    num_eval_prompts=0,
-    eval_samples=1,
-    eval_sampling=Sampling(0.0),
     slots=16,
     vocabulary=1,
     lease_s=5.0,

@@ -145,3 +145,27 @@ def test_a_profile_that_cannot_be_is_refused():
         EngineProfile(step_s=-1.0)
     with pytest.raises(SimError, match="acceptance"):
         SimSpeculation(acceptance=1.0)
+
+
+def told(chunk_s: float, step_s: float, lengths: list[int]) -> list[tuple[float, list[int]]]:
+    """When chunks came, and tokens of each that had ended."""
+    engine = SimEngine(
+        EngineProfile(step_s, 1e9, 0.0, 0.0), len(lengths), 16, now=0.0, chunk_s=chunk_s
+    )
+    engine.add(0.0, [attempt(k, n) for k, n in enumerate(lengths)])
+    chunks: list[tuple[float, list[int]]] = []
+    while engine.next_at < float("inf"):
+        now = engine.next_at
+        if deltas := engine.step(now):
+            ended = [d.offset + d.count for d in deltas if d.finished is not None]
+            chunks.append((round(now, 6), ended))
+    return chunks
+
+
+def test_a_finish_is_sent_as_a_real_engine_does():
+    """It waits for a fifth of `chunk_ms`, in whole steps of which its last one counts; the others'
+    tokens come with their chunk, and nothing waits once nothing runs."""
+    assert told(0.05, 0.020, [2, 7]) == [(0.04, [2]), (0.06, []), (0.12, []), (0.14, [7])]
+    # 10 ms are ten steps of 1 ms, the last one of 5 counts; a chunk at 16 tokens
+    assert told(0.05, 0.001, [5, 30])[:2] == [(0.014, [5]), (0.016, [])]
+    assert told(0.05, 0.001, [5, 30])[-1] == (0.03, [30])

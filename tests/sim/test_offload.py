@@ -6,7 +6,8 @@ import pytest
 
 from lightrl.core.handover import Handover
 from lightrl.core.offload import Change, Rule, StepTimes, View
-from lightrl.core.settings import Tail
+from lightrl.core.settings import EvalSet, Tail
+from lightrl.messages.responses import Sampling
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.scenario import OffloadRule, Switches
 from lightrl.sim.traces import TraceEvent
@@ -98,7 +99,9 @@ def test_nodes_that_flap_every_second_lose_nothing(rule: OffloadRule):
 
 
 def test_nobody_changes_sides_in_an_evaluation():
-    w = shared_world("foreseen", eval_interval=1, num_eval_prompts=8)
+    w = shared_world(
+        "foreseen", eval_interval=1, eval_sets=(EvalSet("e", 8, 1, Sampling(0.0), 600),)
+    )
     noted = noting(w)
     assert w.run().counters["eval_tokens"] > 0
     assert noted.released_at

@@ -202,7 +202,7 @@ def test_an_impossible_line_of_lengths_is_named(tmp_path: Path, line: str, compl
 
 
 def test_what_is_neither_file_nor_preset_is_said(tmp_path: Path):
-    with pytest.raises(SimError, match="neither a file, a run directory nor a preset"):
+    with pytest.raises(SimError, match="neither a file, a run nor a preset"):
         find_scenario("nowhere", 100, 0)
     with pytest.raises(SimError, match=r"lengths\.jsonl: no such file"):
         find_scenario(str(tmp_path), 100, 0)

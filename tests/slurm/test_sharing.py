@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.config.run_file import load_config
 from lightrl.devices.plan import engines_of
 from lightrl.metrics import sinks
-from lightrl.run_file import load_config
 from tests.support.cli import (
     DEADLINE_S,
     EMULATED,

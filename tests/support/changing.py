@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightrl.messages import DeltaOffer, PublishWeights
+from lightrl.messages.weights import DeltaOffer, PublishWeights
 from lightrl.weights.delta.file import DeltaManifest, open_packed
 from lightrl.weights.version.layout import ITEMSIZES
 from lightrl.weights.version.manifest import VersionFile, read_manifest

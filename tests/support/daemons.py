@@ -5,38 +5,26 @@ torch.
 
 import asyncio
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
 
-from lightrl.config import Config
+from lightrl.config.run_file import parse_config
+from lightrl.config.schema import Config
 from lightrl.coordinator.daemon import CoordinatorDaemon
 from lightrl.core.events import Event
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.keys import read_key, write_keys
-from lightrl.messages import (
-    PROTOCOL,
-    Bye,
-    Checkpointed,
-    Drain,
-    Heartbeat,
-    Hello,
-    PublishWeights,
-    ResponseRequest,
-    Sampling,
-    ShardsTaken,
-    Snapshot,
-    StepDone,
-    TrainShard,
-    WeightsEndpoint,
-    WeightsSource,
-    Welcome,
-)
-from lightrl.run_file import parse_config
+from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import ResponseRequest, Sampling
+from lightrl.messages.snapshot import Snapshot
+from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsSource
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
 from lightrl.weights.serve.server import WeightServer
@@ -252,6 +240,11 @@ class Running:
         for task in (self.finished, self.training):
             task.cancel()
         await asyncio.gather(self.finished, self.training, return_exceptions=True)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if not is_listened_at(self.head.address):  # ZeroMQ closes in a thread of its own
+                    return
+                await asyncio.sleep(LOOK_S)
 
     async def until_finished(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -259,6 +252,16 @@ class Running:
             if self.training.done():
                 await self.training  # which may have failed
             await asyncio.shield(self.finished)
+
+
+def is_listened_at(address: str) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(host_and_port(address))
+        except OSError:
+            return True
+    return False
 
 
 class Proxy:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightrl.messages import DeltaOffer
+from lightrl.messages.weights import DeltaOffer
 from lightrl.weights.delta.encoding import Bytes
 from lightrl.weights.delta.file import (
     PAYS_BELOW,

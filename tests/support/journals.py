@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from lightrl.config.run_file import load_config, to_toml
 from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
@@ -17,21 +19,16 @@ from lightrl.core.log_entries import (
     TokensTaken,
     VersionPublished,
 )
+from lightrl.core.settings import EvalSet
 from lightrl.core.state import DrawnPrompt
 from lightrl.journal.read import LOG
 from lightrl.journal.write import JournalWriter
 from lightrl.keys import write_key
-from lightrl.messages import (
-    FinishReason,
-    ResponseTokens,
-    StepDone,
-    TrainGroup,
-    TrainResponse,
-    TrainShard,
-)
+from lightrl.messages.responses import FinishReason, ResponseTokens, Sampling
+from lightrl.messages.training import StepDone, TrainGroup, TrainResponse, TrainShard
 from lightrl.metrics.rounds import Records
-from lightrl.run_file import load_config, to_toml
 from lightrl.wire import pack_f32, pack_i32, to_json
+from tests.core.conftest import SETTINGS
 from tests.support.cli import QUICKSTART
 
 PROMPT = DrawnPrompt("p1", 0, pack_i32([5, 6]))
@@ -60,11 +57,16 @@ def shard(step: int, group: str, *members: tuple[Sequence[int], float]) -> Shard
     return ShardSent(TrainShard(step, 0, step, groups, last=True, num_groups=1))
 
 
-def note(elapsed_s: float, num_prompts: int = 1000, num_eval_prompts: int = 0) -> ShellNote:
+def note(
+    elapsed_s: float, num_prompts: int = 1000, eval_sizes: dict[str, int] | None = None
+) -> ShellNote:
     """What a coordinator knows of the run when it begins a segment."""
-    records = Records("one", "", "head", "held", 9, 105)
-    records.evals = [(0, 0.25)]
-    return ShellNote(records.note(elapsed_s, "", num_prompts, num_eval_prompts))
+    records = Records("one", "", "head", 9, 105)
+    records.evals = [(0, {"held": 0.25})]
+    sizes = (eval_sizes or {}).items()
+    sets = tuple(EvalSet(name, num, 1, Sampling(0.0), 9) for name, num in sizes)
+    settings = replace(SETTINGS, num_prompts=num_prompts, eval_sets=sets)
+    return ShellNote(records.note(elapsed_s, "", settings))
 
 
 FIRST: list[LogEntry] = [

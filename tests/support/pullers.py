@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from lightrl.errors import WeightsError
-from lightrl.messages import WeightsSource
+from lightrl.messages.weights import WeightsSource
 from lightrl.tickets import pull_ticket
 from tests.support.versions import make_version, pull
 

@@ -5,7 +5,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from lightrl import config
+from lightrl.config import schema
 from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.worker import RewardSet
@@ -25,7 +25,7 @@ def job(name: str, text: str = "abc", attempt: int = 1, **row: Any) -> RewardJob
     )
 
 
-def reward_set(settings: config.Reward, *columns: str, have_answers: bool = True) -> RewardSet:
+def reward_set(settings: schema.Reward, *columns: str, have_answers: bool = True) -> RewardSet:
     """Of prompts whose rows have these columns."""
     weights = settings.weights or (1.0,) * len(settings.functions)
     return RewardSet(settings.functions, weights, "prompt", "answer", columns, have_answers)
@@ -44,7 +44,7 @@ def run_jobs(
     be scored in one call."""
     (folder / "rewards.py").write_text(source)
     named = tuple(f"{folder}/rewards.py:{name}" for name in functions)
-    settings = config.Reward(functions=named, **reward)
+    settings = schema.Reward(functions=named, **reward)
     columns = sorted({name for j in jobs for name in j.row})
     results: dict[str, RewardResult] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key
-from lightrl.messages import Message
+from lightrl.messages.message import Message
 from lightrl.transport.router import Router
 
 ANY = "tcp://127.0.0.1:*"

@@ -8,20 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Self, TypeVar
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.errors import ConfigError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key, write_keys
-from lightrl.messages import (
-    REJOIN,
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import REJOIN, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import (
     Generate,
-    Heartbeat,
-    Hello,
-    Message,
     ResponseRequest,
     ResponseTokens,
     Sampling,
     TokenChunk,
-    Welcome,
 )
 from lightrl.model_files import model_files
 from lightrl.transport.router import Peer, Router

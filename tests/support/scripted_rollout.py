@@ -11,24 +11,11 @@ import time
 
 from lightrl.daemon.worker import WELCOME_S
 from lightrl.errors import PeerUnreachable
-from lightrl.messages import (
-    ENDING,
-    PROTOCOL,
-    REJOIN,
-    Bye,
-    Drain,
-    Generate,
-    Heartbeat,
-    Hello,
-    Load,
-    Message,
-    PublishWeights,
-    ResponseRequest,
-    ResponseTokens,
-    TokenChunk,
-    WeightsReady,
-    Welcome,
-)
+from lightrl.messages.load import Load
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import ENDING, PROTOCOL, REJOIN, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import Generate, ResponseRequest, ResponseTokens, TokenChunk
+from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.transport.link import Link
 from lightrl.wire import pack_f32, pack_i32
 

@@ -8,10 +8,11 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from lightrl.broadcast_messages import VersionTaken
 from lightrl.journal.read import StepPortions, recut
-from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
-from lightrl.sharing_messages import Give
+from lightrl.messages.broadcasts import VersionTaken
+from lightrl.messages.sharing import Give
+from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer

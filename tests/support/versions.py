@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.messages import WeightsSource
+from lightrl.messages.weights import WeightsSource
 from lightrl.tickets import pull_ticket
 from lightrl.weights.pull.transfer import Pull, PullStats, Wanted
 from lightrl.weights.serve.server import WeightServer

@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from asyncio.unix_events import _UnixSubprocessTransport  # type: ignore[attr-defined]
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ CHILDREN = (
     "lightrl.engine.torch",
     "lightrl.trainer.rank.rank",
     "lightrl.trainer.rank.emulated",
+    "lightrl.trainer.rank.evaluated",
     "lightrl.rewards.worker",
     "lightrl.trainer.model.targets",
     "torch.distributed.checkpoint",
@@ -367,6 +369,7 @@ def _become(wanted: Wanted, descriptors: list[int]) -> None:
         resource.setrlimit(int(limit), values)
     os.environ.clear()
     os.environ.update(wanted.environment)
+    tempfile.tempdir = None  # as that says
     os.chdir(wanted.folder)
     if wanted.machine:
         _enter(*wanted.machine)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.start import engine_environment
 from lightrl.system import pages

@@ -15,9 +15,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.config import Config
-from lightrl.messages import TrainGroup, TrainResponse
-from lightrl.run_file import parse_config
+from lightrl.config.run_file import parse_config
+from lightrl.config.schema import Config
+from lightrl.messages.training import TrainGroup, TrainResponse
 from lightrl.system.child import Child
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,

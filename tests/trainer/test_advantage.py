@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrl.config_algorithm import ALGORITHMS, UNGROUPED
+from lightrl.config.algorithm import ALGORITHMS, UNGROUPED
 from lightrl.errors import TrainerError
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.algorithm.advantage import ALGORITHM, advantages, overlong_penalty, whitened

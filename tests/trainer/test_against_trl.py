@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.config_algorithm import AlgorithmSection
+from lightrl.config.algorithm import AlgorithmSection
 from lightrl.trainer.algorithm.advantage import advantages, whitened
 from lightrl.trainer.algorithm.loss import Losses, denominator, losses
 from lightrl.trainer.model.collate import Batch, collate

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrl.config_algorithm import AlgorithmSection
+from lightrl.config.algorithm import AlgorithmSection
 from lightrl.trainer.batch import (
     BATCH_PRICE_TOKENS,
     PADDING_SHARE,

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.broadcast_messages import (
+from lightrl.config.run_file import parse_config
+from lightrl.errors import WeightsError
+from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
@@ -22,9 +24,8 @@ from lightrl.broadcast_messages import (
     SendBroadcast,
     VersionTaken,
 )
-from lightrl.errors import WeightsError
-from lightrl.messages import Checkpointed, PublishWeights
-from lightrl.run_file import parse_config
+from lightrl.messages.training import Checkpointed
+from lightrl.messages.weights import PublishWeights
 from lightrl.system.addresses import split_address
 from lightrl.trainer import broadcasts
 from lightrl.weights.broadcast.rendezvous import Membership, Unreachable, reach

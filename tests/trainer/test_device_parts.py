@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from lightrl.messages import ShardsTaken
-from lightrl.run_file import parse_config
-from lightrl.sharing_messages import Give, Park, Parked
+from lightrl.config.run_file import parse_config
+from lightrl.messages.sharing import Give, Park, Parked
+from lightrl.messages.training import ShardsTaken
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.protocol import Accumulate, FinishStep, RankParked
 from lightrl.trainer.state import TrainerState

@@ -10,11 +10,12 @@ from functools import partial
 
 import pytest
 
+from lightrl.config.run_file import parse_config
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.errors import TrainerError
-from lightrl.messages import Checkpointed, PublishWeights
-from lightrl.run_file import parse_config
+from lightrl.messages.training import Checkpointed
+from lightrl.messages.weights import PublishWeights
 from lightrl.system.child import ChildDied
 from lightrl.trainer.checkpoint.saved import latest
 from lightrl.trainer.checkpoint.seal import damage

@@ -1,10 +1,14 @@
 """`lightrl export`: of a checkpoint alone, without the model directory it came from, the model that
 was trained; and what it refuses, in one line."""
 
+import importlib
 import json
+import logging
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.cli import main
-from lightrl.config_sections import Checkpoint
-from lightrl.launch.export import export_checkpoint
+from lightrl.config.sections import Checkpoint
+from lightrl.launch.export import export_checkpoint, find_checkpoint
 from lightrl.trainer.checkpoint.saved import SavedStep
 from lightrl.trainer.checkpoint.saver import Saver
 from lightrl.trainer.model.policy import load_policy
@@ -132,13 +136,24 @@ def test_the_index_of_a_checkpoint_is_read_once_and_not_for_each_tensor(
     assert len(calls) == 1
 
 
+def test_a_run_is_named_for_its_newest_checkpoint(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(checkpoint.parents[1])
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint(Path("mine")).resolve() == checkpoint
+    assert find_checkpoint(Path("runs/mine")).resolve() == checkpoint
+    assert find_checkpoint(Path("mine/checkpoints/step_1")).resolve() == checkpoint
+    assert find_checkpoint(checkpoint) == checkpoint
+    assert find_checkpoint(Path("yours")) == Path("yours")
+    assert find_checkpoint(Path("mine/checkpoints/step_2")) == Path("runs/mine/checkpoints/step_2")
+    assert find_checkpoint(Path("mine/checkpoints")).resolve() == checkpoint
+
+
 def test_what_is_no_checkpoint_or_no_place_is_refused_in_one_line(checkpoint, tmp_path, capsys):
-    out, run = tmp_path / "out", checkpoint.parents[1]
+    out = tmp_path / "out"
     none = tmp_path / "none"
-    assert refusal(capsys, none, out) == f"{none}: is no complete checkpoint"
-    assert refusal(capsys, run, out) == (
-        f"{run}: is no complete checkpoint; the newest of that run is {checkpoint}"
-    )
+    assert refusal(capsys, none, out) == f"{none}: no such run or checkpoint"
+    assert refusal(capsys, tmp_path, out) == f"{tmp_path}: is no complete checkpoint"
     out.mkdir()
     assert refusal(capsys, checkpoint, out) == f"{out}: exists already; nothing is overwritten"
     assert refusal(capsys, checkpoint, none / "out") == f"{none}: no such directory"
@@ -153,6 +168,30 @@ def test_what_is_no_checkpoint_or_no_place_is_refused_in_one_line(checkpoint, tm
     problem = "cannot be exported: it has no layout.json"
     assert refusal(capsys, damaged, tmp_path / "new") == f"{damaged}: {problem}"
     assert {p.name for p in tmp_path.iterdir()} == {"out", "step_1"}
+
+
+def test_a_checkpoint_that_is_not_there_names_those_beside_it(checkpoint, tmp_path, capsys):
+    absent = checkpoint.parent / "step_9"
+    said = refusal(capsys, absent, tmp_path / "out")
+    assert said == f"{absent}: no such run or checkpoint; there are {checkpoint.name}"
+
+
+def test_what_libraries_say_while_they_are_imported_is_not_printed(
+    checkpoint, tmp_path, monkeypatch, caplog
+):
+    """transformers imports torchao where it is installed, and that says what it cannot load."""
+    name = "lightrl.trainer.checkpoint.export"
+    real = importlib.import_module(name)
+
+    class Talkative(ModuleType):
+        def __getattr__(self, wanted: str) -> object:
+            logging.getLogger("torchao").warning("Failed to load _C.so")
+            return getattr(real, wanted)
+
+    monkeypatch.setitem(sys.modules, name, Talkative(name))
+    export_checkpoint(checkpoint, tmp_path / "out", None)
+    logging.getLogger("torchao").warning("later")
+    assert [r.message for r in caplog.records if r.name == "torchao"] == ["later"]
 
 
 def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(checkpoint, tmp_path, capsys):

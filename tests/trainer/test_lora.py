@@ -17,7 +17,7 @@ from lightrl.engine.base import LoraSpec
 from lightrl.engine.checkpoint import build_model
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.export import export_checkpoint
-from lightrl.messages import WeightsBase
+from lightrl.messages.weights import WeightsBase
 from lightrl.trainer.model.collate import collate
 from lightrl.trainer.model.lora import adapters_off
 from lightrl.trainer.model.policy import load_policy, response_logprobs

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.config_algorithm import ALGORITHMS, AlgorithmSection
+from lightrl.config.algorithm import ALGORITHMS, AlgorithmSection
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.algorithm.loss import denominator, importance_weights, kl, losses
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrl.config_algorithm import ALGORITHMS
+from lightrl.config.algorithm import ALGORITHMS
 from lightrl.errors import TrainerError
 from lightrl.loss_mask import num_trained, pack_mask
 from lightrl.trainer.algorithm import loss

@@ -7,14 +7,15 @@ from functools import partial
 
 import pytest
 
-from lightrl.messages import PublishWeights, ShardsTaken, StepDone
-from lightrl.run_file import parse_config
-from lightrl.sharing_messages import Park, Parked
+from lightrl.config.run_file import parse_config
+from lightrl.messages.sharing import Park, Parked
+from lightrl.messages.trainers import TrainerRelay
+from lightrl.messages.training import ShardsTaken, StepDone
+from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.follower import Follower
 from lightrl.trainer.protocol import Accumulate, ClearStep, FinishStep, RankParked, RankStarted
 from lightrl.trainer.state import TrainerState
-from lightrl.trainer_messages import TrainerRelay
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
 
 pytestmark = pytest.mark.usefixtures("warm_emulated")

@@ -6,6 +6,7 @@ import asyncio
 import pytest
 
 from lightrl.errors import TrainerError
+from lightrl.messages.trainers import TrainerRelay
 from lightrl.trainer.nodes.followers import Followers, RanksLost
 from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
@@ -16,7 +17,6 @@ from lightrl.trainer.nodes.protocol import (
     StartRanks,
 )
 from lightrl.trainer.protocol import RANK_EVENTS, Accumulated, StartRank
-from lightrl.trainer_messages import TrainerRelay
 
 MEMBERS = (("u", 1), ("v", 2))
 

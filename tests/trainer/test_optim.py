@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightrl.config_sections import Optim
+from lightrl.config.sections import Optim
 from lightrl.errors import TrainerError
 from lightrl.trainer.learner.optim import learning_rate, new_optimizer
 from lightrl.trainer.protocol import Accumulate, FinishStep, RankStarted, Save, Saved, Staged
@@ -51,6 +51,22 @@ def test_the_rate_of_a_resumed_run_is_that_of_its_step(new_rank, samples, tmp_pa
     again = new_rank(start_step=2, **sections)
     rates += [trained(again, samples, step)[1]["lr"] for step in range(2, 4)]
     assert rates == pytest.approx([5e-4, 1e-3, 5e-4, 0])
+
+
+def test_a_run_that_goes_on_with_other_settings_has_them_and_its_state(new_rank, samples, tmp_path):
+    """From a checkpoint on; the schedule is where it was."""
+    then = {"lr": 1e-3, "warmup_steps": 2, "schedule": "linear"}
+    rank = new_rank(train={"steps": 4, "optim": then})
+    for step in range(2):
+        trained(rank, samples, step)
+    rank.save(Save(2, str(tmp_path / "run" / "checkpoints" / "step_2")))
+    now = {"lr": 4e-3, "betas": [0.5, 0.75], "eps": 1e-6, "weight_decay": 0.5, "grad_clip": 0.0}
+    again = new_rank(start_step=2, train={"steps": 4, "optim": then | now})
+    require_equal(state_of(again), state_of(rank))
+    assert trained(again, samples, 2)[1]["lr"] == pytest.approx(2e-3)
+    [group] = again.learner.optimizer.param_groups
+    found = {key: group[key] for key in ("betas", "eps", "weight_decay")}
+    assert found == {"betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.5}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])

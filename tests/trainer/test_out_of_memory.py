@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightrl.config.run_file import parse_config
 from lightrl.errors import TrainerError
-from lightrl.messages import TrainGroup, TrainResponse
-from lightrl.run_file import parse_config
+from lightrl.messages.training import TrainGroup, TrainResponse
 from lightrl.system.child import Pipe
 from lightrl.trainer import rank_processes
 from lightrl.trainer.learner import learner, optim

@@ -12,14 +12,10 @@ from itertools import chain
 
 import pytest
 
+from lightrl.config.run_file import parse_config
 from lightrl.errors import TrainerError
-from lightrl.messages import (
-    Checkpointed,
-    PublishWeights,
-    StepDone,
-    TrainShard,
-)
-from lightrl.run_file import parse_config
+from lightrl.messages.training import Checkpointed, StepDone, TrainShard
+from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.checkpoint.saved import latest

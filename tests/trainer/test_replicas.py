@@ -8,8 +8,8 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from lightrl.messages import ShardsTaken
-from lightrl.run_file import parse_config
+from lightrl.config.run_file import parse_config
+from lightrl.messages.training import ShardsTaken
 from lightrl.trainer.protocol import (
     Accumulate,
     Accumulated,

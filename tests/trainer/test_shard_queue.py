@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 
 from lightrl.loss_mask import fits, num_trained, pack_mask
-from lightrl.messages import TrainGroup, TrainShard
+from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.trainer.protocol import TrainSample
 from lightrl.trainer.shard_queue import ShardQueue
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lightrl.config_algorithm import ALGORITHMS, WHITENED
+from lightrl.config.algorithm import ALGORITHMS, WHITENED
 from lightrl.trainer.model.policy import load_policy
 from lightrl.trainer.protocol import Accumulate, FinishStep, TrainSample
 from lightrl.wire import pack_f32, pack_i32, unpack_f32, unpack_i32

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.config_algorithm import ALGORITHMS
+from lightrl.config.algorithm import ALGORITHMS
 from lightrl.errors import TrainerError
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.batch import micro_batches, num_tokens

@@ -9,18 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightrl.broadcast_messages import VersionTaken
-from lightrl.config_algorithm import AlgorithmSection
+from lightrl.config.algorithm import AlgorithmSection
+from lightrl.config.run_file import parse_config
 from lightrl.errors import TrainerError
-from lightrl.messages import (
-    PublishWeights,
-    ShardsTaken,
-    StepDone,
-    TrainGroup,
-    TrainResponse,
-    TrainShard,
-)
-from lightrl.run_file import parse_config
+from lightrl.messages.broadcasts import VersionTaken
+from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import num_tokens, streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
@@ -208,6 +202,9 @@ def test_two_deterministic_ranks_publish_the_same_bits_whatever_the_timing(
     assert others == digests
     for found, expected in zip(other_metrics, metrics, strict=True):
         assert expected["grad_norm"] > 0
+        for step in (found, expected):  # as the daemon sees it
+            assert step["timing_s/accumulate"] > 0.9 * step["timing_s/forward_backward"]
+            assert step["timing_s/finish"] > step["timing_s/optimizer"] > 0
         assert found.keys() == expected.keys()
         times = {key for key in found if key.startswith("timing_s/")} | {"weights/publish_s"}
         for key in found.keys() - times - {"perf/host_memory_gib"}:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import time
 
 import pytest
@@ -11,25 +12,17 @@ from zmq.utils import z85
 from lightrl.core.orders import MAX_ORDER_BYTES, orders
 from lightrl.errors import PeerUnreachable, ProtocolError
 from lightrl.keys import coordinator_public_key
-from lightrl.messages import (
-    PROTOCOL,
-    TAKEN,
-    Bye,
-    Drain,
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import PROTOCOL, TAKEN, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import (
     Generate,
-    Heartbeat,
-    Hello,
-    Message,
     ResponseRequest,
     ResponseTokens,
     Sampling,
     TokenChunk,
-    TrainGroup,
-    TrainResponse,
-    TrainShard,
-    Watch,
-    Welcome,
 )
+from lightrl.messages.snapshot import Watch
+from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard
 from lightrl.transport import zeromq
 from lightrl.transport.link import Link
 from lightrl.transport.parts import HEADER
@@ -50,6 +43,28 @@ def shard(num_tokens: int) -> TrainShard:
     groups = (TrainResponse(r, tokens, tokens, 1.0, "stop") for r in responses)
     return TrainShard(3, 0, 3, tuple(TrainGroup(r.response, tokens, (r,)) for r in groups))
 
+
+# A process that says a few MiB and its good-bye, and ends at once.
+GOES = """
+import asyncio, os, sys
+from lightrl.messages.nodes import Bye, Hello, PROTOCOL
+from lightrl.transport.link import Link
+from lightrl.transport.zeromq import leave
+
+async def speak(address, key):
+    link = await Link.connect(address, "n", key)
+    link.send(Hello("n", 1, ("rollout",), PROTOCOL, 1, "h"))
+    while not link.is_up:
+        await asyncio.sleep(0)
+    for _ in range(3000):
+        link.send(Bye("x" * 4000))
+    link.send(Bye("over"))
+    link.close()
+    leave()
+    os._exit(0)
+
+asyncio.run(speak(*sys.argv[1:]))
+"""
 
 LARGE = [hello(60_000), shard(10_000)]
 
@@ -323,5 +338,20 @@ def test_a_peer_that_comes_back_with_a_hello_is_not_lost():
                 heard += [message for _, message in await router.receive()]
             assert not any(isinstance(m, PeerUnreachable) for m in heard)
             node.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_last_messages_of_a_process_leave_before_it_ends():
+    async def scenario() -> None:
+        async with router_and_key() as (router, key):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", GOES, router.address, key
+            )
+            heard: list[object] = []
+            while Bye("over") not in heard[-1:]:
+                heard += [message for _, message in await router.receive()]
+            assert len(heard) == 3002
+            assert await process.wait() == 0
 
     asyncio.run(scenario())

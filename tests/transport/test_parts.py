@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lightrl.errors import ProtocolError
-from lightrl.messages import ResponseTokens, TokenChunk
+from lightrl.messages.responses import ResponseTokens, TokenChunk
 from lightrl.transport.parts import HEADER, Assembly, cut, in_pieces
 from lightrl.wire import MESSAGES
 

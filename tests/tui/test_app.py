@@ -17,7 +17,7 @@ from tests.support.journals import left_behind
 DEADLINE_S = 90.0
 SHOW = """
 import asyncio
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.tui.app import show_finished
 asyncio.run(show_finished(Snapshot("quick", "/r", "finished", 3, 3, 3, 9.0)))
 print("BACK")

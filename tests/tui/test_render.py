@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightrl.cost_messages import CostRow
 from lightrl.launch.report import status_lines
-from lightrl.messages import NodeRow, SampleText, Snapshot, TailRow, WeightsProgress
+from lightrl.messages.costs import CostRow
+from lightrl.messages.snapshot import NodeRow, SampleText, Snapshot, TailRow, WaitRow
+from lightrl.messages.weights import WeightsProgress
 from lightrl.metrics.display import (
     bar,
     columns,
@@ -72,7 +73,7 @@ RUNNING = Snapshot(
     rewards=(0.4, 0.6, 0.889),
     lengths=(30.0, 25.0, 22.1),
     step_seconds=(0.8, 0.6, 0.67),
-    evals=((0, 0.292), (10, 0.635), (20, 0.917)),
+    evals=((0, {"eval": 0.292}), (10, {"eval": 0.635}), (20, {"eval": 0.917})),
     length_histogram=((16, 40), (64, 80), (105, 3)),
     counters={"reward_failures": 2, "nodes_lost": 0},
     events=((1.0, "rollout-0 joined"), (66.0, "step 40 done")),
@@ -120,8 +121,13 @@ PARTS = replace(
         )
     ),
 )
+HINT = (
+    "add one on another machine with: lightrl up --join tcp://10.0.0.1:5600 --key /runs/quick/join"
+)
+WAITING = replace(RUNNING, wait=WaitRow("rollout", 75.0, hint=HINT))
 HOSTILE = replace(
     RUNNING,
+    wait=WaitRow("engines", 75.0, nodes=("n" * 90, "\x1b[2J"), num_nodes=2),
     run="r" * 200,
     nodes=(node("n" * 90, "draining"),),
     events=((5.0, "e" * 300),),
@@ -140,7 +146,8 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
 @pytest.mark.parametrize(
-    "snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, PARTS, HOSTILE]
+    "snapshot",
+    [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, PARTS, WAITING, HOSTILE],
 )
 @pytest.mark.parametrize(
     "view", [View(), View("samples"), View("events", selected=9), View(help=True)]
@@ -181,6 +188,18 @@ def test_running(width, height):
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
+def test_each_set_of_an_evaluation_has_a_line_of_its_own(width, height):
+    long = "a" * 64
+    evals = ((0, {"math": 0.25, long: 0.5}), (10, {"math": 0.375, long: 0.75}))
+    lines = screen(replace(RUNNING, evals=evals), View(), width, height).splitlines()
+    told = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if "@10" in line}
+    assert told == {
+        "math": "0.375 0.250 @0 → 0.375 @10",
+        "a" * 19 + "…": "0.750 0.500 @0 → 0.750 @10",
+    }
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
 def test_devices_that_are_shared_show_on_which_side_they_are_and_since_when(width, height):
     lines = screen(SHARED, View(), width, height).splitlines()
     begin = next(i for i, line in enumerate(lines) if " node " in line)
@@ -202,6 +221,25 @@ def test_parts_of_devices_show_by_trainer_node_and_in_status(width, height):
     status = status_lines(PARTS)
     assert [line for line in said if f"devices   {line}" in status] == said
     assert "devices" not in "\n".join(status_lines(SHARED))
+
+
+@pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 20)])
+@pytest.mark.parametrize("view", [View(), View("samples"), View("events"), View(help=True)])
+def test_the_header_says_what_the_run_waits_for(view, width, height):
+    lines = screen(WAITING, view, width, height).splitlines()
+    room = width - 2
+    text = f"waiting for a rollout node: none takes part (1:15); {HINT}"
+    assert [line.strip() for line in lines[2 : 3 + len(text) // room]] == [
+        text[start : start + room].strip() for start in range(0, len(text), room)
+    ]
+    scores = replace(RUNNING, wait=WaitRow("scores", 12.0, 31, 1, 41))
+    said = "waiting for one reward worker to score 31 responses of step 42 (0:12)"
+    assert said in screen(scores, view, 80, 24)
+
+
+def test_what_lasts_a_moment_does_not_make_the_screen_jump():
+    short = replace(RUNNING, wait=WaitRow("training", 1.9, step=41))
+    assert screen(short, View(), 80, 24) == screen(RUNNING, View(), 80, 24)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

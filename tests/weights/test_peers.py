@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.messages import WeightsSource
+from lightrl.messages.weights import WeightsSource
 from lightrl.weights.pull.transfer import Pull, PullStats
 from lightrl.weights.serve.request import ASK_DATA, ASK_SHARED, DATA, MISSING, QUEUED, Request
 from lightrl.weights.serve.server import SHARED_TURNS, WeightServer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.messages import WeightsProgress, WeightsSource
+from lightrl.messages.weights import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
 from lightrl.weights.machine.leftovers import partial_path

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.messages import WeightsSource
+from lightrl.messages.weights import WeightsSource
 from lightrl.weights.machine.leftovers import partial_path
 from lightrl.weights.pull.connections import parse_address
 from lightrl.weights.pull.transfer import Pull

@@ -22,7 +22,7 @@ DEADLINE_S = 60
 PULLER = """
 import asyncio, sys
 from pathlib import Path
-from lightrl.messages import WeightsSource
+from lightrl.messages.weights import WeightsSource
 from lightrl.weights.pull.transfer import Pull, Wanted
 digest, num_bytes, manifest_bytes, path, address, ticket = sys.argv[1:]
 wanted = Wanted(1, digest, int(num_bytes), int(manifest_bytes))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.messages import WeightsSource
+from lightrl.messages.weights import WeightsSource
 from lightrl.weights.serve.request import BUSY, DATA, QUEUED, Request
 from lightrl.weights.version.layout import BUCKET_BYTES
 from tests.support.holder import Answer, holder, of, part

@@ -7,19 +7,61 @@ from typing import Any, get_args
 
 import pytest
 
-from lightrl import messages as m
 from lightrl import wire
-from lightrl.cost_messages import CostRow, StepForecast
 from lightrl.errors import ProtocolError
-from lightrl.load_messages import StepCosts
+from lightrl.messages.broadcasts import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
+from lightrl.messages.costs import CostRow, StepForecast
+from lightrl.messages.load import Load, StepCosts
+from lightrl.messages.message import Message
+from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import (
+    Abort,
+    Generate,
+    ResponseRequest,
+    ResponseTokens,
+    Sampling,
+    TokenChunk,
+)
+from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.snapshot import NodeRow, SampleText, Snapshot, TailRow, WaitRow, Watch
+from lightrl.messages.trainers import TrainerRelay, TrainerSet
+from lightrl.messages.training import (
+    Checkpointed,
+    ShardsTaken,
+    StepDone,
+    TrainGroup,
+    TrainResponse,
+    TrainShard,
+)
+from lightrl.messages.weights import (
+    BadSource,
+    Canary,
+    DeltaOffer,
+    PublishWeights,
+    WeightsBase,
+    WeightsEndpoint,
+    WeightsFailed,
+    WeightsProgress,
+    WeightsReady,
+    WeightsSource,
+)
 
-TRAINED = m.TrainResponse("p7@0#3", b"", b"", 1.0, "length", b"\x05")
-EXAMPLES: list[m.Message] = [
-    m.Hello(
+TRAINED = TrainResponse("p7@0#3", b"", b"", 1.0, "length", b"\x05")
+EXAMPLES: list[Message] = [
+    Hello(
         "rollout-0",
         17,
         ("rollout", "trainer"),
-        m.PROTOCOL,
+        PROTOCOL,
         pid=4242,
         host="a",
         slots=128,
@@ -27,73 +69,74 @@ EXAMPLES: list[m.Message] = [
         running=(("p7@0#3", 1),),
         parallel=2,
     ),
-    m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
-    m.Heartbeat(
-        m.Load(3, 1, 0.5, 2, None, 9000, StepCosts(0.01, 1e-4, 1e-8, 1e-5)),
+    Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
+    Heartbeat(
+        Load(3, 1, 0.5, 2, None, 9000, StepCosts(0.01, 1e-4, 1e-8, 1e-5)),
         0.4,
         "cpu",
-        m.WeightsProgress(4, 8 << 20, 15 << 30, 3),
+        WeightsProgress(4, 8 << 20, 15 << 30, 3),
         2,
+        True,
     ),
-    m.Generate(
+    Generate(
         4,
-        m.Sampling(0.7, 0.9, 5, (1, 2)),
-        (m.ResponseRequest("p7@0#3", 1, 2**63 - 1, wire.pack_i32([1, 2]), b"", 5),),
+        Sampling(0.7, 0.9, 5, (1, 2)),
+        (ResponseRequest("p7@0#3", 1, 2**63 - 1, wire.pack_i32([1, 2]), b"", 5),),
     ),
-    m.Abort((("p7@0#3", 1),)),
-    m.TokenChunk(
+    Abort((("p7@0#3", 1),)),
+    TokenChunk(
         4,
         "9f3a",
-        (m.ResponseTokens("p7@0#3", 1, 16, wire.pack_i32([7]), wire.pack_f32([-0.25]), "stop"),),
+        (ResponseTokens("p7@0#3", 1, 16, wire.pack_i32([7]), wire.pack_f32([-0.25]), "stop"),),
     ),
-    m.TrainShard(
+    TrainShard(
         4,
         2,
         4,
-        (m.TrainGroup("p7@0", b"", (TRAINED,)),),
+        (TrainGroup("p7@0", b"", (TRAINED,)),),
         True,
         32,
         True,
         1,
     ),
-    m.ShardsTaken(4, 2),
-    m.StepDone(4, 5, {"loss/policy": 0.1}),
-    m.Checkpointed(20, 10),
-    m.WeightsEndpoint(("10.0.0.1:41873", "10.1.0.1:41873"), "c0ffee" * 6),
-    m.PublishWeights(
+    ShardsTaken(4, 2),
+    StepDone(4, 5, {"loss/policy": 0.1}),
+    Checkpointed(20, 10),
+    WeightsEndpoint(("10.0.0.1:41873", "10.1.0.1:41873"), "c0ffee" * 6),
+    PublishWeights(
         4,
         "9f3a",
         2112512,
         8190,
-        deltas=(m.DeltaOffer("9f3a", "a01c", "77aa", 4210, 91022),),
-        canary=m.Canary(wire.pack_i32([5, 6]), wire.pack_f32([-0.5])),
+        deltas=(DeltaOffer("9f3a", "a01c", "77aa", 4210, 91022),),
+        canary=Canary(wire.pack_i32([5, 6]), wire.pack_f32([-0.5])),
         portions=(3, 29),
         replicas=(0, 1),
-        base=m.WeightsBase("4b7e", 2112512, 8190),
+        base=WeightsBase("4b7e", 2112512, 8190),
     ),
-    m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
-    m.BadSource(4, "rollout-3", "bucket 7: digest differs"),
-    m.WeightsFailed(4, "bucket 3: digest differs"),
-    m.VersionTaken(4, broadcasts=True, wants_delta=False),
-    m.OpenBroadcast(3),
-    m.BroadcastOpened(3, "7c1f", "10.0.0.1:41873"),
-    m.JoinBroadcast("7c1f", "10.0.0.1:41873", 2, 2, 4, "gloo"),
-    m.BroadcastJoined("7c1f"),
-    m.SendBroadcast("7c1f", 4),
-    m.BroadcastSums("7c1f", 4, (0, 2**64 - 1)),
-    m.BroadcastFailed("7c1f", "rank 1: timed out", is_unreachable=True),
-    m.TrainerSet("trainer-0", (("trainer-1", 2),)),
-    m.TrainerRelay("trainer-1", b"frame"),
-    m.Release(3),
-    m.Released(3, 14_800_000_000, 0.6),
-    m.Wake(4),
-    m.Give(4, (0, 1)),
-    m.Park(2),
-    m.Parked(2, 22_000_000_000, 1.1),
-    m.Drain("rollout-0", "SIGTERM"),
-    m.Bye("drained", True),
-    m.Watch(0.5),
-    m.Snapshot(
+    WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
+    BadSource(4, "rollout-3", "bucket 7: digest differs"),
+    WeightsFailed(4, "bucket 3: digest differs"),
+    VersionTaken(4, broadcasts=True, wants_delta=False),
+    OpenBroadcast(3),
+    BroadcastOpened(3, "7c1f", "10.0.0.1:41873"),
+    JoinBroadcast("7c1f", "10.0.0.1:41873", 2, 2, 4, "gloo"),
+    BroadcastJoined("7c1f"),
+    SendBroadcast("7c1f", 4),
+    BroadcastSums("7c1f", 4, (0, 2**64 - 1)),
+    BroadcastFailed("7c1f", "rank 1: timed out", is_unreachable=True),
+    TrainerSet("trainer-0", (("trainer-1", 2),)),
+    TrainerRelay("trainer-1", b"frame"),
+    Release(3),
+    Released(3, 14_800_000_000, 0.6),
+    Wake(4),
+    Give(4, (0, 1)),
+    Park(2),
+    Parked(2, 22_000_000_000, 1.1),
+    Drain("rollout-0", "SIGTERM"),
+    Bye("drained", True),
+    Watch(0.5),
+    Snapshot(
         run="a",
         run_dir="runs/a",
         state="running",
@@ -102,35 +145,36 @@ EXAMPLES: list[m.Message] = [
         policy_version=3,
         elapsed_s=1.5,
         nodes=(
-            m.NodeRow(
+            NodeRow(
                 "n", ("rollout",), "ready", "h", 1, "cpu", None, 1, 2, 3.0, 0.1, 0.2, state_s=0.5
             ),
         ),
-        tail=m.TailRow("both", 3, 8, 2, 20.5, 30.5, 0.5, 0.25),
+        wait=WaitRow("scores", 12.5, 31, 1, 4, True, ("a",), 1, 9.5, 60.0, "add one"),
+        tail=TailRow("both", 3, 8, 2, 20.5, 30.5, 0.5, 0.25),
         max_staleness=1,
         cost=CostRow(2, 3, 1.5, 0.5, 2.5, (StepForecast(3, 9.5, 0.25),), 5, 4),
         rewards=(0.5,),
-        evals=((0, 0.25),),
+        evals=((0, {"held": 0.25}),),
         length_histogram=((9, 3),),
         metrics={"lr": 1e-4},
         counters={"nodes_lost": 1},
         events=((0.5, "hello"),),
-        samples=(m.SampleText("r", "p", "t", None, 3, 1),),
+        samples=(SampleText("r", "p", "t", None, 3, 1),),
     ),
 ]
 
 
 def test_every_message_has_an_example_here():
-    assert [type(e) for e in EXAMPLES] == list(get_args(m.Message))
+    assert [type(e) for e in EXAMPLES] == list(get_args(Message))
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_round_trip(message: m.Message):
+def test_round_trip(message: Message):
     assert wire.MESSAGES.decode(wire.MESSAGES.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_every_field_without_a_default_is_required_and_checked(message: m.Message):
+def test_every_field_without_a_default_is_required_and_checked(message: Message):
     """Leaving a field out, or giving it a type that no message field has, must not decode."""
     fields: dict[str, Any] = dataclasses.asdict(message)
     for f in dataclasses.fields(message):
@@ -143,27 +187,29 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_13_are_pinned():
+def test_bytes_of_protocol_15_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 13
-    abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
+    assert PROTOCOL == 15
+    abort = wire.MESSAGES.encode(Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
-    checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
+    checkpointed = wire.MESSAGES.encode(Checkpointed(20, 10))
     assert checkpointed.hex() == "92ac436865636b706f696e74656482a47374657014a66f6c646573740a"
-    taken = wire.MESSAGES.encode(m.ShardsTaken(4, 2))
+    taken = wire.MESSAGES.encode(ShardsTaken(4, 2))
     assert taken.hex() == "92ab53686172647354616b656e82a47374657004a5696e64657802"
-    given = wire.MESSAGES.encode(m.Give(4, (0, 1)))
+    given = wire.MESSAGES.encode(Give(4, (0, 1)))
     assert given.hex() == "92a44769766582a47374657004a57061727473920001"
-    chunk = m.TokenChunk(
-        1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),)
+    saving = wire.MESSAGES.encode(Heartbeat(is_saving=True))
+    assert saving.hex().endswith("ab6e756d5f776f726b65727300a969735f736176696e67c3")
+    chunk = TokenChunk(
+        1, "d", (ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),)
     )
     assert wire.MESSAGES.encode(chunk).hex() == (
         "92aa546f6b656e4368756e6b83ae706f6c6963795f76657273696f6e01a6646967657374a164a9726573706f6e736573"
         "9186a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"
         "6f6770726f6273c404000080bfad66696e6973685f726561736f6ec0"
     )
-    masked = wire.MESSAGES.encode(m.TrainShard(1, 0, 1, (m.TrainGroup("g", b"", (TRAINED,)),)))
+    masked = wire.MESSAGES.encode(TrainShard(1, 0, 1, (TrainGroup("g", b"", (TRAINED,)),)))
     assert masked.hex() == (
         "92aa547261696e536861726488a47374657001a5696e64657800ae706f6c6963795f76657273696f6e01a667726f75"
         "70739183a567726f7570a167a670726f6d7074c400a9726573706f6e7365739187a8726573706f6e7365a670374030"
@@ -174,15 +220,15 @@ def test_bytes_of_protocol_13_are_pinned():
 
 
 def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
-    endpoint = wire.MESSAGES.encode(m.WeightsEndpoint(("h:1",), "s"))
+    endpoint = wire.MESSAGES.encode(WeightsEndpoint(("h:1",), "s"))
     assert endpoint.hex() == (
         "92af57656967687473456e64706f696e7482a961646472657373657391a3683a31a6736563726574a173"
     )
-    source = m.WeightsSource("n", ("h:1",), "t")
-    delta = m.DeltaOffer("a", "b", "c", 1, 2)
-    offer = m.PublishWeights(4, "b", 9, 8, (source,), (delta,), m.Canary(b"", b""), (3,), (0, 1))
+    source = WeightsSource("n", ("h:1",), "t")
+    delta = DeltaOffer("a", "b", "c", 1, 2)
+    offer = PublishWeights(4, "b", 9, 8, (source,), (delta,), Canary(b"", b""), (3,), (0, 1))
     assert wire.MESSAGES.decode(wire.MESSAGES.encode(offer)) == offer
-    base = m.WeightsBase("b", 9, 8, (source,))
+    base = WeightsBase("b", 9, 8, (source,))
     assert wire.to_bytes(base).hex() == (
         "84a6646967657374a162a96e756d5f627974657309ae6d616e69666573745f627974657308a7736f75726365"
         "739183a46e6f6465a16ea961646472657373657391a3683a31a67469636b6574a174"
@@ -195,19 +241,19 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
         "727983a9746f6b656e5f696473c400a86c6f6770726f6273c400a56474797065a7666c6f61743332a8706f72"
         "74696f6e739103a87265706c69636173920001a567726f7570a0a462617365c0"
     )
-    bad = wire.MESSAGES.encode(m.BadSource(4, "n", "r"))
+    bad = wire.MESSAGES.encode(BadSource(4, "n", "r"))
     assert bad.hex() == (
         "92a9426164536f7572636583ae706f6c6963795f76657273696f6e04a46e6f6465a16ea6726561736f6ea172"
     )
 
 
 def test_bytes_of_what_is_said_of_broadcasts_are_pinned():
-    join = wire.MESSAGES.encode(m.JoinBroadcast("g", "h:1", 2, 2, 4, "gloo"))
+    join = wire.MESSAGES.encode(JoinBroadcast("g", "h:1", 2, 2, 4, "gloo"))
     assert join.hex() == (
         "92ad4a6f696e42726f61646361737486a567726f7570a167a761646472657373a3683a31a472616e6b02a96e"
         "756d5f72616e6b7302a5776f726c6404a76261636b656e64a4676c6f6f"
     )
-    sums = wire.MESSAGES.encode(m.BroadcastSums("g", 4, (0, 2**64 - 1)))
+    sums = wire.MESSAGES.encode(BroadcastSums("g", 4, (0, 2**64 - 1)))
     assert sums.hex() == (
         "92ad42726f61646361737453756d7383a567726f7570a167ae706f6c6963795f76657273696f6e04a473756d"
         "739200cfffffffffffffffff"
@@ -215,7 +261,7 @@ def test_bytes_of_what_is_said_of_broadcasts_are_pinned():
 
 
 def test_unknown_field_is_skipped_so_that_newer_peers_may_add_some():
-    assert wire.MESSAGES.decode(frame("Bye", {"reason": "x", "colour": [1]})) == m.Bye("x")
+    assert wire.MESSAGES.decode(frame("Bye", {"reason": "x", "colour": [1]})) == Bye("x")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +270,7 @@ def test_unknown_field_is_skipped_so_that_newer_peers_may_add_some():
         b"",
         b"\xc1",
         b"\x92",
-        wire.MESSAGES.encode(m.Bye("x"))[:-1],
+        wire.MESSAGES.encode(Bye("x"))[:-1],
         b"\x93\xa3Bye\x81\xa6reason\xa1x\x00",
         b"\xff" * 100,
         b"\xdd\xff\xff\xff\xff",
@@ -259,7 +305,7 @@ def test_mutated_frames_decode_or_are_protocol_errors():
 def test_frame_above_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10)
     with pytest.raises(ProtocolError, match="exceeds 10"):
-        wire.MESSAGES.decode(wire.MESSAGES.encode(m.Bye("longer than that")))
+        wire.MESSAGES.decode(wire.MESSAGES.encode(Bye("longer than that")))
 
 
 def test_arrays_are_little_endian_and_checked():

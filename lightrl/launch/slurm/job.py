@@ -18,7 +18,8 @@ from typing import Any
 
 from lightrl.client.address import accepts, listening
 from lightrl.client.find_run import ask, final_snapshot
-from lightrl.config import Config
+from lightrl.config.run_file import load_config
+from lightrl.config.schema import Config
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
@@ -34,7 +35,6 @@ from lightrl.launch.slurm.allocation import (
 from lightrl.launch.slurm.sharing import SharingNodes, sharing
 from lightrl.log import LogSettings, configure, configure_again
 from lightrl.log import environment as log_environment
-from lightrl.run_file import load_config
 from lightrl.system.addresses import ALL_HOSTS, host_and_port
 from lightrl.system.interfaces import own_host
 from lightrl.system.restart import CrashCounter, RestartPolicy

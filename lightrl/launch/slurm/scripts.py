@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.client.address import relative
-from lightrl.config import Config
+from lightrl.config.run_file import to_toml
+from lightrl.config.schema import Config
 from lightrl.devices.plan import engines_of
 from lightrl.devices.sizes import sized_engines
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.folder import SLURM_CONFIG, SLURM_FOLDER
+from lightrl.launch.initial import settled
 from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.resume import has_journal
-from lightrl.run_file import to_toml
 
 SBATCH_S = 60.0
 
@@ -127,6 +128,7 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
     require_files(config)
     run_dir = config.run_dir.resolve()
     if not has_journal(run_dir):
+        settled(config)  # of a run to begin from, its newest checkpoint is asked for in the job
         require_new(config)
     folder = run_dir / SLURM_FOLDER
     scripts = _scripts(config, options, folder)

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from lightrl.client.address import left_at, listening_since, reachable
-from lightrl.config import Config
+from lightrl.client.address import left_at, listening_since
+from lightrl.config.schema import Config
 from lightrl.devices.plan import engines_of, for_sizes, for_trainer_node, part_with
 from lightrl.devices.sizes import sized_options
+from lightrl.joining import reachable
 from lightrl.launch.daemons import Daemon
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy

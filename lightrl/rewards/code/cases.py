@@ -21,6 +21,8 @@ LAYOUTS = (
     '{"input": ..., "output": ..., "testtype": ...}'
 )
 MAX_BYTES = 256 << 20  # of decoded tests
+# Whether a test of that type is a call; of another one it is if a function is named.
+IS_CALL = {"functional": True, "stdin": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ Case: TypeAlias = InputCase | CallCase | AssertCase
 
 
 def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:
-    """The tests of a row: of its answer, else of the columns of MBPP, HumanEval or LiveCodeBench.
-    Empty if it has none.
+    """The tests of a row: of its answer, else of the columns of MBPP, HumanEval, KodCode, APPS (and
+    TACO) or LiveCodeBench. Empty if it has none.
 
     Raises RewardError for an answer of none of these layouts.
     """
@@ -62,8 +64,12 @@ def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:
     if row.get("test_list"):
         setup = [row.get("test_setup_code") or "", *(row.get("test_imports") or ())]
         return [AssertCase("\n".join((*setup, test))) for test in row["test_list"]]
-    if row.get("test") and row.get("entry_point"):
-        return [AssertCase(f"{row['test']}\ncheck({row['entry_point']})")]
+    if row.get("test"):
+        entry = str(row.get("entry_point") or "")
+        call = f"\ncheck({entry})" if entry.isidentifier() and "def check(" in row["test"] else ""
+        return [AssertCase(f"{row['test']}{call}")]
+    if row.get("input_output"):
+        return list(_of_answer(row["input_output"], None))
     found: list[Case] = []
     for column in ("public_test_cases", "private_test_cases"):
         if row.get(column):
@@ -82,19 +88,23 @@ def _of_answer(answer: Any, function: str | None) -> Iterator[Case]:
             return
         yield from _of_answer(parsed, function)
     elif isinstance(answer, dict):
-        yield from (AssertCase(code) for code in answer.get("assert_case") or ())
+        # Beside assertions verl has pairs of an empty input and None, one for each.
+        codes = [*(answer.get("assert_case") or ())]
+        codes += [answer[key] for key in ("functional", "pytest") if answer.get(key)]
+        yield from map(AssertCase, codes)
         inputs, outputs = answer.get("inputs") or [], answer.get("outputs") or []
-        if len(inputs) != len(outputs) or not (inputs or answer.get("assert_case")):
+        if len(inputs) != len(outputs) or not (inputs or codes):
             _unknown(answer)
         function = answer.get("fn_name") or function
         for given, expected in zip(inputs, outputs, strict=True):
-            yield _pair(given, expected, function)
+            if not codes or expected is not None:
+                yield _pair(given, expected, function)
     elif isinstance(answer, list) and answer:
         for item in answer:
             if isinstance(item, str):
                 yield AssertCase(item)
             elif isinstance(item, dict) and {"input", "output"} <= item.keys():
-                is_call = item.get("testtype") == "functional"
+                is_call = IS_CALL.get(item.get("testtype") or "")
                 metadata = item.get("metadata")
                 own = metadata.get("func_name") if isinstance(metadata, dict) else None
                 yield _pair(item["input"], item["output"], own or function, is_call)
@@ -111,13 +121,15 @@ def _pair(given: Any, expected: Any, function: str | None, is_call: bool | None 
         raise RewardError('code: a test calls a function, but the row names none ("fn_name")')
     if not is_call or function is None:
         return InputCase(_lines(given), _lines(expected))
+    is_text = isinstance(given, str)
     try:
         if isinstance(given, str):
             given = [json.loads(line) for line in given.split("\n") if line.strip()]
         if isinstance(expected, str):
             expected = json.loads(expected)
     except ValueError:
-        _unknown({"input": given, "output": expected})
+        if is_text:
+            _unknown({"input": given, "output": expected})  # else the function returns that text
     return CallCase(function, given if isinstance(given, list) else [given], expected)
 
 
@@ -155,9 +167,6 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module_name}.{global_name}")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("persistent id")
 
 
 def _unknown(answer: Any) -> NoReturn:

@@ -1,9 +1,8 @@
-"""The program that calls a function of a response, or runs an assertion beside it. Inside the
-sandbox, in a process that the response's code shares: whatever that does is its own affair.
+"""The program that calls a function of a response. Inside the sandbox, in a process that the
+response's code shares: whatever that does is its own affair.
 
-`python harness.py`, with the code in main.py and a request in JSON on standard input:
-{"function": name, "arguments": [...]} writes {"value": result}; {"code": text, "token": t} writes
-{"token": t} once the text has run. What is right is decided outside.
+`python harness.py`, with the code in main.py and {"function": name, "arguments": [...]} in JSON on
+standard input, writes {"value": result}. What is right is decided outside.
 """
 
 import json
@@ -21,15 +20,24 @@ def main() -> None:
     names: dict[str, Any] = {"__name__": "main", "__file__": "main.py"}
     with open("main.py", encoding="utf-8") as file:
         exec(compile(file.read(), "main.py", "exec"), names)
-    if "code" in request:
-        exec(compile(request["code"], "test", "exec"), names)
-        answer = {"token": request["token"]}
+    name = request["function"]
+    if "Solution" in names and hasattr(names["Solution"], name):
+        function = getattr(names["Solution"](), name)
     else:
-        owner = names["Solution"]() if "Solution" in names else None
-        name = request["function"]
-        function = names[name] if owner is None else getattr(owner, name)
-        answer = {"value": function(*request["arguments"])}
+        function = names[name]
+    answer = {"value": function(*with_whole_keys(request["arguments"]))}
     os.write(answers, json.dumps(answer, default=list).encode())
+
+
+def with_whole_keys(arguments: list[Any]) -> list[Any]:
+    """JSON has made texts of the keys of a first argument that was {1: ...}: as verl and APPS undo
+    it."""
+    if arguments and isinstance(arguments[0], dict):
+        try:
+            return [{int(k): v for k, v in arguments[0].items()}, *arguments[1:]]
+        except ValueError:
+            pass
+    return arguments
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ mounts and becomes nobody; started by anybody else, a user namespace comes first
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
-import platform
 import resource
 import select
 import signal
@@ -35,25 +35,12 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 SECCOMP_MODE_FILTER = 2
 
-MOUNT_SETATTR, CLONE3 = 442, 435  # the same numbers everywhere
-SYSTEM_CALLS = {  # of the architecture: pivot_root, clone, socket, and those that no program needs
-    "x86_64": (
-        0xC000003E,
-        *(155, 56, 41),
-        (101, 310, 311, 319, 447, 29, 68, 64, 425, 321, 298, 323, 248, 249, 250, 272, 308, 165),
-    ),
-    "aarch64": (
-        0xC00000B7,
-        *(41, 220, 198),
-        (117, 270, 271, 279, 447, 194, 186, 190, 425, 280, 241, 282, 217, 218, 219, 97, 268, 40),
-    ),
-}  # ptrace, process_vm_*, memfd_*, shmget, msgget, semget, io_uring, bpf, perf, userfaultfd, keys,
-# unshare, setns, mount: ways to memory that no limit counts, and into the kernel
-SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)  # others have no namespace
+MOUNT_SETATTR = 442  # the same number everywhere
 
-DEVICES = ("null", "zero", "random", "urandom")
+DEVICES = ("null", "random", "urandom")  # /dev/zero is shared memory for who maps it
 ROOTS = ("/tmp", "/mnt", "/var/tmp", "/run")  # where the new root is put together
 CHUNK = 1 << 16
+MOST_DESCRIPTORS = 1 << 20  # that of the worker's socket may be any
 STDERR_BYTES = 2000  # of its end: what went wrong
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,6 +49,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(descriptor: int) -> None:
     """Answers {"ready": true} or {"refused": why} to the first message, then every request."""
     _die_with_parent()
+    signal.signal(signal.SIGINT, _nothing)  # the one that a program could end this process with
     outside = socket.socket(fileno=descriptor)
     setup, _ = receive(outside)
     try:
@@ -76,7 +64,7 @@ def main(descriptor: int) -> None:
                 os.waitpid(first, 0)
                 return
             _die_with_parent()
-            _build_root(setup["binds"], setup["links"], setup["disk_bytes"])
+            _build_root(setup)
     except OSError as e:
         send(outside, {"refused": f"{e.filename or 'namespaces'}: {e.strerror}"})
         return
@@ -101,24 +89,25 @@ def _separate() -> None:
             _map_user(proc, user, group)
 
 
-def _build_root(binds: list[str], links: dict[str, str], disk_bytes: int) -> None:
+def _build_root(setup: dict) -> None:
     """`binds` are folders and files that are there to read; /tmp has room for `disk_bytes`."""
+    binds = setup["binds"]
     with _folder("/proc/self") as proc:
         root = next(p for p in ROOTS if os.path.isdir(p) and not any(_within(b, p) for b in binds))
         _mount(None, "/", None, MS_REC | MS_PRIVATE)
         _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
         os.mkdir(f"{root}/tmp")
-        options = f"size={disk_bytes},nr_inodes=10000,mode=1777"
+        options = f"size={setup['disk_bytes']},nr_inodes=10000,mode=1777"
         _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
         for source in binds:
             _bind(source, root + source, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV)
         for name in DEVICES:
             _bind(f"/dev/{name}", f"{root}/dev/{name}", MOUNT_ATTR_NOSUID)
-        for name, target in links.items():
+        for name, target in setup["links"].items():
             os.makedirs(os.path.dirname(root + name), exist_ok=True)
             os.symlink(target, root + name)
         os.chdir(root)
-        _call("syscall", _architecture()[1], b".", b".")
+        _call("syscall", setup["pivot_root"], b".", b".")
         _call("umount2", b".", MNT_DETACH)
         os.chdir("/tmp")
         _set_attributes("/", MOUNT_ATTR_RDONLY, 0)
@@ -193,10 +182,11 @@ def _answer(outside: socket.socket, request: dict, payload: bytes) -> tuple[dict
 def _run(outside: socket.socket, request: dict, stdin: bytes) -> tuple[dict, bytes]:
     """Runs `request["argv"]` until it ends, writes too much or has taken too long. What it started
     ends with it."""
-    given = os.memfd_create("stdin")
+    given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(given, "wb", closefd=False) as file:
         file.write(stdin)
     os.lseek(given, 0, os.SEEK_SET)
+    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # it is memory
     out, out_w = os.pipe()
     err, err_w = os.pipe()
     began = time.monotonic()
@@ -279,7 +269,7 @@ def _become_program(request: dict, *streams: int) -> None:
         os.setsid()
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
-        os.closerange(3, 4096)
+        os.closerange(3, MOST_DESCRIPTORS)
         limits = {
             resource.RLIMIT_AS: request["memory_bytes"],
             resource.RLIMIT_CPU: int(request["time_s"]) + 1,
@@ -292,7 +282,7 @@ def _become_program(request: dict, *streams: int) -> None:
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
         _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _refuse_system_calls()
+        _refuse_system_calls(bytes.fromhex(request["filter"]))
         os.execve(request["argv"][0], request["argv"], request["environment"])
     except OSError as e:
         os.write(2, str(e).encode())
@@ -300,45 +290,16 @@ def _become_program(request: dict, *streams: int) -> None:
         os._exit(127)
 
 
-def _refuse_system_calls() -> None:
-    """Those that a program does not need are answered with EPERM: see `SYSTEM_CALLS`."""
-    arch, _, clone, sockets, refused = _architecture()
-    load_number, load_arch, load_argument = (0x20, 0, 0, 0), (0x20, 0, 0, 4), (0x20, 0, 0, 16)
-    allow, refuse, absent = 0x7FFF0000, 0x00050001, 0x00050000 | 38
-
-    def answer(what: int) -> tuple[int, int, int, int]:
-        return (0x06, 0, 0, what)
-
-    def unless_equal(value: int, skip: int) -> tuple[int, int, int, int]:
-        return (0x15, 0, skip, value)
-
-    program = [load_arch, (0x15, 1, 0, arch), answer(0x80000000), load_number]
-    program += [(0x35, 0, 1, 0x40000000), answer(refuse)]  # x32: other numbers for the same calls
-    for number in refused:
-        program += [unless_equal(number, 1), answer(refuse)]
-    program += [unless_equal(CLONE3, 1), answer(absent)]  # its flags lie in memory; C falls back
-    namespaces = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC
-    program += [unless_equal(clone, 4), load_argument, (0x45, 0, 1, namespaces)]
-    program += [answer(refuse), answer(allow)]
-    program += [unless_equal(sockets, 2 + len(SOCKETS)), load_argument]
-    # Each comparison jumps over those after it and the refusal.
-    program += [(0x15, len(SOCKETS) - k, 0, f) for k, f in enumerate(SOCKETS)]
-    program += [answer(refuse), answer(allow)]
-    code = b"".join(struct.pack("<HBBI", *line) for line in program)
-    lines = ctypes.create_string_buffer(code, len(code))
+def _refuse_system_calls(program: bytes) -> None:
+    """`program`: what `system_calls.py` has made for this processor."""
+    lines = ctypes.create_string_buffer(program, len(program))
     filter_ = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxQ", len(program), ctypes.addressof(lines))
+        struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(lines))
     )
     _call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter_, 0, 0)
 
 
 # --- the kernel, and the worker outside -----------------------------------------------------------
-
-
-def _architecture() -> tuple:
-    if platform.machine() not in SYSTEM_CALLS:
-        raise OSError(0, f"unknown processor {platform.machine()}", "sandbox")
-    return SYSTEM_CALLS[platform.machine()]
 
 
 def _call(function: str, *arguments: object, file: str | None = None) -> None:
@@ -356,6 +317,10 @@ def _set_attributes(target: str, attributes: int, flags: int) -> None:
     wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
     arguments = (AT_FDCWD, target.encode(), flags, wanted, ctypes.c_size_t(len(wanted)))
     _call("syscall", MOUNT_SETATTR, *arguments, file=target)
+
+
+def _nothing(number: int, frame: object) -> None:
+    pass  # and not SIG_IGN, which programs would inherit
 
 
 def _die_with_parent() -> None:

@@ -7,13 +7,15 @@ runs, it runs in a sandbox of its own for each response. Must not look into the 
 import json
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.config_reward import LONGEST_TEST_S
+from lightrl.config.reward import LONGEST_TEST_S
 from lightrl.rewards.base import Sample
-from lightrl.rewards.code import harness
+from lightrl.rewards.code import harness, tester
+from lightrl.rewards.code.asserts import names_apart
 from lightrl.rewards.code.cases import AssertCase, Case, InputCase, cases_of, check_cases
 from lightrl.rewards.code.compare import same_text, same_value
 from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
@@ -21,16 +23,25 @@ from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
 # RollPacker, arXiv 2509.21009, section 4.3: min(max(2 s, 1.5 x the anchor), 30 s).
 SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
 MAX_ANCHORS = 100_000  # rows whose slowest right answer is remembered
+# Of the time for a response, what is left for the last program's end: a call that takes all of it
+# has no score, and one that says which tests have failed has.
+MARGIN, MARGIN_S = 0.1, 2.0
 
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = frozenset({"python", "python3", "py"})
+# Must come before everything else in a file, and may come but there.
+_FUTURE = re.compile(r"^from __future__ import [\w, ]+$", re.MULTILINE)
 _HARNESS = Path(harness.__file__).read_bytes()
-# Judges of programming contests import these for everybody, and answers rely on it.
+_TESTER = Path(tester.__file__).read_bytes()
+# LiveCodeBench and verl put these before every program, and answers rely on it. (`statistics` of
+# theirs takes longer than all others.) Python has been started without `exit` and `quit`.
+_MODULES = (
+    "string, re, datetime, collections, heapq, bisect, copy, math, random, itertools, functools, "
+    "operator, io, sys, json"
+)
 _PRELUDE = (
-    "import bisect, collections, copy, functools, heapq, itertools, json, math, operator, random, "
-    "re, string, sys\n"
-    "from bisect import *\nfrom collections import *\nfrom functools import *\n"
-    "from heapq import *\nfrom itertools import *\nfrom math import *\nfrom typing import *\n"
-    "from builtins import *\n"
+    "".join(f"from {m} import *\n" for m in (*_MODULES.split(", "), "builtins", "typing"))
+    + f"import {_MODULES}\nquit = exit\nsys.setrecursionlimit(100_000)\n"
 )
 
 
@@ -65,19 +76,20 @@ class CodeReward:
         check_cases(cases)
         key = hash(sample.prompt)
         limit_s = time_limit(self._anchors.get(key))
-        left_s, slowest_s = self._timeout_s, 0.0
-        program, passed, timeouts = program_of(sample.response), 0, 0
+        ends_at = time.monotonic() + self._timeout_s - min(MARGIN_S, MARGIN * self._timeout_s)
+        slowest_s, program, passed, timeouts = 0.0, program_of(sample.response), 0, 0
         sandbox = self._sandbox()
         try:
             for case in cases:
                 if not sandbox.is_alive:
                     sandbox = self._sandbox()
+                if (left_s := ends_at - time.monotonic()) <= 0:
+                    break
                 outcome, is_right = run_case(sandbox, program, case, min(limit_s, left_s))
-                left_s -= outcome.wall_s
                 slowest_s = max(slowest_s, outcome.wall_s)
                 timeouts += outcome.status == "timeout"
                 passed += is_right
-                if left_s <= 0 or not (is_right or self._partial):
+                if not (is_right or self._partial):
                     break
         finally:
             sandbox.close()
@@ -106,35 +118,61 @@ def time_limit(anchor_s: float | None) -> float:
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of Python, or the whole response if it has none."""
+    """The last fenced block that says it is Python, else the last that says nothing of what it is,
+    else the whole response."""
     blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    for named in (_PYTHON, {""}):
+        if found := [text for kind, text in blocks if kind.lower() in named]:
+            return found[-1]
+    return response
+
+
+def with_prelude(program: str) -> str:
+    futures = "".join(f"{line}\n" for line in _FUTURE.findall(program))
+    return futures + _PRELUDE + (_FUTURE.sub("", program) if futures else program)
 
 
 def run_case(sandbox: Sandbox, program: str, case: Case, time_s: float) -> tuple[Outcome, bool]:
     """Returns how it ended and whether the test is passed."""
-    files = {"main.py": (_PRELUDE + program).encode(errors="replace")}
+    files = {"main.py": with_prelude(program).encode(errors="replace")}
     if isinstance(case, InputCase):
         outcome = sandbox.run("main.py", time_s, case.stdin.encode(), files)
         written = outcome.output.decode(errors="replace")
         return outcome, _has_finished(outcome) and same_text(written, case.expected)
-    token = secrets.token_hex(8)
-    request: dict[str, Any] = (
-        {"code": case.code, "token": token}
-        if isinstance(case, AssertCase)
-        else {"function": case.function, "arguments": case.arguments}
-    )
+    if isinstance(case, AssertCase):
+        return _run_assertions(sandbox, files, case.code, time_s)
+    request = {"function": case.function, "arguments": case.arguments}
     files["harness.py"] = _HARNESS
     outcome = sandbox.run("harness.py", time_s, json.dumps(request).encode(), files)
+    answer = _answer(outcome)
+    return outcome, "value" in answer and same_value(answer["value"], case.expected)
+
+
+def _run_assertions(
+    sandbox: Sandbox, files: dict[str, bytes], code: str, time_s: float
+) -> tuple[Outcome, bool]:
+    """Nothing of the response knows the token, unless the test needs the response's process."""
+    token = secrets.token_hex(8)
+    request = {
+        "code": code,
+        "prelude": _PRELUDE,
+        "theirs": names_apart(code),
+        "token": token,
+    }
+    files["tester.py"] = _TESTER
+    outcome = sandbox.run("tester.py", time_s, json.dumps(request).encode(), files)
+    return outcome, _answer(outcome).get("token") == token
+
+
+def _answer(outcome: Outcome) -> dict[str, Any]:
+    """Empty if it ended before the answer, or wrote something else."""
+    if not _has_finished(outcome):
+        return {}
     try:
         answer = json.loads(outcome.output)
-    except ValueError:
-        return outcome, False  # it ended before the answer
-    if not _has_finished(outcome) or not isinstance(answer, dict):
-        return outcome, False
-    if isinstance(case, AssertCase):
-        return outcome, answer.get("token") == token
-    return outcome, "value" in answer and same_value(answer["value"], case.expected)
+    except (ValueError, RecursionError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _has_finished(outcome: Outcome) -> bool:

@@ -7,12 +7,10 @@ not know what the programs are for, nor run anything of them here. What is insid
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +19,15 @@ from typing import Literal, Self
 
 from lightrl.errors import RewardError
 from lightrl.rewards.code import inside
+from lightrl.rewards.code.system_calls import filter_of, processor
 from lightrl.system.memory import resident_bytes
+from lightrl.system.temporary import temporary_folder
 
 START_LIMIT_S = 30.0
 GRACE_S = 2.0  # after a program's limit, to collect what it wrote
-LOOK_S = 0.05  # between two looks at the memory inside
+LOOK_S = 0.05  # between two looks at what is inside
+CROWD = 4  # more processes than these get what others leave of the processors
+LOWEST = 19  # of priorities
 PYTHON = os.path.realpath(sys.executable)
 
 Status = Literal["exited", "timeout", "output", "memory", "refused", "crashed"]
@@ -73,19 +75,26 @@ class Sandbox:
         """
         self._limits = limits
         self._packages = packages
-        self._folder = "" if is_isolated else tempfile.mkdtemp(prefix="lightrl-code-")
         self.is_alive = True
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        with theirs:
-            self._process = subprocess.Popen(
-                [PYTHON, "-I", "-S", inside.__file__, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                env={},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
+        numbers = processor()
+        self._filter = filter_of(numbers).hex()
+        self._kept = contextlib.ExitStack()  # until it is closed
+        with contextlib.ExitStack() as opened:
+            self._folder = (
+                "" if is_isolated else str(opened.enter_context(temporary_folder("code")))
             )
+            ours, theirs = socket.socketpair()
+            self._socket = opened.enter_context(ours)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [PYTHON, "-I", "-S", inside.__file__, str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    env={},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            self._kept = opened.pop_all()
         self._socket.settimeout(START_LIMIT_S)
         binds, links = _visible(packages)
         try:
@@ -94,6 +103,7 @@ class Sandbox:
                 "binds": binds,
                 "links": links,
                 "disk_bytes": limits.disk_bytes,
+                "pivot_root": numbers.pivot_root,
             }
             inside.send(self._socket, setup)
             answer, _ = inside.receive(self._socket)
@@ -134,41 +144,53 @@ class Sandbox:
             "file_bytes": self._limits.disk_bytes,
             "output_bytes": self._limits.output_bytes,
             "processes": self._limits.processes,
+            "filter": self._filter,
         }
         self._socket.settimeout(time_s + GRACE_S)
+        began = time.monotonic()
         try:
             inside.send(self._socket, request, b"".join((*files.values(), stdin)))
             if not self._await_answer(time_s + GRACE_S):
-                return self._lost("memory")
+                return self._lost("memory", began)
             answer, output = inside.receive(self._socket)
         except (EOFError, OSError):
-            return self._lost("crashed")
+            return self._lost("crashed", began)
         return Outcome(answer["status"], answer["code"], output, answer["errors"], answer["wall_s"])
 
     def _await_answer(self, limit_s: float) -> bool:
         """False if there is too much memory in use inside. Raises OSError if nobody answers."""
         until = time.monotonic() + limit_s
         while not select.select([self._socket], [], [], LOOK_S)[0]:
-            if _resident_bytes(self._process.pid) > self._limits.memory_bytes:
+            pids = _descendants(self._process.pid)
+            if sum(map(resident_bytes, pids)) > self._limits.memory_bytes:
                 return False
+            if len(pids) > CROWD:  # else other responses' programs exceed their time
+                _give_way(pids)
             if time.monotonic() > until:
                 raise TimeoutError
         return True
 
-    def _lost(self, status: Status) -> Outcome:
+    def _lost(self, status: Status, began: float) -> Outcome:
+        wall_s = time.monotonic() - began
         self.close()
-        return Outcome(status, 0, b"", "", 0.0)
+        return Outcome(status, 0, b"", "", wall_s)
 
     def close(self) -> None:
-        """Kills everything inside and waits until it has gone."""
+        """Kills everything inside and waits until it has gone. Once: later its process ids may be
+        others'."""
+        if not self.is_alive:
+            return
         self.is_alive = False
         self._socket.close()
-        for pid in (*_descendants(self._process.pid), self._process.pid):
+        for pid in _descendants(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._process.wait(GRACE_S)  # ends by itself, after all others
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._kept.close()
 
 
 def _visible(packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -184,12 +206,17 @@ def _visible(packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _descendants(pid: int) -> list[int]:
+    """Whichever of a process's threads has started them."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
-            found += map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children = Path(f"/proc/{parent}/task/{thread}/children").read_text()
+                found += map(int, children.split())
     return found[1:]
 
 
-def _resident_bytes(pid: int) -> int:
-    return sum(map(resident_bytes, _descendants(pid)))
+def _give_way(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, pid, LOWEST)

@@ -28,7 +28,7 @@ class Losses(Mechanism):
 
     def round_closed(self, round: Round) -> None:
         for machine in self._dead:
-            self._world.boot(machine)
+            self._world.fleet.boot(machine)
         self._dead.clear()
 
     def _strike(self, round: Round) -> None:
@@ -36,4 +36,4 @@ class Losses(Mechanism):
             spot = [m for m in self._world.machines.values() if m.spec.kind == SPOT and m.present]
             self._dead = spot[: self._count]
             for machine in self._dead:
-                self._world.die(machine)
+                self._world.fleet.die(machine)

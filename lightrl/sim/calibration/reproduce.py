@@ -6,17 +6,15 @@ whatever order the processes finish in.
 """
 
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from statistics import fmean
 from typing import Literal
 
-from lightrl.core import balance, sides
 from lightrl.core.settings import Settings
-from lightrl.messages import Sampling
+from lightrl.messages.responses import Sampling
 from lightrl.sim.calibration.instances import checks_beyond, checks_of
 from lightrl.sim.calibration.losses import Losses
 from lightrl.sim.calibration.played import Check, Played, Setting
@@ -40,7 +38,7 @@ from lightrl.sim.world import World
 
 # Decisions are as often as they may be at one percent of a machine's time, which in virtual time is
 # most of a simulation's. With steps of hundreds of seconds, so many times rarer is often enough.
-RARER = 8.0
+LOOK_PAUSE = 8.0
 BEYOND = ", beyond"  # after the name of a workload: not published
 SPARE_UP_S, SPARE_DOWN_S = 1200.0, 300.0  # each of them, on average
 
@@ -86,24 +84,12 @@ def play(job: Setting) -> Played:
         trace = synthetic_trace(
             system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed
         )
-    with _rare_decisions():
-        outcome = _run(job, scenario, trace)
+    outcome = _run(job, scenario, trace)
     kinds = "".join(step.kind[0] for step in outcome.steps)
     if system.epochs or system.learns:
         outcome.steps = outcome.steps[system.rounds // 2 :]
     f = figures(outcome, scenario)
     return Played(f, kinds, f.cost / outcome.elapsed_s)
-
-
-@contextmanager
-def _rare_decisions() -> Generator[None]:
-    looks = sides.LOOK_S_PER_NODE, sides.LOOK_S_PER_RESPONSE, balance.PAUSE_S
-    pauses = [RARER * s for s in looks]
-    try:
-        sides.LOOK_S_PER_NODE, sides.LOOK_S_PER_RESPONSE, balance.PAUSE_S = pauses
-        yield
-    finally:
-        sides.LOOK_S_PER_NODE, sides.LOOK_S_PER_RESPONSE, balance.PAUSE_S = looks
 
 
 def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outcome:
@@ -115,10 +101,6 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
         group_size=GROUP_SIZE,
         max_response_tokens=_lengths(scenario).cap,
         sampling=Sampling(1.0),
-        eval_interval=0,
-        num_eval_prompts=0,
-        eval_samples=1,
-        eval_sampling=Sampling(0.0),
         slots=system.slots,
         vocabulary=1,
         lease_s=5.0,
@@ -127,6 +109,7 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
         tail=system.tail,
         foresight=system.foresight,
         migration=system.migration,
+        look_pause=LOOK_PAUSE,
     )
     nodes = [NodeSpec(f"node-{k:02}", system.slots) for k in range(system.engines)]
     world = World(settings, scenario, nodes, trace, system.switches)

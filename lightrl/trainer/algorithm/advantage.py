@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import mul
 
-from lightrl.config import Config
-from lightrl.config_algorithm import UNGROUPED
+from lightrl.config.algorithm import UNGROUPED
+from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
 from lightrl.loss_mask import num_trained
-from lightrl.messages import TrainGroup
+from lightrl.messages.training import TrainGroup
 from lightrl.trainer.protocol import MicroBatch, TrainSample
 
 STD_EPSILON = 1e-4

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.config_algorithm import AlgorithmSection, LossNorm
+from lightrl.config.algorithm import AlgorithmSection, LossNorm
 
 
 @dataclass(frozen=True)

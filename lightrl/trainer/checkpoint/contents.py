@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from lightrl.errors import ProtocolError, TrainerError
-from lightrl.trainer.checkpoint.saved import STATE, STEP_FILE, SavedStep
+from lightrl.trainer.checkpoint.saved import STATE, SavedStep, read_step
 from lightrl.trainer.model.policy import Policy
-from lightrl.wire import from_json
 
 PROBLEMS = (OSError, RuntimeError, ValueError)  # of a disk, a file format, a lack of memory
 
@@ -77,7 +76,7 @@ def restore(
     Raises TrainerError if there is no complete checkpoint of this model at `path`.
     """
     try:
-        saved = from_json((path / STEP_FILE).read_bytes(), SavedStep)
+        saved = read_step(path)
     except (OSError, ProtocolError) as e:
         raise TrainerError(f"{path}: no complete checkpoint: {e}") from None
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -11,23 +11,15 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
-from lightrl.adapters import PREFIX, public_name
+from lightrl.adapters import PREFIX
 from lightrl.errors import TrainerError
-from lightrl.model_files import WEIGHTS_INDEX, weights_folder
+from lightrl.model_files import ADAPTER_CONFIG, ADAPTERS, WEIGHTS_INDEX, weights_folder
 from lightrl.system import files
 from lightrl.trainer.checkpoint.layout import (
     MODEL,
@@ -37,36 +29,13 @@ from lightrl.trainer.checkpoint.layout import (
     read_layout,
     reverter,
 )
-from lightrl.trainer.checkpoint.saved import STATE
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a checkpoint. `dtype`: in the export; `saved`: in the checkpoint."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    saved: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-class _Reader(FileSystemReader):
-    """Of one checkpoint. Its index, which grows with tensors and ranks, is read once and not for
-    each tensor."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        super().__init__(checkpoint / STATE)
-        self.checkpoint = checkpoint
-        self._index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index is None:
-            self._index = super().read_metadata(*args, **kwargs)
-        return self._index
+from lightrl.trainer.checkpoint.tensors import (
+    Reader,
+    Stored,
+    find_tensors,
+    read_adapters,
+    read_tensors,
+)
 
 
 def export(
@@ -89,8 +58,8 @@ def export(
         return
     if revert is None and layout.conversions != ():
         revert = reverter(model_of(checkpoint, layout))
-    reader = _Reader(checkpoint)
-    parts = list(_parts(_stored(reader, layout.dtypes), shard_bytes))
+    reader = Reader(checkpoint)
+    parts = list(_parts(find_tensors(reader, layout.dtypes), shard_bytes))
     with _whole(folder) as draft:
         weight_map: dict[str, str] = {}
         for index, part in enumerate(parts, start=1):
@@ -100,7 +69,7 @@ def export(
             for layer in part:
                 if not is_wanted():
                     raise TrainerError("given up: the next checkpoint is due")
-                tensors = _read(reader, layer)
+                tensors = read_tensors(reader, layer)
                 named |= revert(tensors) if revert is not None else tensors
             _write(draft / file, named)
             weight_map |= dict.fromkeys(named, file)
@@ -117,7 +86,7 @@ def merge(checkpoint: Path, folder: Path) -> None:
         raise TrainerError(f"{checkpoint}: has no adapters that could be merged")
     config = json.loads(layout.adapter)
     base = weights_folder(config["base_model_name_or_path"])
-    left = _adapters(checkpoint, layout)
+    left = read_adapters(checkpoint, layout)
     with _whole(folder) as draft:
         _finish(draft, {}, 0, checkpoint / MODEL)
         for path in sorted(base.glob("*.safetensors")):
@@ -154,41 +123,21 @@ def _whole(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _adapters(checkpoint: Path, layout: Layout) -> dict[str, Tensor]:
-    """All of them, under peft's names."""
-    reader = _Reader(checkpoint)
-    tensors = _read(reader, list(_stored(reader, layout.dtypes)))
-    return {public_name(name): tensor for name, tensor in tensors.items()}
-
-
 def _write_adapters(checkpoint: Path, draft: Path, layout: Layout) -> None:
     """As peft does, with the tokenizer beside them. Without a config.json: who finds one looks for
     a model."""
-    _write(draft / "adapter_model.safetensors", _adapters(checkpoint, layout))
-    files.write_whole(draft / "adapter_config.json", f"{layout.adapter}\n".encode())
+    _write(draft / ADAPTERS, read_adapters(checkpoint, layout))
+    files.write_whole(draft / ADAPTER_CONFIG, f"{layout.adapter}\n".encode())
     _finish(draft, {}, 0, checkpoint / MODEL, but=("config.json", "generation_config.json"))
 
 
-def _stored(reader: _Reader, dtypes: dict[str, str]) -> Iterator[_Stored]:
-    checkpoint = reader.checkpoint
-    try:
-        known = reader.read_metadata().state_dict_metadata
-    except (OSError, EOFError, RuntimeError, ValueError) as e:
-        raise TrainerError(f"{checkpoint / STATE}: cannot be read: {e}") from e
-    for name, dtype in dtypes.items():
-        entry = known.get(f"model.{name}")
-        if not isinstance(entry, TensorStorageMetadata):
-            raise TrainerError(f"{checkpoint}: cannot be exported: it has no tensor {name}")
-        yield _Stored(name, getattr(torch, dtype), tuple(entry.size), entry.properties.dtype)
-
-
-def _parts(stored: Iterator[_Stored], shard_bytes: int) -> Iterator[list[list[_Stored]]]:
+def _parts(stored: Iterator[Stored], shard_bytes: int) -> Iterator[list[list[Stored]]]:
     """Layers stay together: what transformers has joined when it loaded them, or split, is undone
     within one."""
-    layers: dict[str, list[_Stored]] = {}
+    layers: dict[str, list[Stored]] = {}
     for tensor in stored:
         layers.setdefault(_layer(tensor.name), []).append(tensor)
-    part: list[list[_Stored]] = []
+    part: list[list[Stored]] = []
     num_bytes = 0
     for layer in layers.values():
         size = sum(tensor.num_bytes for tensor in layer)
@@ -205,20 +154,6 @@ def _layer(name: str) -> str:
     """Example: _layer("model.layers.7.mlp.up_proj.weight") == "model.layers.7"."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match[0] if match else name
-
-
-def _read(reader: _Reader, layer: list[_Stored]) -> dict[str, Tensor]:
-    """One by one: of what the checkpoint holds in another dtype there is one at a time."""
-    found: dict[str, Tensor] = {}
-    for stored in layer:
-        state = {"model": {stored.name: torch.empty(stored.shape, dtype=stored.saved)}}
-        try:
-            load_state(state, storage_reader=reader, no_dist=True)
-        except (RuntimeError, ValueError, CheckpointException) as e:
-            what = f"{reader.checkpoint}: {stored.name}"
-            raise TrainerError(f"{what} cannot be read: {e}") from e
-        found[stored.name] = state["model"].pop(stored.name).to(stored.dtype)
-    return found
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lightrl.adapters import is_adapter, peft_file
 from lightrl.errors import ProtocolError, TrainerError
+from lightrl.trainer.checkpoint.saved import LAYOUT_FILE as LAYOUT_FILE
+from lightrl.trainer.checkpoint.saved import MODEL as MODEL
 from lightrl.trainer.model.policy import Policy, shards
 from lightrl.weights.version.tensors import dtype_name
 from lightrl.wire import from_json, to_json
 
-LAYOUT_FILE = "layout.json"  # in a checkpoint
-MODEL = "model"  # the folder of small files in it
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx"),
     *(".safetensors.index.json", ".bin.index.json", ".lock"),

@@ -5,6 +5,7 @@ Owns the names in a run's folder of checkpoints. Must not import torch: daemons 
 
     checkpoints/latest              name of the newest complete checkpoint
     checkpoints/step_N/trainer.json SavedStep; what else is in there, `trainer.checkpoint` knows
+    checkpoints/step_0              of another run, with which this one begins: see initial.py
     checkpoints/step_N.damaged      not what was saved any more; not used
     checkpoints/step_N.rewound      of steps that `resume --from-checkpoint` has undone; not used
     checkpoints/.step_N.draft       being written
@@ -19,13 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightrl.config import CHECKPOINTS as CHECKPOINTS
+from lightrl.config.schema import CHECKPOINTS as CHECKPOINTS
+from lightrl.config.sections import Checkpoint
 from lightrl.errors import TrainerError
 from lightrl.system import files
+from lightrl.wire import from_json
 
 STEP_FILE = "trainer.json"  # in a checkpoint
 EXPORT = "hf"  # its user's: may be edited or removed, as nothing is restored from it
 STATE = "state"  # the folder of what ranks restore in it
+LAYOUT_FILE, MODEL = "layout.json", "model"  # see layout.py; of a run that has a model
 DAMAGED, REWOUND = "damaged", "rewound"  # why one was set aside
 
 _SET_ASIDE = re.compile(rf"step_(\d+)\.(?:{DAMAGED}|{REWOUND})", re.ASCII)
@@ -44,26 +48,44 @@ class SavedStep:
     has_optimizer: bool = True
     # of the published parameters; "" in a checkpoint from before digests were those of manifests
     dtype: str = ""
+    # of its learning-rate schedule, before the run began: those of the run that it began from
+    steps_before: int = 0
+    # whose state there is, as train.optim.name; "" = not known, or none
+    optimizer: str = ""
     # path in the checkpoint -> digest
     files: dict[str, str] = field(default_factory=dict[str, str])
     # digest of all the above, see trainer/checkpoint/seal.py
     seal: str = ""
 
-    def require_digest(self, digest: str, dtype: str) -> None:
+    def require_digest(self, digest: str, dtype: str, has_adapters: bool = False) -> None:
         """Raises TrainerError if the restored weights, published in `dtype`, are not those saved.
 
-        In another dtype than then it cannot be told.
+        In another dtype than then it cannot be told. The digest of adapters is that of the model
+        beside them, too.
         """
         if dtype == self.dtype and digest != self.digest:
+            why = ", as they have beside another model than they were trained with"
             raise TrainerError(
                 f"checkpoint of step {self.step}: the restored weights have another digest"
+                + (why if has_adapters and self.step == 0 else "")
             )
+
+
+def read_step(checkpoint: Path) -> SavedStep:
+    """Raises OSError or ProtocolError if there is no complete checkpoint."""
+    return from_json((checkpoint / STEP_FILE).read_bytes(), SavedStep)
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
     """Example: checkpoint_path(Path("runs/a/checkpoints"), 5) ==
     Path("runs/a/checkpoints/step_5")."""
     return checkpoints / f"step_{step}"
+
+
+def restored_at(checkpoints: Path, step: int, settings: Checkpoint) -> Path | None:
+    """What ranks restore that start at `step`; None = they begin with the model."""
+    has_any = step > 0 or bool(settings.initial_load_path)
+    return checkpoint_path(checkpoints, step) if has_any else None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -81,9 +103,23 @@ def latest(checkpoints: Path) -> Path | None:
     return next((path for path in reversed(by_step(checkpoints)) if _is_complete(path)), None)
 
 
+def newest_in(folder: Path) -> Path | None:
+    """What a user means by a directory: it is a complete checkpoint, or that of a run, or of the
+    checkpoints of one, whose newest is meant. None: there is none."""
+    if (folder / STEP_FILE).is_file():
+        return folder
+    return latest(folder / CHECKPOINTS) or latest(folder)
+
+
 def by_step(checkpoints: Path) -> list[Path]:
     """All that have the name of a checkpoint, lowest step first."""
     return sorted((p for p in checkpoints.glob("step_*") if _is_numbered(p.name)), key=step_of)
+
+
+def those_beside(absent: Path) -> str:
+    """For an error: complete checkpoints in the folder of one that is not there; "" if none are."""
+    whole = [path.name for path in by_step(absent.parent) if _is_complete(path)]
+    return f"; there are {', '.join(whole)}" if whole else ""
 
 
 def oldest_kept(checkpoints: Path, step: int, keep_last: int) -> int:
@@ -162,7 +198,7 @@ def put_in_place(draft: Path, path: Path, keep_last: int, keep_every: int = 0) -
     others = [p for p in by_step(path.parent) if p != path]
     older = [p for p in others if step_of(p) < step_of(path)]
     kept = older[1 - keep_last :] if keep_last > 1 else []
-    kept += [p for p in older if keep_every and step_of(p) % keep_every == 0]
+    kept += [p for p in older if keep_every and step_of(p) and step_of(p) % keep_every == 0]
     for p in others:  # what is newer is of steps that were undone
         if p not in kept:
             remove(p)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from lightrl.config_sections import Checkpoint
+from lightrl.config.sections import Checkpoint
 from lightrl.errors import TrainerError
 from lightrl.system import files
 from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of, together

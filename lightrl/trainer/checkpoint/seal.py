@@ -34,8 +34,12 @@ def sealed(saved: SavedStep, checkpoint: Path) -> SavedStep:
         p for p in sorted(checkpoint.rglob("*")) if p.is_file() and not _is_exported(p, checkpoint)
     ]
     names = [str(p.relative_to(checkpoint)) for p in paths]
-    saved = replace(saved, files=dict(zip(names, _digests(paths), strict=True)), seal="")
-    return replace(saved, seal=_seal(to_json(saved)))
+    return resealed(replace(saved, files=dict(zip(names, _digests(paths), strict=True))))
+
+
+def resealed(saved: SavedStep) -> SavedStep:
+    """The same files, of which something else is said."""
+    return replace(saved, seal=_seal(to_json(replace(saved, seal=""))))
 
 
 def damage(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> str:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightrl.config import Config
-from lightrl.config_algorithm import AlgorithmSection
+from lightrl.config.algorithm import AlgorithmSection
+from lightrl.config.schema import Config
 from lightrl.devices.cuda import Stopwatch, now
 from lightrl.system.memory import resident_bytes
 from lightrl.trainer.algorithm import loss
@@ -50,6 +50,7 @@ class Learner:
         Raises TrainerError for a model that cannot be loaded.
         """
         self.config = config
+        self.steps_before = 0  # of the schedule: those of the run from which this one began
         self._still_computing = still_computing
         self.device = device
         self.world = world
@@ -341,8 +342,8 @@ class Learner:
         return grad_norm, False
 
     def _learning_rate(self, step: int) -> float:
-        train = self.config.train
-        return optim.learning_rate(train.optim, step, train.steps)
+        train, before = self.config.train, self.steps_before
+        return optim.learning_rate(train.optim, before + step, before + train.steps)
 
     def _performance(self, computing_s: float) -> dict[str, float]:
         """Of all ranks, after `computing_s` seconds of passes. A collective."""

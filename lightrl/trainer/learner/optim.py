@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from lightrl.config_sections import Optim
+from lightrl.config.sections import Optim
 from lightrl.errors import TrainerError
 
 

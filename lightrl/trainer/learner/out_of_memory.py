@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
 from lightrl.trainer.batch import num_tokens
 from lightrl.trainer.protocol import TrainSample

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,7 @@ from lightrl.trainer.model.sharding import (
     shard,
 )
 from lightrl.weights.publish.publisher import Shard
-from lightrl.weights.version.tensors import served_dtype
+from lightrl.weights.version.tensors import dtype_name, served_dtype
 
 # What transformers and families raise for files and configs that are none of theirs.
 OF_FAMILIES = (
@@ -39,6 +40,7 @@ OF_FAMILIES = (
     OSError,
     RuntimeError,
     SafetensorError,
+    StrictDataclassError,  # of a config.json that contradicts itself
     TypeError,
     ValueError,
 )
@@ -102,6 +104,17 @@ def load_reference(
     return _load(model_dir, placement, False, "auto", is_frozen=True)
 
 
+def load_served(
+    model_dir: Path, served: torch.dtype, lora: AdapterSettings | None = None
+) -> Policy:
+    """The same model to be published as it is, on the processor, by one rank: its parameters in the
+    dtype that is served. `lora`: with adapters as they begin, in float32. Errors as with
+    `load_policy`."""
+    placement = Placement(torch.device("cpu"))
+    name = dtype_name(served)
+    return _load(model_dir, placement, False, name, is_frozen=True, lora=lora, is_alone=True)
+
+
 def _load(
     model_dir: Path,
     placement: Placement,
@@ -109,6 +122,7 @@ def _load(
     served: str,
     is_frozen: bool,
     lora: AdapterSettings | None = None,
+    is_alone: bool = False,
 ) -> Policy:
     if not (model_dir / "config.json").is_file():  # transformers would ask the hub
         raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
@@ -122,16 +136,18 @@ def _load(
         loading.require_complete(module, files, sources)
         stored = loading.stored_dtypes(module, files, sources)
         if is_frozen:
-            loading.cast(module, _frozen_dtype(module, stored, device))
+            frozen = dtype_served if is_alone else _frozen_dtype(module, stored, device)
+            loading.cast(module, frozen)
             module.requires_grad_(False)
         if lora is not None:
-            loading.cast_as_stored(module, stored)
+            if not is_frozen:
+                loading.cast_as_stored(module, stored)
             add_adapters(module, lora)
             stored |= loading.adapter_dtypes(module)
         if activation_checkpointing:
             for layer in layers(module):
                 recompute(layer)
-        if is_divided(placement, {p.dtype for p in module.parameters()}):
+        if not is_alone and is_divided(placement, {p.dtype for p in module.parameters()}):
             shard(module, placement)
         materialize(module, placement)
         loading.fill(module, files, sources)

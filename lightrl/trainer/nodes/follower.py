@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.errors import LightRLError, ProtocolError
-from lightrl.messages import Message
+from lightrl.messages.message import Message
+from lightrl.messages.trainers import TrainerRelay
 from lightrl.system.child import Child, ChildDied
 from lightrl.system.threads import in_thread
 from lightrl.trainer.node_devices import NodeDevices
@@ -39,7 +40,6 @@ from lightrl.trainer.protocol import (
     RankStarted,
 )
 from lightrl.trainer.rank_processes import STOP_S, start_rank
-from lightrl.trainer_messages import TrainerRelay
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from lightrl.errors import ProtocolError, TrainerError
-from lightrl.messages import Message
+from lightrl.messages.message import Message
+from lightrl.messages.trainers import Follower, TrainerRelay
 from lightrl.system import files
 from lightrl.system.child import ChildDied
 from lightrl.system.silence import silent_for
@@ -30,7 +31,6 @@ from lightrl.trainer.nodes.protocol import (
     ToFollower,
 )
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankCommand, RankEvent, StartRank
-from lightrl.trainer_messages import Follower, TrainerRelay
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,15 @@ import torch: the daemon imports this file.
 import asyncio
 from collections.abc import Callable
 
-from lightrl.broadcast_messages import VersionTaken
-from lightrl.messages import TrainShard
-from lightrl.sharing_messages import Give, Park
+from lightrl.messages.broadcasts import VersionTaken
+from lightrl.messages.sharing import Give, Park
+from lightrl.messages.trainers import TrainerRelay, TrainerSet
+from lightrl.messages.training import TrainShard
 from lightrl.trainer.broadcasts import Order
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.follower import Follower
+from lightrl.trainer.saves import Saves
 from lightrl.trainer.supervisor import Trainer
-from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
 
 class TrainerNode:
@@ -46,6 +47,10 @@ class TrainerNode:
     @property
     def device(self) -> str:
         return self._trainer.device if self._trainer is not None else ""
+
+    @property
+    def saves(self) -> Saves | None:
+        return self._trainer.saves if self._trainer is not None else None
 
     @property
     def all_steps_done(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightrl.adapters import is_adapter
-from lightrl.messages import Canary
+from lightrl.messages.weights import Canary
 from lightrl.trainer.model.policy import Policy
 from lightrl.trainer.model.sharding import COMPUTED
 from lightrl.weights.canary import NUM_TOKENS, noise

@@ -21,19 +21,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import assert_never
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.emulation import arguments, logprobs
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.loss_mask import num_trained
-from lightrl.messages import Canary
+from lightrl.messages.weights import Canary
 from lightrl.system import files
 from lightrl.trainer.batch import trainable
 from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,
     STEP_FILE,
     SavedStep,
-    checkpoint_path,
     put_in_place,
+    read_step,
+    restored_at,
 )
 from lightrl.trainer.checkpoint.seal import sealed
 from lightrl.trainer.protocol import (
@@ -76,7 +77,7 @@ from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.write import TensorBytes, flatten
-from lightrl.wire import from_json, pack_f32, pack_i32, to_json
+from lightrl.wire import pack_f32, pack_i32, to_json
 
 STATE = Path("state", "digest")  # in a checkpoint
 TENSOR = "emulated.weight"  # no model has one of that name
@@ -114,12 +115,12 @@ class EmulatedRank:
         self._meeting = Meeting(start.rank, start.world, Path(start.rendezvous))
         self._buffers = Buffers(Path(start.publish_dir))
         self._clear()
-        saved = None
-        self._trained = UNTRAINED
-        if start.start_step > 0:
-            saved, self._trained = _restore(
-                checkpoint_path(Path(start.run_dir) / CHECKPOINTS, start.start_step)
-            )
+        saved, self._trained = None, UNTRAINED
+        checkpoints = Path(start.run_dir) / CHECKPOINTS
+        path = restored_at(checkpoints, start.start_step, self.config.checkpoint)
+        if path is not None:
+            saved, self._trained = _restore(Path(self.config.eval.checkpoint or path))
+        self._steps_before = saved.steps_before if saved else 0
         self._publish(start.start_step)
         if saved and self.file:
             saved.require_digest(self.file.digest, DTYPE)
@@ -276,7 +277,7 @@ class EmulatedRank:
         0."""
         if self.file is None or self.config.weights.canary == 0:
             return Published(self.file) if self.file else None
-        text = arbitrary_text(1, self.config.max_model_length)
+        text = arbitrary_text(1, self.config.max_trained_length)
         scored = pack_f32(logprobs(self.file.digest, text))
         return Published(self.file, Canary(pack_i32(text), scored))
 
@@ -290,8 +291,10 @@ class EmulatedRank:
             shutil.rmtree(draft, ignore_errors=True)
             (draft / STATE).parent.mkdir(parents=True)
             (draft / STATE).write_bytes(self._trained)
-            saved = sealed(SavedStep(self.step, self.policy_version, digest, dtype=DTYPE), draft)
-            (draft / STEP_FILE).write_bytes(to_json(saved))
+            saved = SavedStep(
+                self.step, self.policy_version, digest, True, DTYPE, self._steps_before
+            )
+            (draft / STEP_FILE).write_bytes(to_json(sealed(saved, draft)))
             put_in_place(draft, path, keep.keep_last, keep.keep_every)
         except OSError as e:
             shutil.rmtree(draft, ignore_errors=True)
@@ -314,6 +317,6 @@ def _parts(sample: TrainSample) -> Iterator[bytes]:
 
 def _restore(path: Path) -> tuple[SavedStep, bytes]:
     try:
-        return from_json((path / STEP_FILE).read_bytes(), SavedStep), (path / STATE).read_bytes()
+        return read_step(path), (path / STATE).read_bytes()
     except (OSError, ProtocolError) as e:
         raise TrainerError(f"{path}: no complete checkpoint: {e}") from None

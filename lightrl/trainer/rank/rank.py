@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from lightrl.config import Config
+from lightrl.config.schema import Config
 from lightrl.devices.cuda import has_cuda
 from lightrl.errors import TrainerError
 from lightrl.model_files import weights_folder
 from lightrl.trainer.checkpoint import contents as checkpoint
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS, SavedStep, checkpoint_path
+from lightrl.trainer.checkpoint.saved import CHECKPOINTS, SavedStep, restored_at
 from lightrl.trainer.checkpoint.saver import Saver
 from lightrl.trainer.group import join
 from lightrl.trainer.learner import out_of_memory
@@ -123,10 +123,12 @@ class Rank:
             # Before a checkpoint is restored: the same for the whole run.
             self._text = self._canary_text()
             self._base = self._publish_base()
-            saved = self._restore() if start.start_step > 0 else None
+            saved = self._restore()
             self._publish(start.start_step)
         if saved and self.file:
-            saved.require_digest(self.file.digest, dtype_name(self.learner.policy.served))
+            policy = self.learner.policy
+            dtype = dtype_name(policy.served)
+            saved.require_digest(self.file.digest, dtype, policy.has_adapters)
         self._publisher.allocate_second()
         published, parked = self._published(), self._parked()
         way, took_s = self.learner.policy.way, time.monotonic() - begun
@@ -230,21 +232,26 @@ class Rank:
         """None for engines that run no model."""
         if self.config.weights.canary == 0 or self.config.rollout.engine == "emulated":
             return []
-        return canary.drawn_text(self.learner.policy, self.config.max_model_length)
+        return canary.drawn_text(self.learner.policy, self.config.max_trained_length)
 
     def _published(self) -> Published | None:
         """The version with what engines are held against; none but on rank 0. A collective."""
         known = canary.score(self.learner.policy, self._text) if self._text else None
         return Published(self.file, known, self._base) if self.file else None
 
-    def _restore(self) -> SavedStep:
+    def _restore(self) -> SavedStep | None:
         """All that makes the next steps exact: no random number is drawn, rates follow from the
-        step."""
-        path = checkpoint_path(Path(self.start.run_dir) / CHECKPOINTS, self.start.start_step)
+        step and from how many the schedule had before. None where it begins with the model."""
+        checkpoints = Path(self.start.run_dir) / CHECKPOINTS
+        path = restored_at(checkpoints, self.start.start_step, self.config.checkpoint)
+        if path is None:
+            return None
         hosted = self.learner.hosted
         expect = hosted.expect if hosted is not None else None
         policy, optimizer = self.learner.policy, self.learner.optimizer
-        return checkpoint.restore(path, policy, optimizer, expect, self.learner.view)
+        saved = checkpoint.restore(path, policy, optimizer, expect, self.learner.view)
+        self.learner.steps_before = saved.steps_before
+        return saved
 
     def _saved(self) -> SavedStep:
         return SavedStep(
@@ -253,6 +260,8 @@ class Rank:
             digest=self.file.digest if self.file else "",
             dtype=dtype_name(self.learner.policy.served),
             has_optimizer=bool(self.learner.optimizer.state),
+            steps_before=self.learner.steps_before,
+            optimizer=self.config.train.optim.name,
         )
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.message_fields import MAX_BUCKETS, Count, Word
+from lightrl.messages.fields import MAX_BUCKETS, Count, Word
 from lightrl.weights.delta.encoding import OVERHEAD_BYTES, Runs, encode_bucket, share_changed
 from lightrl.weights.version.layout import (
     MAX_BYTES,

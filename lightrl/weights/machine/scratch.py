@@ -1,22 +1,19 @@
 """Where a daemon keeps the weight files that travel: in shared memory where there is room for it.
 
-A directory carries its daemon's pid and is locked while in use; what a killed daemon left behind is
-removed by the next one.
+Owns which of the two it is. That nothing stays behind is `system/temporary.py`'s.
 """
 
 import contextlib
-import fcntl
 import os
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from lightrl.system.temporary import remove_stale, temporary_folder
 from lightrl.system.threads import in_thread
 
-PREFIX = "lightrl-"
 MIN_FREE_BYTES = 1 << 30  # of shared memory, or it is not used, where no size is known
 SPARE_BYTES = 64 << 20  # left for others
 _MEMORY = Path("/proc/meminfo")
@@ -28,18 +25,9 @@ def scratch_dir(name: str, need_bytes: int = 0) -> Iterator[Path]:
     """A new directory for the caller alone, removed at the end. `need_bytes`: size of one
     version."""
     for root in {_shared(), _disk()}:
-        _remove_stale(root)
-    readable = re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:40]
-    path = Path(
-        tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{readable}-", dir=_root(need_bytes))
-    )
-    lock = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_stale(root)
+    with temporary_folder(name, _root(need_bytes)) as path:
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
 
 
 @contextlib.asynccontextmanager
@@ -98,40 +86,3 @@ def growing_bytes(num_bytes: int) -> int:
 def _root(need_bytes: int) -> Path:
     needed = needed_bytes(need_bytes) if need_bytes else MIN_FREE_BYTES
     return roots()[0] if free_bytes(roots()[0]) >= needed else _disk()
-
-
-def _remove_stale(root: Path) -> None:
-    """A pid alone does not tell: it may be used again, by this very process, or belong to another
-    container that shares this directory. Nobody holds the lock of a dead daemon's directory."""
-    for path in root.glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if (
-            pid.isdigit()
-            and (int(pid) == os.getpid() or not _is_alive(int(pid)))
-            and not _is_locked(path)
-        ):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return True  # gone, or not a directory of ours
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

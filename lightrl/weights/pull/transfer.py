@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.message_fields import MAX_SOURCES
-from lightrl.messages import WeightsProgress, WeightsSource
+from lightrl.messages.fields import MAX_SOURCES
+from lightrl.messages.weights import WeightsProgress, WeightsSource
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread, taken_in_thread
 from lightrl.weights.machine import scratch

@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from lightrl.errors import WeightsError
-from lightrl.message_fields import MAX_DIMENSIONS, MAX_NAME, MAX_TENSORS, Count, Word
+from lightrl.messages.fields import MAX_DIMENSIONS, MAX_NAME, MAX_TENSORS, Count, Word
 
 BUCKET_BYTES = 8 << 20  # the unit of transfer, of proof and of resuming
 ALIGNMENT = 64  # bytes; so that views into the file are aligned for every dtype

@@ -14,7 +14,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.message_fields import MAX_BUCKETS, MAX_TENSORS, Count, Word
+from lightrl.messages.fields import MAX_BUCKETS, MAX_TENSORS, Count, Word
 from lightrl.weights.version.layout import TensorSpec, bucket_range, check, num_buckets, num_bytes
 from lightrl.wire import from_bytes, to_bytes
 

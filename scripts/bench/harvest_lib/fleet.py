@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from typing import Any
 from chaos_lib.processes import Processes, send
 
 from lightrl.client import ask
-from lightrl.client.address import listening, reachable
+from lightrl.client.address import listening
+from lightrl.emulation import SLOWNESS
 from lightrl.errors import LightRLError
+from lightrl.joining import reachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
-from lightrl.messages import Snapshot
+from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
 from lightrl.sim.traces import TraceEvent
 
@@ -65,6 +67,8 @@ class _Nodes:
 
     folder: Path
     environment: dict[str, str]
+    # how many times as long their engines take, by name; 1 of those that are not named
+    slowness: Mapping[str, float] = field(default_factory=dict)
     # what stands before their command line
     words: Sequence[str] = ()
     running: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
@@ -84,7 +88,7 @@ class _Nodes:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=self.environment,
+                env=self.environment | {SLOWNESS: str(self.slowness.get(name, 1.0))},
                 start_new_session=True,
             )
 
@@ -130,13 +134,14 @@ def run(
     trace: Sequence[TraceEvent],
     limit_s: float,
     cores: tuple[Sequence[int], Sequence[int]] | None = None,
+    slowness: Mapping[str, float] | None = None,
 ) -> Ran:
-    """`cores`: of what is reserved and of preemptible nodes; None = all. Raises HarvestFailed if it
-    does not finish within `limit_s`. Leaves no process behind."""
+    """`cores`: of what is reserved and of preemptible nodes; None = all. `slowness`: of preemptible
+    nodes. Raises HarvestFailed if it does not finish within `limit_s`. Leaves no process behind."""
     here, there = ((), ()) if cores is None else map(on_cores, cores)
     folder.mkdir(parents=True)
     processes = Processes(uuid.uuid4().hex)
-    nodes = _Nodes(folder, processes.environment, there)
+    nodes = _Nodes(folder, processes.environment, slowness or {}, there)
     began = time.monotonic()
     with (folder / "out").open("wb") as out:
         up = subprocess.Popen(

@@ -12,18 +12,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from lightrl.broadcast_messages import VersionTaken
-from lightrl.config import Config
-from lightrl.messages import (
-    Message,
-    PublishWeights,
-    ShardsTaken,
-    StepDone,
-    TrainGroup,
-    TrainResponse,
-    TrainShard,
-)
-from lightrl.run_file import parse_config
+from lightrl.config.run_file import parse_config
+from lightrl.config.schema import Config
+from lightrl.messages.broadcasts import VersionTaken
+from lightrl.messages.message import Message
+from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.messages.weights import PublishWeights
 from lightrl.trainer import step
 from lightrl.trainer.replicas import Replicas
 from lightrl.trainer.served import ServedVersions

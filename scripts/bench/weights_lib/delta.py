@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightrl.messages import DeltaOffer, PublishWeights, WeightsSource
+from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsSource
 from lightrl.tickets import pull_ticket
 from lightrl.weights.version.manifest import VersionFile
 from scripts.bench.weights_lib import files, network

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from lightrl.config_sections import Weights
-from lightrl.messages import Message, PublishWeights
+from lightrl.config.sections import Weights
+from lightrl.messages.message import Message
+from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.weights import NodeWeights
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightrl.config_algorithm import AlgorithmSection
+from lightrl.config.algorithm import AlgorithmSection
 from lightrl.trainer.algorithm.loss import losses
 from lightrl.trainer.model.collate import collate
 from lightrl.trainer.model.policy import Policy, load_policy, response_logprobs, shards

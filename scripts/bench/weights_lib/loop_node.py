@@ -19,8 +19,8 @@ from typing import Any
 
 import uvloop
 
-from lightrl.config_sections import Weights
-from lightrl.messages import PublishWeights, WeightsFailed, WeightsSource
+from lightrl.config.sections import Weights
+from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsSource
 from lightrl.rollout.weights import NodeWeights
 from lightrl.system.threads import in_thread
 from lightrl.tickets import pull_ticket

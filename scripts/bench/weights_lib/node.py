@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from lightrl.messages import WeightsProgress, WeightsSource
+from lightrl.messages.weights import WeightsProgress, WeightsSource
 from lightrl.weights.pull.transfer import Pull, Wanted
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile

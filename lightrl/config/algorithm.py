@@ -1,0 +1,104 @@
+"""The algorithm's section of a run's config, and what each algorithm has where it says nothing.
+
+The formulas are in trainer/algorithm/. Must stay importable without torch.
+"""
+
+from math import inf
+from typing import Literal, get_args
+
+from pydantic import Field
+
+from lightrl.config.sections import NotNegative, Positive, Section
+
+Algorithm = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
+]
+LossNorm = Literal["token", "sequence", "constant"]
+
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+# Their advantages compare no group: one response for each prompt is enough.
+UNGROUPED = frozenset({"reinforce++"})
+# Their advantages are whitened over the tokens of a whole step.
+WHITENED = frozenset({"reinforce++", "reinforce++-baseline"})
+# How far ratios may leave 1, down and up, where the config does not say: as the papers have it. The
+# one of CISPO leaves the lower side open, and names no value for the upper one.
+CLIP = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28), "cispo": (inf, 0.2)}
+USUAL_CLIP = (0.2, 0.2)
+
+
+class AlgorithmSection(Section):
+    name: Algorithm = Field(default="grpo", description="how advantages and losses are made")
+    clip_low: NotNegative | None = Field(
+        default=None,
+        description="ratio is clipped below at 1 - clip_low; default: 0.2, gspo 0.0003, cispo open",
+    )
+    clip_high: NotNegative | None = Field(
+        default=None,
+        description="ratio is clipped above at 1 + clip_high; default: 0.2, dapo 0.28, gspo 0.0004",
+    )
+    old_logprobs: Literal["trainer", "rollout"] = Field(
+        default="trainer",
+        description="what ratios are to: the weights with which the step began (trainer), or what "
+        "engines sampled from (rollout)",
+    )
+    kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
+    kl_type: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="estimator of the KL penalty"
+    )
+    loss_norm: LossNorm | Positive | None = Field(
+        default=None,
+        description="what token losses are divided by: token, sequence, constant "
+        "(rollout.max_response_length for each response) or a number of tokens for each response; "
+        "default: what the algorithm prescribes",
+    )
+    tis_cap: NotNegative | None = Field(
+        default=None,
+        description="cap of the importance weights that correct for what engines sampled from; "
+        "0 = off; default 2, off if trainer and engines compute in float32 and "
+        "async.max_staleness = 0",
+    )
+    tis_mode: Literal["truncate", "mask"] = Field(
+        default="truncate",
+        description="a weight above the cap is held to it (truncate), or is 0 (mask)",
+    )
+    tis_level: Literal["token", "sequence"] | None = Field(
+        default=None,
+        description="one weight for each token, or for each response (the product of those of its "
+        "tokens); default: as the ratios of the algorithm",
+    )
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="of a bonus for the entropy of each token's distribution"
+    )
+    mask_truncated: bool = Field(
+        default=False,
+        description="responses cut at rollout.max_response_length are not trained; their rewards "
+        "count in their group",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, ge=0, description="what the whole overlong_buffer costs of the reward"
+    )
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off"
+    )
+    dynamic_sampling: bool = Field(
+        default=False,
+        description="groups whose rewards are all equal are replaced by new prompts (DAPO)",
+    )
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """How far ratios may leave 1, down and up; down inf = open."""
+        low, high = CLIP.get(self.name, USUAL_CLIP)
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
+
+    @property
+    def is_whitened(self) -> bool:
+        return self.name in WHITENED
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether a response whose advantage is 0 has a gradient all the same."""
+        return self.is_whitened or self.kl_coef > 0 or self.entropy_coef > 0

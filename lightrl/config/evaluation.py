@@ -1,0 +1,142 @@
+"""The eval section of a run's config: sets of held-out prompts, and how each is answered.
+
+Owns which value holds where a set says nothing. When an evaluation takes place is core/rounds.py's,
+its figures are metrics/evaluation.py's. Must stay importable without torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from lightrl.config.data import Data, DataSet, resolved
+from lightrl.config.sections import Positive, Section
+
+Temperature = Annotated[float, Field(ge=0)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+
+
+class EvalSet(DataSet):
+    split: str = Field(default="", description="is required where there are several")
+    samples: Positive | None = Field(
+        default=None, description="responses for each prompt; default: eval.samples"
+    )
+    temperature: Temperature | None = Field(
+        default=None, description="of sampling; 0 = greedy; default: eval.temperature"
+    )
+    top_p: TopP | None = Field(
+        default=None, description="nucleus sampling; 1 = off; default: eval.top_p"
+    )
+    max_response_length: Positive | None = Field(
+        default=None, description="tokens; default: eval.max_response_length"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSampling:
+    """How the prompts of one set are answered. `max_response_length`: tokens."""
+
+    samples: int
+    temperature: float
+    top_p: float
+    max_response_length: int
+
+    @property
+    def words(self) -> str:
+        """For people. Example: "x 4, temperature 0.6, top_p 0.95, at most 8,192 tokens"."""
+        how = f"temperature {self.temperature:g}" if self.temperature else "greedy"
+        nucleus = f", top_p {self.top_p:g}" if self.temperature and self.top_p < 1 else ""
+        return f"x {self.samples}, {how}{nucleus}, at most {self.max_response_length:,} tokens"
+
+
+class Eval(Section):
+    path: str = Field(
+        default="",
+        description='held-out prompts, as data.path and in its layout, "org/name:split" from the '
+        "hub; short for one [[eval.sets]]; empty, and no sets = no evaluation",
+    )
+    sets: tuple[EvalSet, ...] = Field(
+        default=(), description="several sets, each a table [[eval.sets]], in place of eval.path"
+    )
+    interval: int = Field(
+        default=0, ge=0, description="steps between evaluations; 0 = only first and last"
+    )
+    samples: Positive = Field(
+        default=1, description="responses for each prompt, of sets that say nothing else"
+    )
+    temperature: Temperature = Field(
+        default=0.0, description="of sampling, of sets that say nothing else; 0 = greedy"
+    )
+    top_p: TopP = Field(
+        default=1.0, description="nucleus sampling, of sets that say nothing else; 1 = off"
+    )
+    max_response_length: Positive | None = Field(
+        default=None,
+        description="tokens, of sets that say nothing else; default: rollout.max_response_length",
+    )
+    checkpoint: str = Field(
+        default="", description="set by `lightrl eval`: it is evaluated once, nothing is trained"
+    )
+    step: int = Field(default=0, ge=0, description="set by `lightrl eval`: steps done in it")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if self.sets and self.path:
+            raise ValueError(
+                f"eval.path = {self.path!r}: is short for a single set, and there are "
+                "[[eval.sets]]: give it to one of them"
+            )
+        if self.step and not self.checkpoint:
+            raise ValueError(f"eval.step = {self.step}: is that of eval.checkpoint; leave it out")
+        for key, one in self._keyed():
+            samples = self.samples if one.samples is None else one.samples
+            temperature = self.temperature if one.temperature is None else one.temperature
+            if samples > 1 and temperature == 0:
+                where = f"eval{key}" if one.samples is not None else "eval"
+                of = f" (set {one.name or one.path})" if key and one.samples is None else ""
+                raise ValueError(
+                    f"{where}.samples = {samples}: at temperature 0{of} all responses to a prompt "
+                    "are the same; set a temperature (0.6 to 1 is usual), or leave samples at 1"
+                )
+        return self
+
+    def last_step(self, steps: int) -> int:
+        """Where a run of so many `steps` ends; one that only evaluates ends where it begins."""
+        return self.step if self.checkpoint else steps
+
+    def _keyed(self) -> Iterator[tuple[str, EvalSet]]:
+        """Each set with what follows "eval" in its keys."""
+        if self.path:
+            yield "", EvalSet(path=self.path)
+        yield from ((f".sets[{k}]", one) for k, one in enumerate(self.sets))
+
+    def all_sets(self, data: Data) -> tuple[EvalSet, ...]:
+        """With names, and the keys of `data` where they have none. Raises ValueError for two of the
+        same name."""
+        return resolved("eval.sets", [one for _, one in self._keyed()], data)
+
+    def sampling(self, one: EvalSet, max_response_length: int) -> EvalSampling:
+        """Of one set. `max_response_length`: of training, in tokens."""
+
+        def first(*values: float | None) -> float:
+            return next(v for v in values if v is not None)
+
+        longest = first(one.max_response_length, self.max_response_length, max_response_length)
+        return EvalSampling(
+            samples=int(first(one.samples, self.samples)),
+            temperature=first(one.temperature, self.temperature),
+            top_p=first(one.top_p, self.top_p),
+            max_response_length=int(longest),
+        )
+
+    def longest(self, max_response_length: int) -> tuple[str, int]:
+        """The key by which an evaluation may have the longest responses, and how many tokens; ""
+        and 0 without any set. `max_response_length`: as in `sampling`."""
+        found = ("", 0)
+        for key, one in self._keyed():
+            tokens = self.sampling(one, max_response_length).max_response_length
+            own = key if one.max_response_length is not None else ""
+            if tokens > found[1]:
+                found = (f"eval{own}.max_response_length", tokens)
+        return found

@@ -1,0 +1,317 @@
+"""The run's TOML file: read with dotted overrides, checked, written. One line for everything that
+is wrong.
+
+Owns the syntax; which keys there are and what they may hold is said in schema.py.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from lightrl.config.schema import SECTIONS, Config, keys
+from lightrl.config.values import one_or_many, shortened
+from lightrl.errors import ConfigError
+
+CONFIG_FILE = "config.toml"  # in the directory of a run
+MOST_LISTED = 4  # keys of a section, in a line
+# What verl, TRL and others call it; a dotted one is a wrong guess in one section. The table of
+# configs/README.md has these and more.
+OTHER_NAMES = {
+    "n": "rollout.group_size",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_response_length",
+    "max_tokens": "rollout.max_response_length",
+    "train_batch_size": "train.prompts_per_step",
+    "batch_size": "train.prompts_per_step",
+    "ppo_mini_batch_size": "train.mini_batches",
+    "ppo_max_token_len_per_gpu": "train.max_tokens_per_gpu",
+    "learning_rate": "train.optim.lr",
+    "max_grad_norm": "train.optim.grad_clip",
+    "max_steps": "train.steps",
+    "total_training_steps": "train.steps",
+    "epochs": "train.steps",
+    "total_epochs": "train.steps",
+    "num_train_epochs": "train.steps",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "beta": "algorithm.kl_coef",
+    "kl": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "clip_ratio_low": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_high": "algorithm.clip_high",
+    "adv_estimator": "algorithm.name",
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.weights",
+    "reward_kwargs": "reward.kwargs",
+    "r": "model.lora.rank",
+    "target_modules": "model.lora.targets",
+    "gpu_memory_utilization": "rollout.engine_args.gpu_memory_utilization",
+    "tensor_parallel_size": "rollout.engine_args.tensor_parallel_size",
+    "tensor_model_parallel_size": "rollout.engine_args.tensor_parallel_size",
+    "model_name_or_path": "model.path",
+    "model.model": "model.path",
+    "model.name": "model.path",
+    "train_files": "data.path",
+    "dataset_name": "data.path",
+    "val_files": "eval.path",
+    "save_freq": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "resume_from_path": "checkpoint.initial_load_path",
+    "resume_from_checkpoint": "checkpoint.initial_load_path",
+    "test_freq": "eval.interval",
+    "eval_steps": "eval.interval",
+}
+
+PATH_KEYS = (
+    *(("model", "path"), ("data", "path"), ("eval", "path")),
+    ("checkpoint", "initial_load_path"),
+)
+SECTIONS_WITH_SETS = ("data", "eval")
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in `path` with dotted `section.key=value` overrides applied.
+
+    Relative paths in the file are relative to the file; in an override, to the working directory.
+    Raises ConfigError, one line, naming the dotted key and the value.
+    """
+    try:
+        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not valid TOML: {e}") from None
+    _anchor(tree, path.resolve().parent)
+    for override in overrides:
+        _apply(tree, override)
+    _anchor(tree, Path.cwd())
+    checkpoint = _table(tree, "checkpoint")
+    if isinstance(folder := checkpoint.get("dir"), str) and folder:
+        checkpoint["dir"] = str(Path(folder).absolute())  # a resume may begin elsewhere
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Raises ConfigError for the first thing that is wrong in `tree`."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as e:
+        raise ConfigError(_one_line(e)) from None
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML that `load_config` reads back to an equal one."""
+    lines: list[str] = []
+    for name, section in config.model_dump(mode="json", exclude_none=True).items():
+        _dump_table(name, section, lines)
+    return "\n".join(lines)
+
+
+def _anchor(tree: dict[str, Any], folder: Path) -> None:
+    for section, key in PATH_KEYS:
+        table = _table(tree, section)
+        if isinstance(table.get(key), str):
+            table[key] = _anchored(f"{section}.{key}", table[key], folder)
+    for section in SECTIONS_WITH_SETS:
+        for table in _sets(tree, section):
+            if isinstance(table.get("path"), str):
+                table["path"] = _anchored(f"{section}.sets[].path", table["path"], folder)
+            _anchor_functions(table, f"{section}.sets[].reward", "reward", folder)
+    _anchor_functions(_table(tree, "reward"), "reward.functions", "functions", folder)
+
+
+def _anchor_functions(table: dict[str, Any], dotted: str, key: str, folder: Path) -> None:
+    functions: Any = one_or_many(table.get(key))
+    if isinstance(functions, list | tuple):
+        named = cast("list[Any]", functions)
+        table[key] = [
+            _anchored(dotted, f, folder) if isinstance(f, str) and ".py:" in f else f for f in named
+        ]
+
+
+def _sets(tree: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    """Those of a section that are tables, as `_table`."""
+    sets: Any = _table(tree, section).get("sets")
+    given = cast("list[Any]", sets) if isinstance(sets, list) else []
+    return [cast("dict[str, Any]", one) for one in given if isinstance(one, dict)]
+
+
+def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """The section if there is one and it is a table; validation will complain if it is not."""
+    table = tree.get(key)
+    return cast("dict[str, Any]", table) if isinstance(table, dict) else {}
+
+
+def _anchored(key: str, value: str, folder: Path) -> str:
+    """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
+    file, colon, rest = value.partition(".py:")
+    candidate = folder / (file + ".py" if colon else value)
+    looks_local = (
+        value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
+    )
+    try:
+        if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
+            return str(candidate.resolve()) + (f":{rest}" if colon else "")
+    except (
+        OSError,
+        ValueError,
+    ) as e:  # too long, a zero byte, a directory that may not be looked into
+        raise ConfigError(f"{key} = {shortened(value)}: cannot be looked up: {e}") from None
+    return value
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or "." not in key:
+        raise ConfigError(f"{override!r}: an override looks like section.key=value")
+    *parents, leaf = key.strip().split(".")
+    table = tree
+    for parent in parents:
+        section: Any = table.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{key}: {parent} is not a section")
+        table = cast("dict[str, Any]", section)
+    try:
+        table[leaf] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[leaf] = text  # a bare word is a string
+
+
+def _one_line(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    path = _dotted(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{'.'.join(path)}: unknown key{_nearest(path)}"
+    given: object = problem["input"]
+    # After the key, pydantic names the member of the union that was tried.
+    path = [p for p in path if not _is_member(p)]
+    dotted = ".".join(path)
+    match problem["type"]:
+        case "missing":
+            return f"{_first_required(dotted)}: is required"
+        case "model_type":
+            given = shortened(problem["input"])
+            return f"{dotted} = {given}: is a section; its keys are {_section_keys(dotted)}"
+        case "value_error":
+            return problem["msg"].removeprefix("Value error, ")
+        case "string_type" if isinstance(given, list) and path[-1] == "path":
+            several = "several go into one folder"
+            if path[0] in SECTIONS_WITH_SETS:
+                several = f"several are [[{path[0]}.sets]]"
+            return f"{dotted} = {shortened(cast('object', given))}: is one path; {several}"
+        case _:
+            text = problem["msg"].replace("tuple", "list")  # TOML has no tuples
+            if words := "".join(f" or {word}" for word in _literals(error, problem["loc"])):
+                text = text.partition(",")[0] + words
+            return f"{dotted} = {shortened(problem['input'])}: {text[0].lower()}{text[1:]}"
+
+
+def _is_member(part: str) -> bool:
+    """Of a union, as pydantic names those that it has tried."""
+    return part.startswith(("literal[", "constrained-")) or part in {"float", "int", "str"}
+
+
+def _literals(error: ValidationError, place: tuple[int | str, ...]) -> list[str]:
+    """The words that the other members of a union, one of which was tried there, allow."""
+    return [
+        str(other.get("ctx", {}).get("expected"))
+        for other in error.errors(include_url=False)[1:]
+        if other["type"] == "literal_error"
+        and other["loc"][:-1] == place[:-1]
+        and _is_member(str(place[-1]))
+    ]
+
+
+def _dotted(place: Sequence[int | str]) -> list[str]:
+    """The names on the way to a key; which table of a list it is in, not which value of one."""
+    path: list[str] = []
+    for k, part in enumerate(place):
+        if isinstance(part, str):
+            path.append(part)
+        elif k + 1 < len(place) and path[1:] == ["sets"]:
+            path[-1] += f"[{part}]"
+    return path
+
+
+def _first_required(dotted: str) -> str:
+    """The key that is missing when a whole section is."""
+    required = (key for key, default, _ in keys() if default == "(required)")
+    return next((key for key in required if key.startswith(f"{dotted}.")), dotted)
+
+
+def _nearest(path: Sequence[str]) -> str:
+    known = [key for key, _, _ in keys()]
+    dotted, leaf = ".".join(path), path[-1]
+    # those of the same section first
+    same = sorted(
+        (k for k in known if k.rpartition(".")[2] == leaf),
+        key=lambda k: k.partition(".")[0] != path[0],
+    )
+    if len(path) == 1:
+        sections = {name.rpartition(".")[2]: name for name in (*_nested(known), *SECTIONS)}
+        found = difflib.get_close_matches(leaf, sections, n=1)
+        close = [f"[{sections[name]}]" for name in found] or same or _of_others(dotted)
+        return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(SECTIONS)}"
+    parent = re.sub(r"\[\d+]", "[]", ".".join(path[:-1]))
+    siblings = [k for k in known if k.rpartition(".")[0] == parent]
+    names = {k.rpartition(".")[2]: k for k in siblings}
+    close = (
+        _of_others(dotted)
+        or [k for k in known if k.replace(".", "_") == dotted.replace(".", "_")]
+        or [names[n] for n in difflib.get_close_matches(leaf, names, n=1, cutoff=0.6)]
+        or same
+    )
+    return f"; did you mean {close[0]}?" if close else f"; keys are {', '.join(siblings)}"
+
+
+def _nested(known: Sequence[str]) -> list[str]:
+    """Sections in others, as "train.optim"."""
+    found = dict.fromkeys(key.rpartition(".")[0] for key in known)
+    return [name for name in found if "." in name]
+
+
+def _of_others(dotted: str) -> list[str]:
+    """What others call so."""
+    found = OTHER_NAMES.get(dotted) or OTHER_NAMES.get(dotted.rpartition(".")[2])
+    return [found] if found else []
+
+
+def _section_keys(dotted: str) -> str:
+    inside = [key for key, _, _ in keys() if key.startswith(f"{dotted}.")]
+    return ", ".join(inside) if len(inside) <= MOST_LISTED else f"{dotted}.KEY"
+
+
+def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:
+    lines.append(f"[{name}]")
+    nested: list[tuple[str, dict[str, Any]]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            nested.append((key, cast("dict[str, Any]", value)))
+        else:
+            lines.append(f"{_key(key)} = {_value(value)}")
+    lines.append("")
+    for key, value in nested:
+        _dump_table(f"{name}.{_key(key)}", value, lines)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    """One TOML value on one line; tables in lists are inline. JSON differs in these and in DEL."""
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in table.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, cast("list[Any]", value))) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,69 @@
+"""What a single value of the config may be, whichever key it belongs to: how it may be written, how
+it is shown, whether it can travel.
+
+Owns no key. Raises ValueError with a line that schema.py passes on.
+"""
+
+import math
+from typing import Any, cast
+
+MAX_ETA = 4.0
+VERIFIERS = "verifiers:"  # before the name of an environment, which brings data and rewards
+
+
+def one_or_many(value: Any) -> Any:
+    """A bare string where a list of them is possible."""
+    return (value,) if isinstance(value, str) else value
+
+
+def shortened(value: object) -> str:
+    """As it is shown in an error."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def one_or_several(value: Any) -> Any:
+    """A bare number where several are possible."""
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def not_greedy(value: Any) -> Any:
+    if value == 0:
+        raise ValueError(
+            "rollout.temperature = 0: responses that are trained are sampled, and greedy ones to a "
+            "prompt are all the same; raise it (1 is usual, eval.temperature may be 0)"
+        )
+    return value
+
+
+def eta_or_pair(value: Any) -> Any:
+    if not _is_eta(value) and not _is_pair(value):
+        raise ValueError(
+            f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a pair "
+            "of such numbers [prompts, responses]"
+        )
+    return value
+
+
+def _is_eta(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_ETA
+
+
+def _is_pair(value: Any) -> bool:
+    values = cast("list[Any]", value) if isinstance(value, list | tuple) else []
+    return len(values) == 2 and all(map(_is_eta, values))
+
+
+def not_plain(value: Any) -> str | None:
+    """Why a value of engine_args would not come back the same from JSON and TOML."""
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    if isinstance(value, list):
+        return next((p for v in cast("list[Any]", value) if (p := not_plain(v))), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} cannot be sent to nodes"
+    if not isinstance(value, str | int | float):
+        return (
+            f"{shortened(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
+        )
+    return None

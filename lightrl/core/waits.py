@@ -1,0 +1,220 @@
+"""What a run waits for right now: one thing, decided from the state. Pure.
+
+Owns which one is named where several hold, and since when it is waited for. Changes nothing, and
+says it in no words: those are in metrics/waits.py. The order, of which the first that holds is
+named:
+
+1. a run that ends: its last checkpoint, then the nodes that have not left;
+2. a trainer that was lost, or has not joined: without it nothing is trained, and one that was lost
+   ends the run if it does not come back;
+3. a step whose samples are all there: its devices change sides, ranks load the model, a checkpoint
+   is written, or they train. Whoever samples ahead meanwhile (max_staleness) does not wait;
+4. a rollout node, if none takes part;
+5. the first version, which ranks publish that have loaded the model;
+6. prompts, if the data are behind;
+7. nodes of which none can sample yet: those that sleep change sides, engines start, or a version is
+   on its way to them;
+8. scores, if all is sampled, or if more wait for one than still are to be sampled;
+9. the tail: a tenth of the responses, or fewer, while nothing else waits.
+
+Otherwise all nodes sample: nothing is waited for.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.state import OVER, Node, NodeState, Round, RoundState
+
+TAIL_SHARE = 0.1  # of the responses of the open rounds
+
+
+class WaitKind(StrEnum):
+    LAST_CHECKPOINT = "last checkpoint"
+    LEAVING = "leaving"
+    TRAINER_LOST = "trainer lost"
+    TRAINER = "trainer"
+    DEVICES = "devices"
+    RANKS = "ranks"
+    CHECKPOINT = "checkpoint"
+    TRAINING = "training"
+    ROLLOUT = "rollout"
+    PROMPTS = "prompts"
+    ENGINES = "engines"
+    WEIGHTS = "weights"
+    SCORES = "scores"
+    TAIL = "tail"
+
+
+K = WaitKind
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What the reward pool is at, which only the shell knows."""
+
+    num_waiting: int = 0  # responses, those that are being scored included
+    num_workers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`since` None: the state does not tell. Example: Wait(K.SCORES, num=31, of=1, step=4)."""
+
+    kind: WaitKind
+    since: float | None = None
+    # nodes that are missing, responses, prompts
+    num: int = 0
+    # nodes that are needed; reward workers
+    of: int = 0
+    # whose round, training or checkpoint it is; None: of no step
+    step: int | None = None
+    is_eval: bool = False
+    # that are waited for, by name
+    nodes: tuple[str, ...] = ()
+    # what this took in the steps before; None: not known
+    usual_s: float | None = None
+    # when the run ends for it; None: never
+    ends_at: float | None = None
+
+
+class WaitClock:
+    """Since when the run waits for the same, looked at now and then."""
+
+    def __init__(self) -> None:
+        self._wait: Wait | None = None
+
+    def look(self, wait: Wait | None, now: float) -> Wait | None:
+        """`wait` with the time since when: the one that the state tells, else that of the first
+        look."""
+        before = self._wait
+        if wait is None or before is None or (wait.kind, wait.step) != (before.kind, before.step):
+            since = now if wait is None or wait.since is None else min(wait.since, now)
+        else:
+            since = before.since
+        self._wait = None if wait is None else replace(wait, since=since)
+        return self._wait
+
+
+def decide(core: Coordinator, scoring: Scoring) -> Wait | None:
+    """What the run waits for; None: nothing, all nodes are at work, or it is over."""
+    if core.state in OVER:
+        return None
+    if core.ending.has_begun:
+        return _end(core)
+    if (away := _trainer_away(core)) is not None:
+        return away
+    round = core.steps.training()
+    if round is not None and round.state is RoundState.CLOSED and not core.steps.is_step_done:
+        samples_ahead = core.table.num_running or core.table.queue.has_waiting
+        return None if samples_ahead else _training(core, round)
+    return _samples(core, scoring)
+
+
+def _end(core: Coordinator) -> Wait:
+    if core.ending.awaits_trainer:
+        return _trainer_away(core) or Wait(K.LAST_CHECKPOINT, step=core.step)
+    return Wait(K.LEAVING, nodes=_names(core.fleet.nodes.values()))
+
+
+def _trainer_away(core: Coordinator) -> Wait | None:
+    trainers, since = core.fleet.trainers, core.trainer_feed.missing_since
+    missing, needed = trainers.num_missing, trainers.num_needed
+    if since is not None and missing:
+        ends_at = core.ending.patience_ends_at
+        return Wait(K.TRAINER_LOST, since, missing, needed, ends_at=ends_at)
+    return Wait(K.TRAINER, num=missing, of=needed) if missing else None
+
+
+def _training(core: Coordinator, round: Round) -> Wait:
+    """All samples of the step are there."""
+    feed, devices = core.trainer_feed, core.fleet.devices
+    if feed.stands_at is None:
+        return _ranks(core)
+    trainer = core.fleet.nodes.get(core.fleet.trainer or "")
+    if trainer is not None and trainer.is_saving:
+        return Wait(K.CHECKPOINT, step=feed.stands_at)
+    moving = [n for n in devices.nodes.values() if not n.is_asleep]
+    if moving and not devices.are_training and feed.is_owed(round):
+        return Wait(K.DEVICES, min(n.since for n in moving), step=round.step, nodes=_names(moving))
+    if feed.is_behind:  # steps are trained again
+        return Wait(K.TRAINING, step=feed.stands_at, usual_s=core.steps.usual_train_s)
+    since = core.steps.train_began(round)
+    return Wait(K.TRAINING, since, step=round.step, usual_s=core.steps.usual_train_s)
+
+
+def _ranks(core: Coordinator) -> Wait:
+    trainer = core.fleet.nodes.get(core.fleet.trainer or "")
+    since = trainer.joined_at if trainer is not None else None
+    return Wait(K.RANKS, since, nodes=tuple(core.fleet.trainers.names))
+
+
+def _samples(core: Coordinator, scoring: Scoring) -> Wait | None:
+    """There are not yet all samples of a step."""
+    fleet, table = core.fleet, core.table
+    nodes = [n for n in fleet.nodes.values() if "rollout" in n.roles]
+    nodes = [n for n in nodes if n.state is not NodeState.DRAINING]
+    if not nodes and not _is_sampled(core):
+        return Wait(K.ROLLOUT)
+    if fleet.published is None:
+        return _ranks(core)
+    if core.steps.draws:
+        round = core.steps.draws[0]
+        return Wait(
+            K.PROMPTS,
+            num=core.steps.num_missing(round),
+            step=round.step,
+            is_eval=round.is_eval,
+        )
+    if not fleet.ready and not table.num_running and not _is_sampled(core):
+        return _nobody_ready(core, nodes)
+    return _last_ones(core, scoring)
+
+
+def _is_sampled(core: Coordinator) -> bool:
+    """Nothing is left of the open round but to be scored."""
+    table, round = core.table, core.table.round
+    is_open = round is not None and round.state is RoundState.RUNNING
+    return is_open and not (table.num_running or table.queue.has_waiting)
+
+
+def _nobody_ready(core: Coordinator, nodes: list[Node]) -> Wait | None:
+    published = core.fleet.published
+    version = published.policy_version if published is not None else None
+    resting = {NodeState.RELEASING, NodeState.RELEASED}
+    moving = [n for n in nodes if n.state in resting]
+    coming = [n for n in nodes if n.state not in resting]
+    if moving and not coming:
+        since = min(n.since for n in moving)
+        return Wait(K.DEVICES, since, step=core.step, nodes=_names(moving))
+    # One that has its engine comes first.
+    started = [n for n in coming if n.device]
+    if started:
+        return Wait(K.WEIGHTS, min(n.since for n in started), step=version, nodes=_names(started))
+    first = {NodeState.JOINING, NodeState.LOADING}
+    since = min((n.joined_at if n.state in first else n.since for n in coming), default=None)
+    return Wait(K.ENGINES, since, nodes=_names(coming)) if coming else None
+
+
+def _last_ones(core: Coordinator, scoring: Scoring) -> Wait | None:
+    table, round = core.table, core.table.round
+    if round is None or round.state is not RoundState.RUNNING:
+        return None
+    running, most = table.num_running, max(1, int(TAIL_SHARE * len(table.responses)))
+    if running > max(most, scoring.num_waiting):
+        return None  # before anything is counted
+    left = running + len(table.queue.waiting())
+    step, is_eval = round.step, round.is_eval
+    is_slower = scoring.num_waiting > max(left, scoring.num_workers)
+    if scoring.num_waiting and (not left or is_slower):
+        waiting, workers = scoring.num_waiting, scoring.num_workers
+        return Wait(K.SCORES, num=waiting, of=workers, step=step, is_eval=is_eval)
+    if running == left and 0 < left <= most and left < len(table.responses):
+        at = [n for n in core.fleet.nodes.values() if n.running]
+        return Wait(K.TAIL, num=left, step=step, is_eval=is_eval, nodes=_names(at))
+    return None
+
+
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(sorted(n.name for n in nodes))

@@ -1,0 +1,174 @@
+"""What `lightrl eval` says: progress while it goes on, a table for people, JSON for machines.
+
+Reads snapshots and what the run has left; starts and stops nothing.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrl.config.schema import Config
+from lightrl.core.state import OVER, RunState
+from lightrl.errors import LightRLError
+from lightrl.launch.eval_target import EvalTarget
+from lightrl.messages.snapshot import Snapshot
+from lightrl.metrics import sinks
+from lightrl.metrics.display import count, duration
+from lightrl.wire import from_json
+
+LINE_EVERY_S, SAME_EVERY_S = 2.0, 20.0
+EVAL_SECONDS = "eval/seconds"
+COLUMNS = "SET PROMPTS SAMPLES AVG@K PASS@1 PASS@K LENGTH CLIP_RATIO FAILURES"
+INDENT = "  "  # of a source of the set above
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Of an evaluation that has ended. `figures`: of its sets, by their names in metrics.jsonl."""
+
+    target: EvalTarget
+    config: Config
+    figures: Mapping[str, float]
+    # of each set, by its name
+    num_prompts: Mapping[str, int]
+    # without start-up
+    seconds: float
+    # summary.json
+    summary: Mapping[str, Any]
+
+    @property
+    def num_responses(self) -> int:
+        """To all prompts."""
+        names = {one.name: self.config.eval_sampling(one).samples for one in self.config.eval_sets}
+        return sum(self.num_prompts[name] * samples for name, samples in names.items())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.summary["eval_tokens"])
+
+
+def result_of(target: EvalTarget, config: Config, run_dir: Path) -> EvalResult:
+    """Raises LightRLError if the files are not there."""
+    try:
+        record = sinks.read(run_dir)[-1]
+        seconds = record.pop(EVAL_SECONDS)
+        summary = from_json((run_dir / "summary.json").read_bytes(), dict[str, Any])
+    except (LookupError, OSError):
+        where = f"{run_dir}: the figures were not written there"
+        raise LightRLError(f"{where}; is there no room left? TMPDIR=DIR moves it") from None
+    figures = {name: value for name, value in record.items() if name.startswith("eval/")}
+    return EvalResult(target, config, figures, summary["eval_prompts"], seconds, summary)
+
+
+def how_far(s: Snapshot) -> str:
+    """In one line; "" = there is nothing to be said any more."""
+    if s.state in OVER or s.state == RunState.FINISHING or s.evals:
+        return ""
+    if s.round_kind != "eval":
+        engines = [node for node in s.nodes if "rollout" in node.roles]
+        if s.policy_version is None:
+            return "reading the weights"
+        ready = sum(node.state == "ready" for node in engines)
+        return f"loading the weights: {ready} of {len(engines)} engines are ready"
+    done = s.responses_done
+    total = done + s.responses_running + s.responses_queued
+    speed = f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else ""
+    scored = f"  {s.round_accepted:,} of {s.round_needed:,} prompts are scored"
+    waits = scored if done == total else ""
+    return f"{done:,} of {total:,} responses{waits}{speed}  {duration(s.elapsed_s)}"
+
+
+class Progress:
+    """What has been said: a line every few seconds, or more rarely where it says the same."""
+
+    def __init__(self) -> None:
+        self.last = ""  # of the responses; "" = they had not begun
+        self._said = ""
+        self._said_at = float("-inf")
+
+    def line(self, s: Snapshot, now: float) -> str:
+        """The next line; "" = none is due."""
+        line = how_far(s)
+        if s.round_kind == "eval" and line:
+            self.last = line
+        every_s = SAME_EVERY_S if line == self._said else LINE_EVERY_S
+        if not line or now - self._said_at < every_s:
+            return ""
+        self._said, self._said_at = line, now
+        return line
+
+
+def table(result: EvalResult) -> list[str]:
+    """A line for each set, and below it one for each of its sources."""
+    header = COLUMNS.split()
+    rows = [header, *_rows(result)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _rows(result: EvalResult) -> Iterator[Sequence[str]]:
+    for one in result.config.eval_sets:
+        how = result.config.eval_sampling(one)
+        prefix = f"eval/{one.name}/"
+        inside = [name[len(prefix) :] for name in result.figures if name.startswith(prefix)]
+        sources = sorted({name.rpartition("/")[0] for name in inside} - {""})
+        num = f"{result.num_prompts[one.name]:,}"
+        yield (one.name, num, f"{how.samples}", *_cells(result.figures, prefix, how.samples))
+        for source in sources:
+            cells = _cells(result.figures, f"{prefix}{source}/", how.samples)
+            yield (f"{INDENT}{source}", "", "", *cells)
+
+
+def _cells(figures: Mapping[str, float], prefix: str, k: int) -> Iterator[str]:
+    for name in (f"avg@{k}", "pass@1", f"pass@{k}"):
+        yield f"{figures[prefix + name]:.3f}"
+    yield f"{figures[prefix + 'length']:.1f}"
+    yield f"{figures[prefix + 'clip_ratio']:.3f}"
+    yield f"{figures[prefix + 'failures']:,.0f}"
+
+
+def last_lines(result: EvalResult, file: Path | None) -> list[str]:
+    """What stands below the table."""
+    target, version = result.target, result.summary.get("weights_digest")
+    total_s = float(result.summary["total_wall_s"])
+    took = f"{result.seconds:.1f} s, {total_s:.1f} s with start-up"
+    return [
+        f"{target.path}, step {target.step}, weights {str(version)[:16]}",
+        f"{result.num_tokens:,} tokens in {took}",
+        *([f"responses: {file}"] if file is not None else []),
+    ]
+
+
+def as_json(result: EvalResult, file: Path | None) -> str:
+    """One line. Figures have the names that they have in metrics.jsonl of a run."""
+    config, settings = result.config, {}
+    for one in config.eval_sets:
+        how = config.eval_sampling(one)
+        settings[one.name] = {
+            "path": one.path,
+            "prompts": result.num_prompts[one.name],
+            "samples": how.samples,
+            "temperature": how.temperature,
+            "top_p": how.top_p,
+            "max_response_length": how.max_response_length,
+        }
+    return json.dumps(
+        {
+            "checkpoint": result.target.path,
+            "step": result.target.step,
+            "weights_digest": result.summary.get("weights_digest"),
+            "sets": settings,
+            "figures": dict(result.figures),
+            "tokens": result.num_tokens,
+            "seconds": result.seconds,
+            "samples": str(file) if file is not None else None,
+        }
+    )

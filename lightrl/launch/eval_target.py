@@ -1,0 +1,154 @@
+"""What CHECKPOINT means to `lightrl eval`: a checkpoint of LightRL, a run's newest one, adapters, a
+model.
+
+Owns how it is found and what is read of it: small files, no weights. Must not import torch.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from lightrl.client.address import relative, run_folder
+from lightrl.config.sections import Dtype
+from lightrl.errors import ConfigError, ProtocolError
+from lightrl.launch.folder import CONFIG_FILE
+from lightrl.model_files import ADAPTER_CONFIG, HUB_ID
+from lightrl.trainer.checkpoint.saved import (
+    CHECKPOINTS,
+    LAYOUT_FILE,
+    MODEL,
+    STEP_FILE,
+    newest_in,
+    read_step,
+    those_beside,
+)
+
+# Of peft: what makes adapters that engines of LightRL do not compute.
+_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """As `model.lora` has them. `base`: the model for which they were made, by its own word."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTarget:
+    """What is to be evaluated. Example: EvalTarget("/home/me/runs/a/checkpoints/step_40", 40)"""
+
+    # a directory, in full, or a hub id
+    path: str
+    # steps done in it
+    step: int = 0
+    # where its config and tokenizer are; "" = in model.path of the config
+    model: str = ""
+    # in which its run served the weights; "" = not known
+    dtype: str = ""
+    adapters: Adapters | None = None
+    # of the run that it is of, if that is there
+    config: Path | None = None
+
+
+def find_target(text: str) -> EvalTarget:
+    """Raises ConfigError, one line, if there is nothing that could be evaluated."""
+    if (folder := run_folder(text)) is not None:
+        return _of_folder(text, folder)
+    given = Path(text)
+    if given.exists() or (given.parent.is_dir() and given.parent != Path()) or not _is_id(text):
+        raise ConfigError(
+            f"{text}: no such checkpoint"
+            + (
+                those_beside(given)
+                or those_beside(Path("runs", text))
+                or "; give RUN/checkpoints/step_N, a run's name or directory, a model directory, "
+                "or a hub id (org/name)"
+            )
+        )
+    return EvalTarget(text, model=text)
+
+
+def _is_id(text: str) -> bool:
+    return HUB_ID.fullmatch(text) is not None
+
+
+def _of_folder(text: str, folder: Path) -> EvalTarget:
+    """Raises ConfigError."""
+    path = str(folder.absolute())
+    if (folder / ADAPTER_CONFIG).is_file():
+        return EvalTarget(path, adapters=_adapters(folder / ADAPTER_CONFIG))
+    if (folder / "config.json").is_file():
+        return EvalTarget(path, model=path)
+    if (checkpoint := newest_in(folder)) is not None:
+        return _of_checkpoint(checkpoint)
+    if (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir():
+        raise ConfigError(f"{text}: this run has no checkpoint yet")
+    raise ConfigError(
+        f"{text}: holds no checkpoint ({STEP_FILE}), no adapters ({ADAPTER_CONFIG}) and no "
+        "model (config.json)"
+    )
+
+
+def _of_checkpoint(folder: Path) -> EvalTarget:
+    folder = folder.absolute()
+    try:
+        saved = read_step(folder)
+    except (OSError, ProtocolError) as e:
+        raise ConfigError(f"{relative(folder)}: is no complete checkpoint: {e}") from None
+    config = folder.parent.parent / CONFIG_FILE
+    layout = folder / LAYOUT_FILE
+    adapter = _table(layout).get("adapter") if layout.is_file() else None
+    adapters = _settings(layout, _parsed(layout, str(adapter))) if adapter else None
+    return EvalTarget(
+        str(folder),
+        saved.step,
+        model=str(folder / MODEL) if (folder / MODEL).is_dir() and adapters is None else "",
+        dtype=saved.dtype if saved.dtype in get_args(Dtype) else "",
+        adapters=adapters,
+        config=config if config.is_file() else None,
+    )
+
+
+def _adapters(file: Path) -> Adapters:
+    return _settings(file, _table(file))
+
+
+def _settings(file: Path, table: dict[str, Any]) -> Adapters:
+    """Raises ConfigError for adapters that are others than LoRA as LightRL has it."""
+    kind = table.get("peft_type")
+    others = [f"{key} = {table[key]!r}" for key in _OTHER_KINDS if table.get(key)]
+    targets = table.get("target_modules")
+    if isinstance(targets, str) and targets != "all-linear":
+        others.append(f"target_modules = {targets!r}, a pattern")
+    if kind != "LORA" or others:
+        what = others[0] if others else f"peft_type = {kind!r}"
+        raise ConfigError(f"{relative(file)}: {what}: only plain LoRA adapters are evaluated")
+    named = cast("list[str]", targets) if isinstance(targets, list) else []
+    try:
+        rank, alpha = int(table["r"]), float(table["lora_alpha"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise ConfigError(f"{relative(file)}: says neither r nor lora_alpha: {e}") from None
+    return Adapters(rank, alpha, tuple(named), str(table.get("base_model_name_or_path") or ""))
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        data = file.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"{relative(file)}: cannot be read: {e}") from None
+    return _parsed(file, data)
+
+
+def _parsed(file: Path, data: bytes | str) -> dict[str, Any]:
+    try:
+        table: Any = json.loads(data)
+    except ValueError as e:
+        raise ConfigError(f"{relative(file)}: cannot be read: {e}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{relative(file)}: is not a JSON object")
+    return cast("dict[str, Any]", table)

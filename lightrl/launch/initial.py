@@ -1,0 +1,190 @@
+"""`lightrl up --from RUN|CHECKPOINT`: which checkpoint of another run one begins with, and whether
+it fits.
+
+Reads small files alone: whether all of it is as it was saved the trainer looks when it takes it
+over (trainer/checkpoint/initial.py). Starts nothing, changes nothing, and must not import torch.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightrl.client.address import relative, run_folder
+from lightrl.config.model import Lora
+from lightrl.config.schema import Config
+from lightrl.errors import ConfigError, ProtocolError
+from lightrl.launch.folder import CONFIG_FILE
+from lightrl.trainer.checkpoint.saved import (
+    LAYOUT_FILE,
+    MODEL,
+    STEP_FILE,
+    SavedStep,
+    newest_in,
+    read_step,
+    those_beside,
+)
+from lightrl.wire import from_json
+
+KEY = "checkpoint.initial_load_path"
+# Of config.json: what the shapes of tensors, or what is computed with them, depend on.
+SHAPES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "n_embd", "n_layer", "n_head"),
+    *("num_experts", "num_local_experts", "moe_intermediate_size", "n_routed_experts"),
+)
+
+
+def begun_from(config: Config, target: str) -> Config:
+    """As `--from TARGET` has it: the name or directory of a run, or a directory of one checkpoint.
+
+    Raises ConfigError.
+    """
+    folder = run_folder(target) or run_folder(target, Path(config.run.dir))
+    if folder is None:
+        raise ConfigError(f"--from {target}: no such run or checkpoint{those_beside(Path(target))}")
+    return _with(config, folder.resolve())
+
+
+def settled(config: Config) -> Config:
+    """With the newest checkpoint in place of a run to begin from. Raises ConfigError, one line, if
+    there is none, or if it is not one of this model and optimizer."""
+    if not config.checkpoint.initial_load_path:
+        return config
+    folder = Path(config.checkpoint.initial_load_path)
+    try:
+        checkpoint = _newest(folder).resolve()
+        _require_fit(config, checkpoint)
+    except OSError as e:
+        raise ConfigError(
+            f"{KEY} = {folder}: {e.filename or folder} cannot be read: {e.strerror}"
+        ) from None
+    return _with(config, checkpoint)
+
+
+def begins_with(config: Config) -> Iterator[str]:
+    """What that means, in lines, of a config that is settled; none where the model is."""
+    if not config.checkpoint.initial_load_path:
+        return
+    checkpoint = Path(config.checkpoint.initial_load_path)
+    saved = _read(checkpoint)
+    state = "weights and optimizer's state" if saved.has_optimizer else "weights"
+    before = saved.steps_before + saved.step
+    yield f"{relative(checkpoint)}: its {state}; steps, data and seed are this run's own"
+    yield f"the learning rate goes on after {before:,} steps, of {before + config.train.steps:,}"
+    if config.algorithm.kl_coef > 0:
+        yield "algorithm.kl_coef holds it to model.path, not to the checkpoint"
+
+
+def _with(config: Config, folder: Path) -> Config:
+    update = {"initial_load_path": str(folder)}
+    section = config.checkpoint.model_copy(update=update)
+    return config.model_copy(update={"checkpoint": section})
+
+
+def _newest(folder: Path) -> Path:
+    """The checkpoint itself, or the newest complete one of a run. Raises ConfigError, OSError."""
+    if (newest := newest_in(folder)) is not None:
+        return newest
+    if not folder.is_dir():
+        why = "no such directory on this machine"
+    elif (folder / CONFIG_FILE).is_file():
+        why = "this run has no complete checkpoint yet"
+    else:
+        why = "is neither a run nor a complete checkpoint"
+    raise ConfigError(f"{KEY} = {folder}: {why}")
+
+
+def _read(checkpoint: Path) -> SavedStep:
+    """Raises ConfigError, OSError."""
+    try:
+        return read_step(checkpoint)
+    except ProtocolError:
+        raise ConfigError(f"{KEY} = {checkpoint}: {STEP_FILE}: damaged") from None
+
+
+def _require_fit(config: Config, checkpoint: Path) -> None:
+    """Raises ConfigError, OSError."""
+    saved, what = _read(checkpoint), f"the checkpoint {relative(checkpoint)}"
+    has_model = (checkpoint / LAYOUT_FILE).is_file()
+    if has_model != (config.train.engine == "torch"):
+        how = "of a model" if has_model else f"of no model: it has no {LAYOUT_FILE}"
+        raise ConfigError(f"train.engine = {config.train.engine!r}: {what} is {how}")
+    if not has_model:
+        return
+    _require_adapters(config.model.lora, _table(checkpoint / LAYOUT_FILE), what, checkpoint)
+    _require_shapes(config.model.path, checkpoint, what)
+    name = config.train.optim.name
+    if saved.has_optimizer and saved.optimizer not in {"", name}:
+        raise ConfigError(
+            f"train.optim.name = {name!r}: {what} has the state of {saved.optimizer!r}, which "
+            f"cannot become that; to begin without it: {_export(checkpoint)}"
+        )
+
+
+def _require_adapters(lora: Lora, layout: dict[str, Any], what: str, checkpoint: Path) -> None:
+    """Raises ConfigError."""
+    if not (text := str(layout.get("adapter") or "")):
+        if lora.rank:
+            raise ConfigError(
+                f"model.lora.rank = {lora.rank}: {what} has no adapters; to put some beside its "
+                f"model: {_export(checkpoint)}"
+            )
+        return
+    try:
+        table: dict[str, Any] = from_json(text.encode(), dict[str, Any])
+    except ProtocolError:
+        raise ConfigError(f"{KEY} = {checkpoint}: {LAYOUT_FILE}: damaged") from None
+    there = {"rank": table.get("r"), "alpha": table.get("lora_alpha")}
+    if not lora.rank:
+        raise ConfigError(
+            f"model.lora.rank = 0: {what} has adapters of rank {there['rank']}; to train the whole "
+            f"model: {_export(checkpoint, ' --merge')}"
+        )
+    for key, value in there.items():
+        if (given := getattr(lora, key)) != value:
+            raise ConfigError(f"model.lora.{key} = {given:g}: in {what} it is {value}")
+    names = [str(name) for name in table.get("target_modules") or ()]
+    if lora.targets and not all(_ends_with(n, lora.targets) for n in names):
+        leaves = sorted({name.rpartition(".")[2] for name in names})
+        raise ConfigError(
+            f"model.lora.targets = {list(lora.targets)}: in {what} these have adapters: "
+            f"{', '.join(leaves)}"
+        )
+
+
+def _ends_with(name: str, targets: tuple[str, ...]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _require_shapes(model_path: str, checkpoint: Path, what: str) -> None:
+    """Raises ConfigError, OSError. What is not here yet, ranks compare when they load it."""
+    folder = Path(model_path) if Path(model_path).is_dir() else _cached(model_path)
+    if folder is None or not (checkpoint / MODEL / "config.json").is_file():
+        return
+    then, now = _table(checkpoint / MODEL / "config.json"), _table(folder / "config.json")
+    for key in SHAPES:
+        if then.get(key) != now.get(key):
+            raise ConfigError(
+                f"model.path = {model_path}: its {key} is {now.get(key)}, and {then.get(key)} in "
+                f"{what}: both must be of the same model"
+            )
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """Raises ConfigError, OSError."""
+    try:
+        return from_json(file.read_bytes(), dict[str, Any])
+    except ProtocolError as e:
+        raise ConfigError(f"{file}: {e}") from None
+
+
+def _export(checkpoint: Path, option: str = "") -> str:
+    """Which command makes a model of it."""
+    return f"lightrl export {relative(checkpoint)} OUT{option}, and model.path = OUT"

@@ -1,0 +1,87 @@
+"""Every message that crosses the wire between daemons, and nothing that stays inside one process.
+
+Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must import
+nothing of LightRL. Arrays travel as raw little-endian bytes: token ids as int32, logprobs as
+float32 (`wire.pack_i32`, `wire.pack_f32`).
+
+The types say how long a field may be, and numbers within which range: wire.py looks at the length
+that a frame announces before it makes anything of what follows, so a frame costs a bounded multiple
+of its size, whoever sent it. What types cannot say is in transport/validate.py and
+daemon/admission.py.
+
+Who says what to whom (node = any daemon, head = the coordinator's daemon):
+
+    node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
+                   WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
+                   BroadcastOpened BroadcastJoined BroadcastSums BroadcastFailed
+                   TrainerRelay Released Parked
+    head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
+                   OpenBroadcast JoinBroadcast SendBroadcast BroadcastSums
+                   TrainerSet TrainerRelay Release Wake Give Park
+    tool -> head   Watch Drain              (lightrl status, top, drain, down)
+    head -> tool   Snapshot
+"""
+
+from typing import TypeAlias
+
+from lightrl.messages.broadcasts import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
+from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.responses import Abort, Generate, TokenChunk
+from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.snapshot import Snapshot, Watch
+from lightrl.messages.trainers import TrainerRelay, TrainerSet
+from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
+from lightrl.messages.weights import (
+    BadSource,
+    PublishWeights,
+    WeightsEndpoint,
+    WeightsFailed,
+    WeightsReady,
+)
+
+Message: TypeAlias = (
+    Hello
+    | Welcome
+    | Heartbeat
+    | Generate
+    | Abort
+    | TokenChunk
+    | TrainShard
+    | ShardsTaken
+    | StepDone
+    | Checkpointed
+    | WeightsEndpoint
+    | PublishWeights
+    | WeightsReady
+    | BadSource
+    | WeightsFailed
+    | VersionTaken
+    | OpenBroadcast
+    | BroadcastOpened
+    | JoinBroadcast
+    | BroadcastJoined
+    | SendBroadcast
+    | BroadcastSums
+    | BroadcastFailed
+    | TrainerSet
+    | TrainerRelay
+    | Release
+    | Released
+    | Wake
+    | Give
+    | Park
+    | Parked
+    | Drain
+    | Bye
+    | Watch
+    | Snapshot
+)

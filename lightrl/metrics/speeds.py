@@ -1,0 +1,350 @@
+"""How fast everything was in a step, as the coordinator saw it: what a simulation of the run must
+know beside the lengths of its responses.
+
+Stands between whoever feeds events and the core, and looks at both: what is ordered, and when the
+answer comes. Decides nothing and changes nothing. Sums, not estimates: what is made of them is in
+`sim/recorded.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from lightrl.core.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow
+from lightrl.core.commands import CloseRound, CloseStep, Command, ScoreResponse, Send
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import (
+    Event,
+    NodeDraining,
+    NodeLeft,
+    PromptsDrawn,
+    ResponseScored,
+    ShardLeft,
+    TokensArrived,
+    WeightsConfirmed,
+)
+from lightrl.core.speed import size_of
+from lightrl.core.state import Node
+from lightrl.messages.responses import Abort, Generate, ResponseRequest, TokenChunk
+from lightrl.messages.training import TrainShard
+from lightrl.messages.weights import PublishWeights
+
+MAX_STARTS = 32  # of a node that are told of, in a step
+MAX_ALL_STARTS = 1024  # of all nodes together; at least one of each
+DIGITS = 6  # after the point
+READY, LEFT, LOST = "ready", "left", "lost"
+TOKEN_BYTES = 4
+ORDERS = (Send, CloseRound)  # that say when something begins or ends
+
+
+@dataclass(slots=True)
+class Decoded:
+    """Sums over the time in which about as many responses ran."""
+
+    # batch x seconds, and the same x batch, whose ratio is the mean batch
+    response_s: float = 0.0
+    batch_response_s: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A node had nothing to do, and got work. Example: Start(0.12, 940, 3, 64)"""
+
+    # until tokens had come of most of it
+    seconds: float
+    # of prompts and prefixes that it had to compute first, that of siblings once
+    prefill_tokens: int
+    # that each response got in that time
+    steps: int
+    batch: int
+
+
+@dataclass(slots=True)
+class NodeSpeed:
+    """One node in a step. Seconds are those of the coordinator."""
+
+    slots: int
+    is_preemptible: bool
+    decoded: dict[int, Decoded] = field(default_factory=dict[int, Decoded])
+    starts: list[Start] = field(default_factory=list[Start])
+    # of each version: from its offer until it was served
+    load_s: list[float] = field(default_factory=list[float])
+
+
+@dataclass(slots=True)
+class RewardSpeed:
+    """Of the responses that were scored."""
+
+    num: int = 0
+    # of calls of the functions, divided among the responses of each: sum, of squares, longest
+    seconds: float = 0.0
+    squares: float = 0.0
+    longest_s: float = 0.0
+    # of those that waited for no other: how many, and how much longer than the call it took
+    num_alone: int = 0
+    told_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A node that is there, and what it is at."""
+
+    incarnation: int
+    speed: NodeSpeed
+    window: ChunkWindow = field(default_factory=ChunkWindow)
+    # by the chunks of the window so far
+    tokens: int = 0
+    runs: bool = False
+    # it had nothing, and no tokens of most of its work have come since
+    started_at: float | None = None
+    prefill_tokens: int = 0
+    steps: int = 0
+    is_ready: bool = False
+    # versions -> when they were offered first
+    offered: dict[int, float] = field(default_factory=dict[int, float])
+
+    def rest(self) -> None:
+        """It has nothing to do."""
+        self.window.pause()
+        self.tokens, self.runs, self.started_at = 0, False, None
+
+
+class SpeedRecorder:
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._nodes: dict[str, _Watched] = {}
+        self._gone: dict[str, NodeSpeed] = {}  # in this step
+        self._num_joined = self._num_nodes = 0
+        self._changes: list[tuple[float, str, str]] = []
+        self._drawn: list[tuple[str, int]] = []
+        self._rewards = RewardSpeed()
+        self._submitted: dict[str, tuple[float, bool]] = {}  # response -> (when, alone?)
+        self._called_s: dict[str, float] = {}  # response -> seconds of its reward function
+        self._shards: dict[tuple[int, int], float] = {}
+        self._shard_s: list[float] = []
+
+    def handle(self, core: Coordinator, event: Event, now: float) -> list[Command]:
+        """What the core makes of an event."""
+        self._now = now
+        if isinstance(event, TokensArrived):  # nearly all of them are
+            commands = self._tokens(core, event, now)
+        elif isinstance(event, ResponseScored):
+            self._scored(event.response, now)
+            commands = core.handle(event, now)
+        else:
+            self._hears(core, event, now)
+            commands = core.handle(event, now)
+        fleet = core.fleet
+        if fleet.num_joined != self._num_joined or len(fleet.nodes) != self._num_nodes:
+            self._num_joined, self._num_nodes = fleet.num_joined, len(fleet.nodes)
+            self._look(fleet.nodes, LEFT if isinstance(event, NodeLeft) else LOST, now)
+        for command in commands:  # most say nothing here, and matching each of them takes long
+            if isinstance(command, ScoreResponse):
+                self._submit(command, now)
+            elif type(command) in ORDERS:
+                self._ordered(core, command, now)
+        return commands
+
+    def _tokens(self, core: Coordinator, event: TokensArrived, now: float) -> list[Command]:
+        node, watched = core.fleet.nodes.get(event.node), self._nodes.get(event.node)
+        if node is None or watched is None:
+            return core.handle(event, now)
+        batch, before, counts = len(node.running), node.num_tokens, not core.table.is_evaluating
+        commands = core.handle(event, now)
+        if counts and (tokens := node.num_tokens - before):
+            _take(watched, event.chunk, batch, tokens, now)
+        if not node.running:
+            watched.rest()
+        return commands
+
+    def called(self, response: str, seconds: float) -> None:
+        """How long its reward function took; that it is scored follows."""
+        self._called_s[response] = seconds
+
+    def close_step(self, core: Coordinator, step: CloseStep) -> dict[str, object]:
+        """The line of a step that is over, for speeds.jsonl."""
+        began = self._now - (step.rollout_s + step.train_s + step.weights_s)
+        speeds = self._gone | {name: watched.speed for name, watched in self._nodes.items()}
+        line: dict[str, object] = {
+            "step": step.step,
+            "num_prompts": core.settings.num_prompts,
+            "nodes": rows(speeds),
+            "changes": [[_rounded(at - began), name, what] for at, name, what in self._changes],
+            # prompts and their epochs, launched or put off unseen
+            "drawn": self._drawn,
+            "rewards": asdict(self._rewards),
+            "shard_s": [_rounded(s) for s in self._shard_s],
+        }
+        for watched in self._nodes.values():
+            old = watched.speed
+            watched.speed = NodeSpeed(old.slots, old.is_preemptible)
+        self._gone, self._changes, self._shard_s, self._drawn = {}, [], [], []
+        self._rewards = RewardSpeed()
+        open_ones = core.table.responses
+        self._submitted = {r: told for r, told in self._submitted.items() if r in open_ones}
+        self._called_s.clear()
+        return line
+
+    # What the core hears
+
+    def _hears(self, core: Coordinator, event: Event, now: float) -> None:
+        match event:
+            case WeightsConfirmed(name, ready):
+                self._confirmed(name, ready.policy_version, now)
+            case ShardLeft(step, index):
+                if (sent_at := self._shards.pop((step, index), None)) is not None:
+                    self._shard_s.append(now - sent_at)
+            case NodeDraining(name):
+                self._leaves(name, LEFT, now)
+            case PromptsDrawn(prompts) if core.steps.draws and not core.steps.draws[0].is_eval:
+                self._drawn += [(prompt.id, prompt.epoch) for prompt in prompts]
+            case _:
+                pass
+
+    def _look(self, nodes: dict[str, Node], why: str, now: float) -> None:
+        """Who is there."""
+        for name, watched in list(self._nodes.items()):
+            node = nodes.get(name)
+            if node is None or node.incarnation != watched.incarnation:
+                self._leaves(name, why, now)
+                self._gone[name] = self._nodes.pop(name).speed
+        for name, node in nodes.items():
+            if name not in self._nodes and "rollout" in node.roles:
+                speed = self._gone.pop(name, None) or NodeSpeed(node.slots, node.is_preemptible)
+                self._nodes[name] = _Watched(node.incarnation, speed)
+
+    def _leaves(self, name: str, why: str, now: float) -> None:
+        watched = self._nodes.get(name)
+        if watched is not None and watched.is_ready:
+            watched.is_ready = False
+            self._changes.append((now, name, why))
+
+    def _confirmed(self, name: str, version: int, now: float) -> None:
+        watched = self._nodes.get(name)
+        offered_at = watched.offered.get(version) if watched is not None else None
+        if watched is None or offered_at is None:
+            return
+        watched.offered.clear()
+        if watched.is_ready:
+            watched.speed.load_s.append(now - offered_at)
+        else:  # its engine had to start
+            watched.is_ready = True
+            self._changes.append((now, name, READY))
+
+    def _scored(self, response: str, now: float) -> None:
+        submitted = self._submitted.pop(response, None)
+        called_s = self._called_s.pop(response, None)
+        if submitted is None:
+            return
+        at, is_alone = submitted
+        seconds = now - at if called_s is None else called_s
+        rewards = self._rewards
+        rewards.num += 1
+        rewards.seconds += seconds
+        rewards.squares += seconds * seconds
+        rewards.longest_s = max(rewards.longest_s, seconds)
+        if is_alone:
+            rewards.num_alone += 1
+            rewards.told_s += max(0.0, now - at - seconds)
+
+    # What the core orders
+
+    def _ordered(self, core: Coordinator, command: Command, now: float) -> None:
+        match command:
+            case Send(name, Generate(requests=requests)) if not core.table.is_evaluating:
+                if (watched := self._nodes.get(name)) is not None:
+                    _begin(watched, requests, now)
+            case Send(name, PublishWeights(version)):
+                if (watched := self._nodes.get(name)) is not None:
+                    watched.offered.setdefault(version, now)
+            case Send(_, TrainShard(step, index)):
+                self._shards[step, index] = now
+            case Send(name, Abort()):
+                self._rest(core, name)
+            case CloseRound():
+                self._shards.clear()
+                for name in self._nodes:
+                    self._rest(core, name)
+            case _:
+                pass
+
+    def _submit(self, command: ScoreResponse, now: float) -> None:
+        if command.source == "train":
+            self._submitted[command.response.id] = now, not self._submitted
+
+    def _rest(self, core: Coordinator, name: str) -> None:
+        """Perhaps it has nothing to do any more."""
+        node, watched = core.fleet.nodes.get(name), self._nodes.get(name)
+        if node is not None and watched is not None and not node.running:
+            watched.rest()
+
+
+def _begin(watched: _Watched, requests: Iterable[ResponseRequest], now: float) -> None:
+    if not watched.runs:
+        watched.runs, watched.started_at = True, now
+        watched.prefill_tokens = watched.steps = 0
+    if watched.started_at is not None:
+        prompts = {r.prompt: len(r.prompt) for r in requests}
+        num_bytes = sum(prompts.values()) + sum(len(r.prefix) for r in requests)
+        watched.prefill_tokens += num_bytes // TOKEN_BYTES
+
+
+def _take(watched: _Watched, chunk: TokenChunk, batch: int, tokens: int, now: float) -> None:
+    """So many new tokens of a node, on which `batch` responses ran. Runs for every chunk, so that
+    late news of a response which has left are not told from the others. Which of several chunks
+    that come together tell of how many steps: see `ChunkWindow`."""
+    heard = min(batch, len(chunk.responses))
+    if watched.started_at is not None:
+        longest = max(len(r.token_ids) for r in chunk.responses)
+        watched.steps = max(watched.steps, longest // TOKEN_BYTES)
+        if heard <= MOST * batch and watched.steps < ENOUGH_STEPS:
+            return
+        start = Start(now - watched.started_at, watched.prefill_tokens, watched.steps, batch)
+        if len(watched.speed.starts) < MAX_STARTS:
+            watched.speed.starts.append(start)
+        watched.started_at, watched.tokens = None, 0
+        watched.window.pause()
+        watched.window.took(now, batch, heard, 0.0)
+        return
+    watched.tokens += tokens
+    if found := watched.window.took(now, batch, heard, tokens):
+        mean_batch, step_s = found
+        size, by_size = size_of(mean_batch), watched.speed.decoded
+        if (decoded := by_size.get(size)) is None:
+            decoded = by_size[size] = Decoded()
+        response_s = step_s * watched.tokens
+        decoded.response_s += response_s
+        decoded.batch_response_s += mean_batch * response_s
+        decoded.tokens += watched.tokens
+        watched.tokens = 0
+
+
+def rows(speeds: Mapping[str, NodeSpeed]) -> dict[str, object]:
+    """What the line of a step says of each node: short, for there may be thousands of them.
+
+    `decoded`: [mean batch, batch x seconds, tokens] of each size; `starts`: the fields of `Start`,
+    of some that are spread over the step where there were many.
+    """
+    most = max(1, MAX_ALL_STARTS // max(1, len(speeds)))
+    return {name: _row(speed, most) for name, speed in speeds.items()}
+
+
+def _row(speed: NodeSpeed, most_starts: int) -> dict[str, object]:
+    starts, num = speed.starts, min(most_starts, len(speed.starts))
+    starts = [starts[k * len(starts) // num] for k in range(num)]
+    return {
+        "slots": speed.slots,
+        "preemptible": speed.is_preemptible,
+        "decoded": [
+            [_rounded(d.batch_response_s / d.response_s), _rounded(d.response_s), d.tokens]
+            for _, d in sorted(speed.decoded.items())
+            if d.response_s > 0
+        ],
+        "starts": [[_rounded(s.seconds), s.prefill_tokens, s.steps, s.batch] for s in starts],
+        "load_s": [_rounded(s) for s in speed.load_s],
+    }
+
+
+def _rounded(value: float) -> float:
+    """Without the digits that no measurement has, which would be half of the file."""
+    return round(value, DIGITS)

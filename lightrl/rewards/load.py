@@ -1,0 +1,162 @@
+"""The user's function that "path.py:name" points at.
+
+Owns how its file is imported: as a script would be, or as a member of its package where it imports
+its siblings. Runs user code, so in the reward worker only.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightrl.errors import RewardError
+
+logger = logging.getLogger(__name__)
+
+
+def import_function(reference: str) -> Callable[..., Any]:
+    """The function "path.py:name" points at; of a class, an object. Raises RewardError, one line,
+    if there is none."""
+    file, name = split_reference(reference)
+    path = Path(file)
+    if not path.is_file():
+        raise RewardError(f"{reference}: no such file")
+    module = _import_file(path.absolute())
+    function = getattr(module, name, None)
+    if inspect.isclass(function) and any("__call__" in vars(base) for base in function.__mro__):
+        return _object_of(reference, function)
+    if not callable(function) or inspect.isclass(function):
+        found = [
+            n
+            for n, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == module.__name__
+        ]
+        raise RewardError(
+            f"{reference}: no such function; {path.name} defines {', '.join(found) or 'none'}"
+        )
+    return function
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """("path.py", "function"). Raises RewardError if `reference` does not look like that."""
+    file, colon, name = reference.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise RewardError(f'{reference!r}: expected a built-in name or "path.py:function"')
+    return file, name
+
+
+def _object_of(reference: str, made_of: type) -> Callable[..., Any]:
+    try:
+        return made_of()
+    except TypeError as e:
+        raise RewardError(f"{reference}: is a class that needs arguments: {e}") from None
+
+
+def distinct_names(names: Sequence[str], references: Sequence[str]) -> list[str]:
+    """Of figures: those that several functions have get their file's name in front of what they are
+    called in it, and, if that does not tell them apart either, a number behind it."""
+    repeated = {name for name, count in Counter(names).items() if count > 1}
+    found: list[str] = []
+    for name, reference in zip(names, references, strict=True):
+        if name in repeated:
+            file, _, called = reference.rpartition(":")
+            name = f"{Path(file).stem}.{called}" if file.endswith(".py") else called
+        number = 2
+        unnumbered = name
+        while name in found or (name in names and name != unnumbered):
+            name, number = f"{unnumbered}-{number}", number + 1
+        found.append(name)
+    return found
+
+
+@cache  # functions of one file share what it keeps, as in the project that they are from
+def _import_file(path: Path) -> ModuleType:
+    sys.path.append(os.getcwd())  # of the project that it belongs to
+    depth = _depth(path)
+    if depth:
+        return _import_member(path, path.parents[depth])
+    name, folder = path.stem, str(path.parent)
+    known = sys.modules.get(name)
+    if known is not None and _is_file(getattr(known, "__file__", None), path):
+        return known
+    is_taken = known is not None or _is_found(name, path)
+    if is_taken:
+        name = f"{path.parent.name}_{name}"
+    if is_taken or (path.parent / "__init__.py").is_file():
+        # by such a name it and others mean what is installed: verl's package has math_verify.py
+        sys.path.append(folder)
+    else:
+        sys.path.insert(0, folder)  # so that it can import its neighbours, as a script can
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"{path}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle in user code look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # what is half of it is taken for it by nobody
+        raise
+    return module
+
+
+def _import_member(path: Path, root: Path) -> ModuleType:
+    """Of the package below `root` that it belongs to."""
+    sys.path.insert(0, str(root))
+    parts = [*path.relative_to(root).with_suffix("").parts]
+    if parts[-1] == "__init__":
+        parts.pop()
+    if len(parts) > 1:
+        _import_package(parts[0], root / parts[0])
+    top = importlib.import_module(parts[0])
+    if str(root / parts[0]) not in [*getattr(top, "__path__", ())]:
+        raise RewardError(
+            f"{path}: imports from its package {parts[0]!r}, but that name is taken by {top}"
+        )
+    for depth in range(2, len(parts)):
+        _import_package(".".join(parts[:depth]), root.joinpath(*parts[:depth]))
+    return importlib.import_module(".".join(parts))
+
+
+def _import_package(name: str, folder: Path) -> ModuleType:
+    """Without what it imports itself, if that is not installed: its member may not need it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        logger.warning("%s: %s is imported without its __init__.py: %s", folder, name, e)
+        package = ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+        return package
+
+
+def _is_found(name: str, path: Path) -> bool:
+    """Whether `name` can be imported, and is another file."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and not _is_file(spec.origin, path)
+
+
+def _is_file(file: str | None, path: Path) -> bool:
+    return file is not None and Path(file).exists() and path.samefile(file)
+
+
+def _depth(path: Path) -> int:
+    """In how many folders its package is nested, if it imports from it by dots; else 0."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return 0  # the import will say it
+    dots = max((n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)), default=0)
+    folders = 0
+    while (path.parents[folders] / "__init__.py").is_file():
+        folders += 1
+    return max(dots, folders) if dots else 0

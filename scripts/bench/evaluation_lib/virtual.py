@@ -1,0 +1,92 @@
+"""Evaluations of three sets in virtual time, by the core's own decisions.
+
+The sets: few hard prompts with many long samples, many prompts with few, many easy ones answered
+once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightrl.core.settings import EvalSet, Settings
+from lightrl.core.state import Round
+from lightrl.messages.responses import Sampling
+from lightrl.sim.engine_profile import EngineProfile
+from lightrl.sim.machines import NodeSpec
+from lightrl.sim.scenario import Scenario, Switches, Training, Transfer
+from lightrl.sim.workload import LengthDistribution, LengthModel, Workload
+from lightrl.sim.world import World
+
+SETS = (
+    EvalSet("hard", 30, 32, Sampling(0.6, 0.95), 16384),
+    EvalSet("middle", 500, 4, Sampling(0.6, 0.95), 4096),
+    EvalSet("easy", 1319, 1, Sampling(0.0), 1024),
+)
+ENGINE = EngineProfile(context_s=0.0)  # a bound with context would depend on who runs beside whom
+
+
+@dataclass(frozen=True)
+class OfSets:
+    """Each set with the shape of lengths of training, scaled to its limit."""
+
+    shapes: Mapping[str, LengthDistribution]
+
+    def length(
+        self, prompt: str, epoch: int, noise: int, limit: int, group: str = "", index: int = 0
+    ) -> int:
+        shape = self.shapes.get(prompt.partition("/")[0], self.shapes[""])
+        return shape.length(prompt, epoch, noise, limit, group, index)
+
+
+class Watch:
+    """Keeps how long evaluations took, and the lengths of their responses."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[float, list[int]]] = []
+
+    def round_closed(self, round: Round) -> None:
+        if round.is_eval:
+            lengths = [len(r.tokens) for g in round.groups.values() for r in g.responses]
+            self.taken.append((round.closed_at - round.opened_at, lengths))
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+def evaluations(
+    sets: Sequence[EvalSet],
+    num_nodes: int,
+    slots: int,
+    num_steps: int,
+    seed: int = 0,
+    step_s: float = ENGINE.step_s,
+) -> list[tuple[float, list[int]]]:
+    """Of each: how long it took, and the tokens of its responses."""
+    shape = LengthModel(seed=seed)
+    shapes = {"": shape.scaled(1024)} | {s.name: shape.scaled(s.max_response_tokens) for s in sets}
+    scenario = Scenario(
+        Workload("sets", OfSets(shapes), num_prompts=64, prompt_tokens=100),
+        engines={1: replace(ENGINE, step_s=step_s)},
+        training=Training(token_s=1e-6, step_s=0.1),
+        transfer=Transfer(num_bytes=1e6, load_s=0.1),
+    )
+    settings = Settings(
+        run_seed=seed,
+        num_steps=num_steps,
+        prompts_per_step=8,
+        group_size=4,
+        max_response_tokens=1024,
+        sampling=Sampling(1.0),
+        slots=slots,
+        vocabulary=1,
+        lease_s=5.0,
+        reward_on_failure=None,
+        num_prompts=64,
+        eval_interval=1,
+        eval_sets=tuple(sets),
+    )
+    nodes = [NodeSpec(f"n{k}", slots) for k in range(num_nodes)]
+    world = World(settings, scenario, nodes, (), Switches(chunk_tokens=64))
+    watch = Watch()
+    world.mechanisms = (*world.mechanisms, watch)  # type: ignore[assignment]
+    world.run()
+    return watch.taken

@@ -1,0 +1,313 @@
+"""Assertions about a program that would rather deceive them: the test compares in a process of its
+own, and what programs return there is what they return anywhere."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightrl.rewards.code.asserts import names_apart
+from lightrl.rewards.code.cases import AssertCase
+from lightrl.rewards.code.reward import run_case
+from lightrl.rewards.code.sandbox import Sandbox
+from tests.rewards.test_sandbox import (
+    LIMITS,
+    LONG_S,
+    pytestmark,  # noqa: F401 - where no sandbox can be had
+)
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(LIMITS) as made:
+        yield made
+
+
+def passes(sandbox: Sandbox, program: str, test: str) -> bool:
+    return run_case(sandbox, program, AssertCase(test), LONG_S)[1]
+
+
+CHEATS = {
+    "equal to everything": """
+class Equal:
+    __eq__ = __lt__ = __gt__ = __contains__ = lambda self, other: True
+    __ne__ = lambda self, other: False
+    __sub__ = __rsub__ = lambda self, other: self
+    __abs__ = lambda self: self
+    __float__ = lambda self: 3.0
+    __hash__ = lambda self: hash(3)
+def add(a, b): return Equal()
+""",
+    "a number equal to everything": """
+class Equal(int):
+    __eq__ = __lt__ = lambda self, other: True
+    __sub__ = __abs__ = lambda self, *other: self
+    __hash__ = lambda self: hash(3)
+def add(a, b): return Equal(9)
+""",
+    "a class equal to everything": """
+class Meta(type):
+    __eq__ = lambda self, other: True
+    __hash__ = lambda self: hash(3)
+class Equal(metaclass=Meta): pass
+def add(a, b): return Equal
+""",
+    "ends well": "import os\ndef add(a, b): os._exit(0)",
+    "ends well at once": "import sys\nsys.exit(0)",
+    "raises an exit": "def add(a, b): raise SystemExit(0)",
+    "raises an interrupt": "def add(a, b): raise KeyboardInterrupt",
+    "ends its parent": "import os\ndef add(a, b): os.kill(os.getppid(), 9)",
+    "other builtins": """
+import builtins, json
+builtins.exec = builtins.abs = builtins.len = lambda *a, **k: 0
+builtins.compile = lambda *a, **k: (lambda: 0).__code__
+json.dumps = lambda o, **k: '{}'
+def add(a, b): return 9
+""",
+    "a trace": """
+import sys, threading
+sys.settrace(lambda *a: None)
+threading.Thread(target=lambda: [print('{"token": 1}') for _ in iter(int, 1)], daemon=True).start()
+def add(a, b): return 9
+""",
+    "the token from frames, garbage and input": """
+import gc, json, os, sys
+def tell(token):
+    for d in range(64):
+        try: os.write(d, json.dumps({"token": token}).encode())
+        except OSError: pass
+    os._exit(0)
+def add(a, b):
+    frame = sys._getframe()
+    while frame:
+        for value in list(frame.f_locals.values()) + list(frame.f_globals.values()):
+            if isinstance(value, dict) and "token" in value:
+                tell(value["token"])
+        frame = frame.f_back
+    for value in gc.get_objects():
+        if type(value) is dict and "token" in value:
+            tell(value["token"])
+    for d in range(64):
+        try: data = os.pread(d, 1 << 20, 0)
+        except OSError: continue
+        if b'"token"' in data:
+            tell(json.loads(data)["token"])
+    return 9
+""",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 3",
+        "assert abs(add(1, 2) - 3) < 1e-6",
+        "import math\nassert math.isclose(add(1, 2), 3)",
+        "assert {add(1, 2)} == {3} and add(1, 2) in [3]",
+        "from solution import add\n\ndef test_add():\n    assert not add(1, 2) != 3",
+        "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)",
+    ],
+)
+def test_an_assertion_is_not_deceived(sandbox: Sandbox, cheat: str, test: str) -> None:
+    assert not passes(sandbox, CHEATS[cheat], test)
+
+
+COUNTERFEIT = '''
+import sys
+def find():
+    frame = sys._getframe()
+    while type(frame.f_locals.get("self")).__name__ != "Peer":
+        frame = frame.f_back
+    return frame.f_locals["self"]
+def f(word):
+    """Sends a pickle that gives Counter another comparison, then its answers."""
+    peer = find()
+    peer._ours[7] = lambda *others: True
+    short = lambda text: b"\\x8c" + bytes([len(text)]) + text
+    is_equal = b"(" + short(b"mine") + b"K\\x07tQ"
+    state = b"(N}" + short(b"__eq__") + is_equal + b"stb"
+    changed = b"c{0}\\n{1}\\n" + state
+    peer._sink.write(b"\\x80\\x04(" + short(b"answer") + changed + b"]t.")
+    peer._sink.flush()
+    return True  # what the comparison then answers
+'''
+
+
+@pytest.mark.parametrize("kind", ["collections Counter", "fractions Fraction", "builtins int"])
+def test_a_pickle_of_the_response_changes_no_class(sandbox: Sandbox, kind: str) -> None:
+    module, _, name = kind.partition(" ")
+    program = COUNTERFEIT.replace("{0}", module).replace("{1}", name)
+    test = (
+        "try:\n    f('')\nexcept Exception:\n    pass\n"
+        f"from {module} import {name}\nassert {name}(1 if {name!r} != 'Counter' else 'a') == 9"
+    )
+    assert not passes(sandbox, program, test)
+
+
+@pytest.mark.parametrize("sent", ["posix system", "builtins eval", "tester Peer"])
+def test_nor_does_it_name_anything_but_data(sandbox: Sandbox, sent: str) -> None:
+    module, _, name = sent.partition(" ")
+    program = COUNTERFEIT.replace("{0}", module).replace("{1}", name).replace(" + state", "")
+    assert not passes(sandbox, program, "assert callable(f(''))")
+
+
+def test_the_response_reaches_nothing_behind_a_function_of_the_test(sandbox: Sandbox) -> None:
+    program = "def f(g): return g.__globals__"
+    test = (
+        "try:\n    f(lambda: 1)\nexcept PermissionError:\n    refused = True\n"
+        "assert refused and f.__name__ == 'f'"
+    )
+    assert passes(sandbox, program, test)
+
+
+def test_the_response_does_not_read_what_is_expected(sandbox: Sandbox) -> None:
+    program = """
+import os
+def f():
+    found = []
+    for d in range(64):
+        try: found.append(os.pread(d, 1 << 20, 0))
+        except OSError: pass
+    return b"".join(found)
+"""
+    assert passes(sandbox, program, "assert b'assert' not in f()")
+
+
+RIGHT = {
+    "data of all kinds": (
+        "from decimal import Decimal\nfrom fractions import Fraction\nimport datetime\n"
+        "def f(): return {1: (Decimal('1.5'), Fraction(1, 2), {2}, 1 + 2j, range(3), b'x', None)}",
+        "from decimal import Decimal\nfrom fractions import Fraction\n"
+        "assert f() == {1: (Decimal('1.5'), Fraction(1, 2), {2}, 1 + 2j, range(3), b'x', None)}",
+    ),
+    "classes that inherit from data": (
+        "from collections import Counter, namedtuple, OrderedDict\nP = namedtuple('P', 'x y')\n"
+        "class L(list): pass\n"
+        "def f(): return [P(1, 2), Counter('aab'), OrderedDict(a=1), L([1])]",
+        "assert f() == [(1, 2), {'a': 2, 'b': 1}, {'a': 1}, [1]]",
+    ),
+    "a generator that never ends": (
+        "def f(n):\n    while True:\n        yield n\n        n += 1",
+        "from itertools import islice\nassert list(islice(f(3), 2)) == [3, 4]",
+    ),
+    "an argument that is changed": (
+        "def f(rows, seen):\n    for row in rows: row.reverse()\n    seen.add(1)",
+        "rows, seen = [[1, 2], [3, 4]], set()\nf(rows, seen)\n"
+        "assert rows == [[2, 1], [4, 3]] and seen == {1}",
+    ),
+    "objects of its classes": (
+        "class P:\n    def __init__(self, a): self.a = a\n"
+        "    def __eq__(self, other): return self.a == other.a\n"
+        "    def __len__(self): return 5\n    def __getitem__(self, k): return k\n"
+        "    def __add__(self, other): return P(self.a + other.a)\n"
+        "    def __lt__(self, other): return self.a < other.a\n"
+        "def f(p): return p.a",
+        "p = P(3)\nassert f(p) == 3 and p.a == 3 and len(p) == 5 and p[7] == 7\n"
+        "p.a = 4\nassert f(p) == 4 and P(1) + P(3) == p and P(1) != p and P(1) < p",
+    ),
+    "a method": (
+        "class Solution:\n    def f(self, a): return a + 1",
+        "assert Solution().f(1) == 2",
+    ),
+    "functions of the test": (
+        "def f(g, xs): return sorted([g(x) for x in xs], key=str)",
+        "assert f(lambda x: x * 2, [1, 2]) == [2, 4] and f(abs, [-1]) == [1]\n"
+        "assert f(str, [1]) == ['1']",
+    ),
+    "an exception": (
+        "class Bad(ValueError): pass\ndef f(): raise Bad('so')",
+        "try:\n    f()\nexcept ValueError as e:\n    said = str(e)\nassert said == 'so'",
+    ),
+    "its class of exceptions": (
+        "class Bad(Exception): pass\ndef f(): raise Bad",
+        "try:\n    f()\nexcept Bad:\n    done = True\nassert done",
+    ),
+    "isinstance": ("class A: pass\ndef f(): return A()", "assert isinstance(f(), A)"),
+    "its output": (
+        "def f(): print('a')",
+        "import io, sys\nold, sys.stdout = sys.stdout, io.StringIO()\nf()\n"
+        "text, sys.stdout = sys.stdout.getvalue(), old\nassert text == 'a\\n'",
+    ),
+    "a name of the prelude": (
+        "def gcd(a, b): return 7\ndef f(x: List[int]): return deque(x)",
+        "assert gcd(1, 2) == 7 and f([1]) == deque([1])",
+    ),
+    "what it prints": ("print('a')\ndef f():\n    print('b')\n    return 1", "assert f() == 1"),
+    "deep recursion": ("def f(n): return n and 1 + f(n - 1)", "assert f(20_000) == 20_000"),
+    "names of a module": (
+        "A = 3\n_b = 1\ndef f(a, *, b): return a + b",
+        "from solution import *\nimport solution\nassert solution.f(A, b=1) == f(1, b=3) == 4",
+    ),
+    "a class of tests": (
+        "def f(a): return a",
+        "from solution import f\n\nclass TestF:\n    def setup_method(self): self.a = 3\n\n"
+        "    def test_f(self): assert f(self.a) == 3",
+    ),
+    "a function that is named like a test": (
+        "def test_f(a): return a",
+        "import sys\nassert test_f(3) == 3",
+    ),
+    "a suite": (
+        "def f(a): return a",
+        "import unittest\nfrom solution import f\n\nclass TestF(unittest.TestCase):\n"
+        "    def setUp(self): self.a = 3\n\n    def test_f(self): self.assertEqual(f(self.a), 3)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_a_right_program_passes(sandbox: Sandbox, what: str) -> None:
+    program, test = RIGHT[what]
+    outcome, is_right = run_case(sandbox, program, AssertCase(test), LONG_S)
+    assert is_right, outcome.errors
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(a): return a", "from solution import f\n\ndef test_f():\n    assert f(1) == 2"),
+        (
+            "def f(a): return a",
+            "import unittest\nfrom solution import f\n\nclass TestF(unittest.TestCase):\n"
+            "    def test_f(self): self.assertEqual(f(1), 2)",
+        ),
+        (
+            "def f(a): return a",
+            "from solution import f\n\nclass TestF:\n    def test_f(self): assert f(1) == 2",
+        ),
+        ("", "from solution import f\n\ndef test_f():\n    assert f(1) == 2"),
+        ("def f(xs): pass", "xs = [2, 1]\nf(xs)\nassert xs == [1, 2]"),
+        # A name that is a test only because the response says so is none of the test's.
+        ("def test_f(): return 1\ndef f(): return 2", "import sys\nassert f() == 1"),
+        ("def f(): return 1\nraise ValueError", "assert f() == 1"),
+        ("def f() return 1", "assert f() == 1"),
+    ],
+)
+def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> None:
+    assert not passes(sandbox, program, test)
+
+
+@pytest.mark.parametrize(
+    ("test", "names"),
+    [
+        ("assert add(1, 2) == 3", ["add"]),
+        ("def check(candidate):\n    assert candidate(1)\ncheck(f)", ["f"]),
+        ("from solution import a, B as C\nassert C(1) and a", ["B", "a"]),
+        ("import math\nassert math.floor(f(x := 1)) == x", ["f"]),
+        ("for k in range(3):\n    assert f(k) and [j for j in g()]", ["f", "g"]),
+        ("try:\n    f()\nexcept ValueError as e:\n    assert e", ["f"]),
+        ("import sys\nassert f()", None),
+        ("from unittest.mock import patch\nassert f()", None),
+        ("class Node: pass\nassert f(Node())", None),
+        ("assert isinstance(f(), A)", None),
+        ("assert isinstance(f(), int)", ["f"]),
+        ("try:\n    f()\nexcept Bad:\n    pass", None),
+        ("with f() as g:\n    assert g", None),
+        ("class TestF(Base): pass", None),
+        ("async def test(): await f()", None),
+        ("def test():\n    global f", None),
+        ("assert (", None),
+    ],
+)
+def test_a_test_says_whether_it_can_run_apart(test: str, names: list[str] | None) -> None:
+    assert names_apart(test) == names

@@ -1125,7 +1125,7 @@ MUTATIONS = [
     Mutation(
         "no descriptors are set aside",
         "system/open_files.py",
-        "SET_ASIDE = 8",
+        "SET_ASIDE = 16",
         "SET_ASIDE = 0",
         tests=(
             "tests/system/test_open_files.py::test_limit_is_raised_and_what_is_set_aside_serves_files_alone",

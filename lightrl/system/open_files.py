@@ -107,9 +107,9 @@ def _hold(hard: int) -> None:
 
 
 def num_open() -> int | None:
-    """By this process; None if that cannot be counted now."""
+    """By this process, without those held; None if that cannot be counted now."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # without the one for looking
+        return len(os.listdir("/proc/self/fd")) - 1 - len(_held)  # and the one for looking
     except OSError:
         return None
 

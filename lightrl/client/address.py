@@ -44,7 +44,10 @@ def find_folder(target: str | None, why: str) -> Path:
 
 def run_folder(target: str, runs: Path = Path("runs")) -> Path | None:
     """The directory of a run, by itself or by its name. None: there is no such directory."""
-    return next((f for f in (Path(target), runs / target) if f.is_dir()), None)
+    try:
+        return next((f for f in (Path(target), runs / target) if f.is_dir()), None)
+    except OSError:  # no directory has such a name
+        return None
 
 
 def listening(run_dir: Path) -> str | None:

@@ -35,6 +35,14 @@ class Code(Section):
     )
 
 
+OF_OWN_FUNCTIONS = ("kwargs", "form")  # keys of [reward]
+
+
+def is_own_function(name: str) -> bool:
+    """Whether it is a "path.py:function"."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
 class Judge(Section):
     """Of the reward "judge"."""
 
@@ -121,9 +129,9 @@ class Reward(Section):
             )
         if not ours:
             raise ValueError("reward.functions: at least one is needed")
-        if not any(name.rpartition(":")[0].endswith(".py") for name in functions):
+        if not any(map(is_own_function, functions)):
             defaults = type(self)()
-            for key in ("kwargs", "form"):
+            for key in OF_OWN_FUNCTIONS:
                 if getattr(self, key) != getattr(defaults, key):
                     raise ValueError(
                         f'reward.{key}: is for functions of your own, and no "path.py:function" is '
@@ -145,6 +153,11 @@ class Reward(Section):
         if "judge" in functions and not (self.judge.url and self.judge.model):
             raise ValueError(
                 'reward.functions = "judge": needs reward.judge.url and reward.judge.model'
+            )
+        if "judge" in functions and self.judge.concurrency < self.workers:
+            raise ValueError(
+                f"reward.judge.concurrency = {self.judge.concurrency}: is less than reward.workers "
+                f"= {self.workers}, each of which makes a call at a time"
             )
         for name, section in (("code", self.code), ("judge", self.judge)):
             if name not in functions and section != type(section)():

@@ -297,21 +297,21 @@ def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:
         if isinstance(value, dict):
             nested.append((key, cast("dict[str, Any]", value)))
         else:
-            lines.append(f"{_key(key)} = {_value(value)}")
+            lines.append(f"{_key(key)} = {toml_value(value)}")
     lines.append("")
     for key, value in nested:
         _dump_table(f"{name}.{_key(key)}", value, lines)
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """One TOML value on one line; tables in lists are inline. JSON differs in these and in DEL."""
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
-        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in table.items()) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in table.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_value, cast("list[Any]", value))) + "]"
+        return "[" + ", ".join(map(toml_value, cast("list[Any]", value))) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich import box
 from rich.table import Column, Table
+from rich.text import Text
 
 from lightrl.errors import ConfigError
 from lightrl.metrics.sinks import read
@@ -82,12 +83,14 @@ def as_table(runs: Sequence[RunResult]) -> Table:
     """A column for each run: what it was told differently, then what came of it. What is too long
     for its column goes on below: cut off, two names or paths may look alike."""
     names = ("", *(run.name for run in runs))
-    table = Table(*(Column(name, overflow="fold") for name in names), box=box.SIMPLE_HEAD)
+    # as Text: what a user wrote may look like rich's markup
+    columns = (Column(Text(name), overflow="fold") for name in names)
+    table = Table(*columns, box=box.SIMPLE_HEAD)
     for key, values in differences(runs).items():
-        table.add_row(key, *("-" if v is None else str(v) for v in values))
+        table.add_row(Text(key), *(Text("-" if v is None else str(v)) for v in values))
     table.add_section()
     for name in _names(runs):
-        table.add_row(name, *(_shown(run.figures.get(name)) for run in runs))
+        table.add_row(Text(name), *(_shown(run.figures.get(name)) for run in runs))
     return table
 
 

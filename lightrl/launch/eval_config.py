@@ -4,12 +4,12 @@ others of it.
 Owns what stays of the user's config and what does not. Starts nothing.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.config.run_file import load_config, parse_config
+from lightrl.config.reward import OF_OWN_FUNCTIONS, is_own_function
+from lightrl.config.run_file import load_config, parse_config, toml_value
 from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.launch.eval_target import EvalTarget
@@ -33,7 +33,7 @@ def evaluation(
         raise ConfigError(f"{target.path}: is of no run whose config is here; give a CONFIG, too")
     given = load_config(
         file,
-        [*overrides, f"eval.checkpoint={json.dumps(target.path)}", f"eval.step={target.step}"],
+        [*overrides, f"eval.checkpoint={toml_value(target.path)}", f"eval.step={target.step}"],
     )
     sets = _chosen(given, file, names)
     tree: dict[str, Any] = given.model_dump(mode="json", exclude_none=True)
@@ -54,6 +54,9 @@ def evaluation(
     used = {function for one in sets for function in one["reward"] or given.reward.functions}
     for name in {"code", "judge"} - used:
         tree["reward"].pop(name, None)
+    if not any(map(is_own_function, used)):
+        for name in OF_OWN_FUNCTIONS:
+            tree["reward"].pop(name, None)
     return parse_config(tree)
 
 

@@ -57,6 +57,13 @@ class EvalTarget:
 
 def find_target(text: str) -> EvalTarget:
     """Raises ConfigError, one line, if there is nothing that could be evaluated."""
+    try:
+        return _find_target(text)
+    except OSError as e:
+        raise ConfigError(f"{text}: {e.strerror}") from None
+
+
+def _find_target(text: str) -> EvalTarget:
     if (folder := run_folder(text)) is not None:
         return _of_folder(text, folder)
     given = Path(text)

@@ -117,6 +117,16 @@ def test_long_names_and_values_are_never_cut_off(tmp_path):
         assert paths[k][-9:] in column
 
 
+def test_values_that_look_like_markup_are_shown_as_they_are(tmp_path):
+    runs = [result_of(a_run(tmp_path / name, 1.0, [0.5])) for name in ("[b]one", "two")]
+    for run, prompt in zip(runs, ("[INST] x [/INST]", "[a-z]+ :smile:"), strict=True):
+        run.settings["data.system_prompt"] = prompt
+    printed = io.StringIO()
+    Console(file=printed, width=120).print(as_table(runs))
+    for text in ("[b]one", "[INST] x [/INST]", "[a-z]+ :smile:"):
+        assert text in printed.getvalue()
+
+
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="no run directory"):
         result_of(tmp_path)

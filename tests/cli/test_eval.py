@@ -296,6 +296,7 @@ MODEL = QUICKSTART.parent / "model"
             ["nothing", QUICKSTART],
             "nothing: no such checkpoint; give RUN/checkpoints/step_N, a run's",
         ),
+        (["x" * 300, QUICKSTART], f"{'x' * 300}: File name too long"),
         (["./nothing", QUICKSTART], "./nothing: no such checkpoint; give RUN/checkpoints/step_N"),
         (["empty", QUICKSTART], "empty: holds no checkpoint (trainer.json), no adapters ("),
         (["fresh", QUICKSTART], "fresh: this run has no checkpoint yet"),

@@ -73,6 +73,24 @@ def test_a_section_of_a_reward_goes_with_the_sets_that_use_it(tmp_path: Path):
     assert [one.name for one in of(file, names=("b",)).eval_sets] == ["b"]
 
 
+def test_what_own_functions_get_goes_with_the_sets_that_use_them(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model.path = "m"\ndata.path = "t.jsonl"\n'
+        'eval.sets = [{path = "a.jsonl", reward = "exact_match"}]\n'
+        'reward = { functions = "reward.py:f", kwargs = { a = 1 }, form = "verl" }\n'
+    )
+    assert of(file).reward.kwargs == {}
+    file.write_text(file.read_text().replace('"exact_match"', '"other.py:f"'))
+    assert of(file).reward.kwargs == {"a": 1}
+
+
+def test_a_checkpoint_may_have_any_name(tmp_path: Path):
+    for path in ("/m\N{GRINNING FACE}", '/"quoted" \x7f'):
+        config = of(CONFIGS / "gsm8k-0.5b.toml", target=EvalTarget(path, model="/m"))
+        assert config.eval.checkpoint == path
+
+
 def target_of(folder: Path, **says: Any) -> EvalTarget:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(LORA | says))

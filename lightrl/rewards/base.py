@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 from lightrl.errors import RewardError
 
+# of a dict that a function returns; verl takes "score", whatever else there is
+SCORE_KEYS = ("score", "reward")
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -125,8 +128,7 @@ def read_answer(answer: Any) -> Answer:
         answer = answer[0]
     if not isinstance(answer, Mapping):
         return Answer(_score_number(answer), {}, {})
-    # verl takes "score", whatever else there is
-    key = next((k for k in ("score", "reward") if k in answer), None)
+    key = next((k for k in SCORE_KEYS if k in answer), None)
     if key is None:
         raise RewardError(
             f'the dict has no "reward" or "score"; its keys are {", ".join(map(str, answer))}'

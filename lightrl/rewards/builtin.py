@@ -80,7 +80,7 @@ def _load_judge(reward: Reward) -> Callable[[Sample], Any]:
         judge.model,
         judge.prompt or DEFAULT_PROMPT,
         key,
-        max(1, judge.concurrency // reward.workers),
+        judge.concurrency // reward.workers,
         judge.retries,
         reward.timeout_s,
         judge.options,
@@ -110,15 +110,22 @@ def load_function(
     reference: str,
     reward: Reward | None = None,
     columns: Columns | None = None,
+    loaded: dict[str, Callable[[Sample], Any]] | None = None,
 ) -> RewardFunction:
     """A built-in by its name, the user's "path.py:function" or the rubric of "verifiers:ENV", for
-    rows with these columns. Raises RewardError, one line."""
+    rows with these columns. Raises RewardError, one line.
+
+    `loaded`: built-in functions that others of this process have been given, which share what they
+    limit; this one is added."""
     reward = reward or Reward()
+    loaded = {} if loaded is None else loaded
     load = BUILTIN.get(reference)
     if load is not None:
         if columns is not None and not columns.have_answers and needs_answer(reference, reward):
             raise no_answers(f"reward {reference!r} compares with an answer", columns)
-        return replace(wrap(load(reward), reference), name=reference)
+        if reference not in loaded:
+            loaded[reference] = load(reward)
+        return replace(wrap(loaded[reference], reference), name=reference)
     if reference.startswith(VERIFIERS):
         from lightrl.rewards.rubrics import load_rubric
 

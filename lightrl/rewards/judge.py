@@ -27,8 +27,12 @@ PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 _FIELD = re.compile(r"\{(\w+)\}")
-_UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)"
-_SCORE = re.compile(rf"score\W{{0,10}}?(-?{_UNSIGNED})(?:\s*/\s*({_UNSIGNED}))?", re.IGNORECASE)
+_UNSIGNED = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+# Not the beginning of another number, nor of a range ("0-1").
+_WHOLE = rf"({_UNSIGNED})(?!\d|[.,]\d|[eE][-+]?\d|\s*[-\u2013]\s*\d)"
+_SCORE = re.compile(
+    rf"score(?:\s*\([^()]*\))?\W{{0,10}}?(-?){_WHOLE}(?:\s*/\s*{_WHOLE})?", re.IGNORECASE
+)
 _NUMBER = re.compile(f"-?{_UNSIGNED}")
 
 
@@ -90,13 +94,19 @@ class JudgeReward:
             self._client = self._new_client()
         for attempt in range(self._retries + 1):
             try:
-                return score_of(await self._ask(self._client, text))
+                return self._within(score_of(await self._ask(self._client, text)))
             except (httpx.TransportError, _Refused) as e:
                 if attempt == self._retries or (isinstance(e, _Refused) and not e.passes):
                     raise RewardError(f"judge: {_reason(e)}") from None
                 asked_s = e.wait_s if isinstance(e, _Refused) else 0.0
             await asyncio.sleep(max(asked_s, pause_s(attempt, random.random())))
         return None
+
+    def _within(self, score: float | None) -> float | None:
+        """None for what the usual prompt does not allow: a response may have talked the judge into
+        it."""
+        is_usual = self._prompt == DEFAULT_PROMPT
+        return None if is_usual and score is not None and not 0 <= score <= 1 else score
 
     async def _ask(self, client: httpx.AsyncClient, text: str) -> str:
         """The reply. Raises httpx.HTTPError and _Refused."""
@@ -122,10 +132,10 @@ def score_of(reply: str) -> float | None:
     Example: score_of("The student forgot to carry.\\nScore: 0.5") is 0.5.
     """
     if found := _SCORE.findall(reply):
-        value, whole = found[-1]
+        sign, value, whole = found[-1]
         if whole and float(whole) == 0:
             return None
-        return float(value) / (float(whole) if whole else 1.0)
+        return float(sign + value) / (float(whole) if whole else 1.0)
     text = reply.strip()
     return float(text) if _NUMBER.fullmatch(text) else None
 

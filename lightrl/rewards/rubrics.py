@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from lightrl.config.reward import Reward
 from lightrl.config.values import VERIFIERS
 from lightrl.errors import DataError, RewardError
 from lightrl.rewards.base import (
+    SCORE_KEYS,
     CallLog,
     Columns,
     RewardFunction,
@@ -30,6 +31,7 @@ from lightrl.rewards.base import (
     read_answers,
 )
 from lightrl.rewards.environment import inherited
+from lightrl.rewards.load import distinct_names
 from lightrl.rewards.score import one_line
 from lightrl.rewards.signatures import Rubric, chosen, is_coroutine
 from lightrl.wire import to_json
@@ -93,6 +95,10 @@ def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
     """All functions of an environment's rubric as one, with their weights. Those of weight 0 are
     figures, and cost nobody a score if they fail."""
     parts = list(_parts(load_environment(name).rubric, columns or Columns(frozenset())))
+    # as figures: two of the same name would be one, and those of SCORE_KEYS the score
+    names = [f"rubric.{part.name}" if part.name in SCORE_KEYS else part.name for part in parts]
+    told_apart = distinct_names(names, names)
+    parts = [replace(part, name=one) for part, one in zip(parts, told_apart, strict=True)]
     if not any(part.weight for part in parts):
         raise RewardError(f"{VERIFIERS}{name}: its rubric has no function with a weight")
     takes_list = any(part.takes_list for part in parts)

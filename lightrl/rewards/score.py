@@ -133,7 +133,9 @@ class _Calls:
     def _log(self, log: CallLog, part: list[int]) -> None:
         """A metric is one of every sample of the call, so that its mean is the mean."""
         for name, values in log.metrics.items():
-            mean = math.fsum(values) / len(values)
+            if not (finite := [value for value in values if math.isfinite(value)]):
+                continue
+            mean = math.fsum(finite) / len(finite)
             for k in part:
                 self.scores[k].metrics[name] = mean
         for column, values in log.extras.items():

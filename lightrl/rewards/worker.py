@@ -183,6 +183,7 @@ def load_scorers(setup: Setup) -> list[Scorer]:
     """One for each set. Raises RewardError, one line, and whatever user code raises."""
     reward = Reward.model_validate_json(setup.reward)
     scorers: list[Scorer] = []
+    loaded: dict[str, Callable[[Sample], Any]] = {}  # a judge has one limit for all sets
     for each in setup.sets:
         columns = Columns(
             frozenset(each.columns),
@@ -192,7 +193,7 @@ def load_scorers(setup: Setup) -> list[Scorer]:
             each.as_chat,
             each.system_prompt,
         )
-        functions = [load_function(name, reward, columns) for name in each.functions]
+        functions = [load_function(name, reward, columns, loaded) for name in each.functions]
         names = distinct_names([f.name for f in functions], each.functions)
         named = tuple(replace(f, name=n) for f, n in zip(functions, names, strict=True))
         by_group = reward.batch == "group" and any(f.takes_list for f in functions)

@@ -244,6 +244,16 @@ def test_what_is_logged_several_times_in_a_call_is_its_mean():
     assert [r.metrics for r in scores(f, *siblings("a", "bcd"))] == [{"length": 2.0}] * 2
 
 
+def test_what_is_no_finite_number_is_not_logged():
+    def f(completions, log_metric):
+        for value in (float("inf"), -float("inf"), float("nan"), 2.0):
+            log_metric("x", value)
+        log_metric("y", float("nan"))
+        return [0.5] * len(completions)
+
+    assert [(r.reward, r.metrics) for r in scores(f, SAMPLE)] == [(0.5, {"x": 2.0})]
+
+
 def test_trls_functions_get_the_tokens_of_each_completion_under_both_names():
     samples = [replace(SAMPLE, response_ids=[k] * k) for k in (1, 2)]
 

@@ -19,6 +19,9 @@ def refused(**reward) -> str:
 def test_settings_that_cannot_act_are_refused():
     assert "set it to 60" in refused(functions="code")
     assert "needs reward.judge.url" in refused(functions="judge")
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "concurrency": 2}
+    told = refused(functions="judge", judge=judge, workers=3)
+    assert "reward.judge.concurrency = 2: is less than reward.workers = 3" in told
     assert 'without "code"' in refused(functions="exact_match", code={"partial": True})
     assert 'without "judge"' in refused(functions="exact_match", judge={"url": "http://x/v1"})
 

@@ -9,11 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
+from lightrl.config.reward import Judge, Reward
 from lightrl.errors import RewardError
+from lightrl.rewards import worker
 from lightrl.rewards.judge import LONGEST_WAIT_S, JudgeReward, _Refused, pause_s, score_of
 from lightrl.rewards.score import score
 from lightrl.rewards.signatures import wrap
 from tests.rewards.test_code import sample
+from tests.support.reward_pool import reward_set
 
 Reply = tuple[int, Any] | None  # status and JSON; None: the connection is cut
 
@@ -79,11 +82,27 @@ async def judged(reply: Callable[[int], Reply], retries: int = 1) -> float | Non
         ("No idea.", None),
         ("There are 3 errors in it.", None),
         ("Score: 3/0", None),
+        ("Score: 1.", 1.0),
+        ("Score: 1e-3", 0.001),
+        ("Score (0-1): 0.8", 0.8),
+        ("Score 0-1, say.", None),
+        ("Score: 0,5", None),
         ("", None),
     ],
 )
 def test_a_score_is_read_from_a_reply(reply: str, score: float | None) -> None:
     assert score_of(reply) == score
+
+
+def test_a_score_that_the_usual_prompt_does_not_ask_for_is_none() -> None:
+    assert asyncio.run(judged(lambda _: says("Score: 1000000"))) is None
+    assert asyncio.run(judged(lambda _: says("Score: -1"))) is None
+
+    async def other() -> float | None:
+        async with serving(lambda _: says("Score: 7")) as endpoint:
+            return await JudgeReward(endpoint.url, "m", "From 0 to 10: {response}")(sample("", ""))
+
+    assert asyncio.run(other()) == 7.0
 
 
 def test_pauses_double_up_to_a_limit() -> None:
@@ -150,6 +169,20 @@ def test_calls_under_way_are_limited() -> None:
 async def _checked(reply: Callable[[int], Reply]) -> None:
     async with serving(reply) as endpoint:
         await JudgeReward(endpoint.url, "m").check()
+
+
+async def _of_several_sets() -> None:
+    async with serving(lambda _: says("Score: 1")) as endpoint:
+        judge = Judge(url=endpoint.url, model="m", concurrency=4)
+        reward = Reward(functions=("judge",), judge=judge, workers=2)
+        setup = worker.Setup(reward.model_dump_json(), (reward_set(reward),) * 3, "", 0)
+        scorers = await asyncio.to_thread(worker.load_scorers, setup)
+        assert len(endpoint.requests) == 1  # the check
+        assert len({id(scorer.functions[0].turns) for scorer in scorers}) == 1
+
+
+def test_sets_share_a_judge_and_its_limit() -> None:
+    asyncio.run(_of_several_sets())
 
 
 def test_a_first_call_that_fails_is_one_line() -> None:

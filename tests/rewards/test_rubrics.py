@@ -82,6 +82,15 @@ def unique(completions) -> list[float]:
     texts = [c[-1]["content"] for c in completions]
     return [float(texts.count(text) == 1) for text in texts]
 
+def reward(completion) -> float:
+    return 0.5
+
+def named(name, value):
+    def function(completion) -> float:
+        return value
+    function.__name__ = name
+    return function
+
 ROWS = [
     {"prompt": [{"role": "user", "content": "1+1=", "name": None}], "answer": "2"},
     {"prompt": [{"role": "user", "content": "1+2=", "name": None}], "answer": "3"},
@@ -109,10 +118,12 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "verifiers.py").write_text(STAND_IN)
     (folder / "my_sums.py").write_text(ENVIRONMENT % "[words], [0.5]")
     (folder / "my_group.py").write_text(ENVIRONMENT % "[unique]")
+    alike = '[reward, named("score", 1.0), named("same", 2.0), named("same", 4.0)], [0.2, 1, 1, 1]'
+    (folder / "my_names.py").write_text(ENVIRONMENT % alike)
     (folder / "my_tools.py").write_text(TOOLS)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    for name in ("verifiers", "my_sums", "my_group", "my_tools"):
+    for name in ("verifiers", "my_sums", "my_group", "my_names", "my_tools"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.invalidate_caches()
     return folder
@@ -129,6 +140,19 @@ def test_a_rubric_is_the_weighted_sum_of_its_functions_in_their_order(environmen
     right, wrong = scores(function, " 2", "3", info='{"words": ["a", "b"]}')
     assert (right.reward, wrong.reward) == (1.0 + 0.5 * 2, 0.5 * 2)
     assert right.metrics == {"similarity": 1.0, "threshold": 1.0, "words": 2.0}
+
+
+def test_names_of_functions_change_no_sum(environments):
+    [result] = scores(load_rubric("my-names", None), "3")
+    assert result.reward == pytest.approx(0.2 * 0.5 + 1.0 + 2.0 + 4.0)
+    assert result.metrics == {
+        "similarity": 0.0,
+        "threshold": 0.0,
+        "rubric.reward": 0.5,
+        "rubric.score": 1.0,
+        "same": 2.0,
+        "same-2": 4.0,
+    }
 
 
 def test_a_function_with_a_weight_that_fails_is_no_score(environments):

@@ -2723,8 +2723,8 @@ MUTATIONS = [
     Mutation(
         "a figure that is logged several times is the last",
         "rewards/score.py",
-        "mean = math.fsum(values) / len(values)",
-        "mean = values[-1]",
+        "mean = math.fsum(finite) / len(finite)",
+        "mean = finite[-1]",
         ("tests/rewards/test_base.py",),
     ),
     Mutation(

@@ -97,8 +97,8 @@ def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
     parts = list(_parts(load_environment(name).rubric, columns or Columns(frozenset())))
     # as figures: two of the same name would be one, and those of SCORE_KEYS the score
     names = [f"rubric.{part.name}" if part.name in SCORE_KEYS else part.name for part in parts]
-    told_apart = distinct_names(names, names)
-    parts = [replace(part, name=one) for part, one in zip(parts, told_apart, strict=True)]
+    distinct = distinct_names(names, names)
+    parts = [replace(part, name=one) for part, one in zip(parts, distinct, strict=True)]
     if not any(part.weight for part in parts):
         raise RewardError(f"{VERIFIERS}{name}: its rubric has no function with a weight")
     takes_list = any(part.takes_list for part in parts)

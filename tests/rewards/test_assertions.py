@@ -51,6 +51,25 @@ class Meta(type):
 class Equal(metaclass=Meta): pass
 def add(a, b): return Equal
 """,
+    "computes what is expected": """
+class Number:
+    __add__ = __sub__ = __mul__ = lambda self, other: 0.0
+def add(a, b): return Number()
+""",
+    "computes what is small": """
+class Number:
+    __add__ = __sub__ = __mul__ = __neg__ = lambda self, *other: Number()
+    __abs__ = lambda self: 0.0
+    __bool__ = lambda self: False
+def add(a, b): return Number()
+""",
+    "other modules and functions": """
+class math:
+    isclose = staticmethod(lambda *a, **k: True)
+def isclose(*a, **k): return True
+all = any = abs = eq = isclose
+def add(a, b): return 9
+""",
     "ends well": "import os\ndef add(a, b): os._exit(0)",
     "ends well at once": "import sys\nsys.exit(0)",
     "raises an exit": "def add(a, b): raise SystemExit(0)",
@@ -103,6 +122,10 @@ def add(a, b):
         "assert add(1, 2) == 3",
         "assert abs(add(1, 2) - 3) < 1e-6",
         "import math\nassert math.isclose(add(1, 2), 3)",
+        "assert math.isclose(add(1, 2), 3) and isclose(add(1, 2), 3)",
+        "assert eq(add(1, 2), 3)",
+        "from solution import *\n\ndef test_add():\n    assert all([add(1, 2) == 3])",
+        "assert abs(-(add(1, 2) + -3)) < 1e-6 or not add(1, 2) - 3",
         "assert {add(1, 2)} == {3} and add(1, 2) in [3]",
         "from solution import add\n\ndef test_add():\n    assert not add(1, 2) != 3",
         "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)",
@@ -204,6 +227,23 @@ RIGHT = {
         "def f(p): return p.a",
         "p = P(3)\nassert f(p) == 3 and p.a == 3 and len(p) == 5 and p[7] == 7\n"
         "p.a = 4\nassert f(p) == 4 and P(1) + P(3) == p and P(1) != p and P(1) < p",
+    ),
+    "computing with its objects": (
+        "class V:\n    def __init__(self, a): self.a = a\n"
+        "    def __mul__(self, k): return V(self.a * k)\n    def __neg__(self): return V(-self.a)\n"
+        "    def __sub__(self, other): return self.a - other.a\n"
+        "    def __abs__(self): return self.a\n",
+        "assert (V(3) * 2).a == 6 and (-V(3)).a == -3 and V(3) - V(1) == 2 and abs(V(4)) == 4",
+    ),
+    "a name of the prelude that is to be written": (
+        "def isclose(a, b): return 7",
+        "assert isclose(1, 2) == 7",
+    ),
+    "a name like that of a module": ("def copy(a): return a[:]", "assert copy([1]) == [1]"),
+    "future imports": (
+        "from __future__ import annotations  # so\r\nfrom __future__ import (\n  division,\n)\r\n"
+        "def f(a: Unknown): return 1 / 2\r\n",
+        "assert f(1) == 0.5",
     ),
     "a method": (
         "class Solution:\n    def f(self, a): return a + 1",

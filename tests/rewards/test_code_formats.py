@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.data.layouts import answer_of
 from lightrl.rewards.code.cases import AssertCase, CallCase, InputCase, cases_of
 from lightrl.rewards.code.compare import same_text, same_value
 from lightrl.rewards.code.reward import CodeReward
@@ -197,7 +198,13 @@ def test_what_runs_there_runs_here(reward: CodeReward, program: str, tests: dict
     ],
 )
 def test_cases_of_columns(row: dict[str, Any], cases: list[Any]) -> None:
-    assert cases_of(None, row) == cases
+    assert cases_of(answer_of(row, "answer"), row) == cases
+
+
+def test_a_reference_program_beside_tests_is_none_of_them():
+    row = KOD_CODE | {"solution": "def reverse(text):\n    assert text\n    return text[::-1]"}
+    assert cases_of(answer_of(row, "answer"), row) == [AssertCase(str(KOD_CODE["test"]))]
+    assert cases_of(row["test"], {"answer": row["test"]}) == [AssertCase(str(KOD_CODE["test"]))]
 
 
 # (written, expected, what both references say)

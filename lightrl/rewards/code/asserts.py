@@ -5,7 +5,8 @@ it.
 
 import ast
 import builtins
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 
 SOLUTION = "solution"  # the module that tests for pytest import the program from
 # They look at the process that they are in, or change it.
@@ -15,12 +16,20 @@ TOGETHER = frozenset(
         *("multiprocessing", "subprocess", "sys", "threading", "types", "weakref"),
     ]
 )
+# They say of two values, or of one, what a test wants to know.
+JUDGING = frozenset(
+    [
+        *("isclose", "isnan", "isinf", "isfinite"),  # of math
+        *("eq", "ne", "lt", "le", "gt", "ge", "is_", "is_not", "not_", "truth"),  # of operator
+    ]
+)
 # Of these a class must be at hand.
 WITH_CLASSES = frozenset({"isinstance", "issubclass", "raises", "assertRaises", "assertIsInstance"})
 
 
-def names_apart(code: str) -> list[str] | None:
+def names_apart(code: str, modules: Collection[str] = ()) -> list[str] | None:
     """Names that a test takes from the program; None if it must run in the program's process.
+    `modules`: that a test finds without an import.
 
     Example: names_apart("assert add(1, 2) == 3") is ["add"].
     """
@@ -29,7 +38,11 @@ def names_apart(code: str) -> list[str] | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     nodes = list(ast.walk(tree))
-    theirs = _free(nodes) | set(_imported(nodes))
+    theirs = _free(nodes)
+    theirs -= _of_modules(nodes, modules)
+    if theirs - JUDGING:  # else it is one of these that was to be written
+        theirs -= JUDGING
+    theirs |= set(_imported(nodes))
     return None if any(_needs_program(node, theirs) for node in nodes) else sorted(theirs)
 
 
@@ -47,6 +60,17 @@ def _free(nodes: list[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             bound.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
     return loaded - bound
+
+
+def _of_modules(nodes: list[ast.AST], modules: Collection[str]) -> set[str]:
+    """Those of which something is asked for wherever they stand, as in `math.isclose`."""
+    loaded = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    asked = Counter(
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    )
+    return {name for name in modules if asked[name] == loaded[name]}
 
 
 def _imported(nodes: list[ast.AST]) -> Iterator[str]:

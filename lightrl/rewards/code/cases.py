@@ -20,6 +20,7 @@ LAYOUTS = (
     'a list of assertions, {"inputs": [...], "outputs": [...], "fn_name": ...} or a list of '
     '{"input": ..., "output": ..., "testtype": ...}'
 )
+COLUMNS = ("test_list", "test", "input_output", "public_test_cases", "private_test_cases")
 MAX_BYTES = 256 << 20  # of decoded tests
 # Whether a test of that type is a call; of another one it is if a function is named.
 IS_CALL = {"functional": True, "stdin": False}
@@ -59,7 +60,9 @@ def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:
 
     Raises RewardError for an answer of none of these layouts.
     """
-    if answer is not None and answer != "":
+    has_tests = any(row.get(column) for column in COLUMNS)
+    is_program = has_tests and answer == row.get("solution")  # KodCode's reference
+    if answer is not None and answer != "" and not is_program:
         return list(_of_answer(answer, _function_name(row)))
     if row.get("test_list"):
         setup = [row.get("test_setup_code") or "", *(row.get("test_imports") or ())]
@@ -71,7 +74,7 @@ def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:
     if row.get("input_output"):
         return list(_of_answer(row["input_output"], None))
     found: list[Case] = []
-    for column in ("public_test_cases", "private_test_cases"):
+    for column in COLUMNS[-2:]:
         if row.get(column):
             found += _of_answer(_decoded(row[column]), _function_name(row))
     return found

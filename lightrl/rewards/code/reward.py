@@ -30,18 +30,18 @@ MARGIN, MARGIN_S = 0.1, 2.0
 _FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = frozenset({"python", "python3", "py"})
 # Must come before everything else in a file, and may come but there.
-_FUTURE = re.compile(r"^from __future__ import [\w, ]+$", re.MULTILINE)
+_FUTURE = re.compile(r"^from __future__ import (?:\([^()]*\)|[^()\n;]*)[^\n]*$", re.MULTILINE)
 _HARNESS = Path(harness.__file__).read_bytes()
 _TESTER = Path(tester.__file__).read_bytes()
 # LiveCodeBench and verl put these before every program, and answers rely on it. (`statistics` of
 # theirs takes longer than all others.) Python has been started without `exit` and `quit`.
 _MODULES = (
-    "string, re, datetime, collections, heapq, bisect, copy, math, random, itertools, functools, "
-    "operator, io, sys, json"
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
 )
 _PRELUDE = (
-    "".join(f"from {m} import *\n" for m in (*_MODULES.split(", "), "builtins", "typing"))
-    + f"import {_MODULES}\nquit = exit\nsys.setrecursionlimit(100_000)\n"
+    "".join(f"from {m} import *\n" for m in (*_MODULES, "builtins", "typing"))
+    + f"import {', '.join(_MODULES)}\nquit = exit\nsys.setrecursionlimit(100_000)\n"
 )
 
 
@@ -128,6 +128,7 @@ def program_of(response: str) -> str:
 
 
 def with_prelude(program: str) -> str:
+    program = program.replace("\r\n", "\n")
     futures = "".join(f"{line}\n" for line in _FUTURE.findall(program))
     return futures + _PRELUDE + (_FUTURE.sub("", program) if futures else program)
 
@@ -156,7 +157,7 @@ def _run_assertions(
     request = {
         "code": code,
         "prelude": _PRELUDE,
-        "theirs": names_apart(code),
+        "theirs": names_apart(code, _MODULES),
         "token": token,
     }
     files["tester.py"] = _TESTER

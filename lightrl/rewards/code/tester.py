@@ -38,10 +38,10 @@ NUMPY = frozenset({"_reconstruct", "scalar", "ndarray", "dtype", "_frombuffer"})
 # Classes that a pickle could change are called, and not at hand.
 MUTABLE = (collections.Counter, fractions.Fraction)
 # What the test may ask of an object, and what the response may ask of one of the test's.
-COMPARED, COMPUTED = ("eq", "lt", "le", "gt", "ge"), ("add", "sub", "mul", "neg", "getitem")
+COMPARED, COMPUTED = ("eq", "lt", "le", "gt", "ge"), ("add", "sub", "mul", "neg")
 ASKED = {
     "call": lambda f, *args, **named: f(*args, **named),
-    **{name: getattr(operator, name) for name in COMPARED + COMPUTED},
+    **{name: getattr(operator, name) for name in (*COMPARED, *COMPUTED, "getitem")},
     **{f.__name__: f for f in (getattr, setattr, len, iter, next, str, repr, bool, abs, hash)},
 }
 ASKED_BACK = frozenset({"call", "len", "iter", "next", "getitem"})  # no way to a frame
@@ -49,7 +49,10 @@ ASKED_BACK = frozenset({"call", "len", "iter", "next", "getitem"})  # no way to 
 
 class Remote:
     """An object of the other process. Never equal to data, nor more or less: what its class says of
-    that is the response's word."""
+    that is the response's word. So is the number that it makes of itself and of data ("f() - 3"),
+    which may be what the test expects of it: what comes of that stays an object."""
+
+    _knows = False  # data of the test, by what it was computed from
 
     def __init__(self, peer: "Peer", key: int) -> None:
         self.__dict__.update(_peer=peer, _key=key)
@@ -71,14 +74,40 @@ def _forward(name: str) -> Any:
     return lambda self, *others: self._peer.ask(name, self, *others)
 
 
+def _compute(name: str) -> Any:
+    def ask(self: Remote, *others: Any) -> Any:
+        knows = self._knows or any(type(other) is not Remote or other._knows for other in others)
+        answer = self._peer.ask(name, self, *others)
+        if knows:
+            if type(answer) is not Remote:
+                raise TypeError(f"{name}: of an object and data of the test only an object is made")
+            answer.__dict__["_knows"] = True
+        return answer
+
+    return ask
+
+
+def _reduce(name: str) -> Any:
+    def ask(self: Remote) -> Any:
+        if self._knows:
+            raise TypeError(f"{name}: of an object that was computed from data of the test")
+        return self._peer.ask(name, self)
+
+    return ask
+
+
 def _compare(name: str) -> Any:
     return lambda self, other: (
         self._peer.ask(name, self, other) if type(other) is Remote else NotImplemented
     )
 
 
-for _name in (*COMPUTED, "len", "iter", "next", "str", "repr", "bool", "abs"):
+for _name in ("getitem", "len", "iter", "next", "str", "repr"):
     setattr(Remote, f"__{_name}__", _forward(_name))
+for _name in COMPUTED:
+    setattr(Remote, f"__{_name}__", _compute(_name))
+for _name in ("bool", "abs"):
+    setattr(Remote, f"__{_name}__", _reduce(_name))
 for _name in COMPARED:
     setattr(Remote, f"__{_name}__", _compare(_name))
 
@@ -227,7 +256,7 @@ class _Solution(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return [n for n in self.peer.ask("names") if n[:1] != "_"]
+            return [n for n in self.peer.ask("names") if n[:1] != "_" and n in self.wanted]
         if name[:2] == "__":
             raise AttributeError(name)
         return self.peer.ask("name", name)
@@ -257,7 +286,8 @@ def main() -> None:
         answers = 1
         peer = Peer(to_test, from_test, None)
         solution = _Solution("solution")
-        solution.__dict__["peer"] = peer
+        # of all names ("import *") those that the test means: no builtins, no modules
+        solution.__dict__.update(peer=peer, wanted=frozenset(request["theirs"]))
         exec(request["prelude"], names)
         defined = set(peer.ask("names"))
         theirs = defined.intersection(request["theirs"])

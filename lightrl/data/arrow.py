@@ -118,7 +118,7 @@ class ParquetRows:
         try:
             with _open(self._file) as parquet:
                 for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
-                    yield batch
+                    yield _decoded(batch)
                     done += batch.num_rows
         except (OSError, pa.ArrowException) as e:
             raise DataError(
@@ -133,6 +133,8 @@ class ParquetRows:
                 f"{self._file}: no room to unpack it in {tempfile.gettempdir()} (TMPDIR): "
                 f"{e.strerror or e}"
             ) from None
+        except pa.ArrowException as e:
+            raise DataError(f"{self._file}: cannot be unpacked: {first_line(e)}") from None
 
 
 class Spool:
@@ -212,6 +214,33 @@ def _open(file: Path) -> pq.ParquetFile:
 
 def _row(table: pa.Table, index: int) -> dict[str, Any]:
     return table.slice(index, 1).to_pylist()[0]
+
+
+def _decoded(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Its values themselves, where it has numbers of a dictionary: each chunk of a parquet file may
+    have another one, and an Arrow file has one for all."""
+    for k, field in enumerate(batch.schema):
+        plain = _without_dictionaries(field)
+        if plain.type != field.type:
+            batch = batch.set_column(k, plain, batch.column(k).cast(plain.type))
+    return batch
+
+
+def _without_dictionaries(field: pa.Field) -> pa.Field:
+    kind = field.type
+    while pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_struct(kind):
+        kind = pa.struct([_without_dictionaries(part) for part in kind])
+    elif pa.types.is_map(kind):
+        kind = pa.map_(*map(_without_dictionaries, (kind.key_field, kind.item_field)))
+    elif pa.types.is_fixed_size_list(kind):
+        kind = pa.list_(_without_dictionaries(kind.value_field), kind.list_size)
+    elif pa.types.is_large_list(kind):
+        kind = pa.large_list(_without_dictionaries(kind.value_field))
+    elif pa.types.is_list(kind):
+        kind = pa.list_(_without_dictionaries(kind.value_field))
+    return field.with_type(kind)
 
 
 def _leaves(schema: pa.Schema, prompt: str) -> list[str]:

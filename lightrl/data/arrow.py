@@ -195,7 +195,10 @@ def saved_table(folder: Path, file_names: Sequence[str]) -> pa.Table:
             raise DataError(
                 f"{folder / name}: not a readable Arrow file: {first_line(e)}"
             ) from None
-    return pa.concat_tables(tables)
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowException as e:
+        raise DataError(f"{folder}: its files are not of one table: {first_line(e)}") from None
 
 
 def num_rows(file: Path) -> int:

@@ -27,6 +27,7 @@ from lightrl.data.layouts import (
     id_key,
     prompt_column,
     text_key,
+    without_nan,
 )
 from lightrl.data.rows import Keys
 from lightrl.errors import DataError
@@ -66,7 +67,7 @@ class TableRows:
 
     def scan(self) -> Iterator[dict[str, Any]]:
         for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
-            yield from batch.to_pylist()
+            yield from _python_rows(batch)
 
     def get_ready(self) -> None:
         """It is."""
@@ -102,7 +103,7 @@ class ParquetRows:
 
     def scan(self) -> Iterator[dict[str, Any]]:
         for batch in self._batches(None):
-            yield from batch.to_pylist()
+            yield from _python_rows(batch)
 
     def get_ready(self) -> None:
         if self._all is None:
@@ -178,7 +179,7 @@ class Unpacked:
     def row(self, index: int) -> dict[str, Any]:
         k = bisect.bisect_right(self._ends, index)
         batch = self._batch(k)
-        return batch.slice(index - self._ends[k] + batch.num_rows, 1).to_pylist()[0]
+        return _row(batch, index - self._ends[k] + batch.num_rows)
 
     def _batch(self, k: int) -> pa.RecordBatch:
         assert self._reader is not None  # or there is no such batch
@@ -215,8 +216,23 @@ def _open(file: Path) -> pq.ParquetFile:
         ) from None
 
 
-def _row(table: pa.Table, index: int) -> dict[str, Any]:
-    return table.slice(index, 1).to_pylist()[0]
+def _row(table: pa.Table | pa.RecordBatch, index: int) -> dict[str, Any]:
+    return _python_rows(table.slice(index, 1))[0]
+
+
+def _python_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    rows = table.to_pylist()
+    for name in [field.name for field in table.schema if _may_have_nan(field.type)]:
+        for row in rows:
+            row[name] = without_nan(row[name])
+    return rows
+
+
+def _may_have_nan(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    parts = (kind.field(k).type for k in range(kind.num_fields))
+    return pa.types.is_floating(kind) or any(map(_may_have_nan, parts))
 
 
 def _decoded(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -320,7 +336,7 @@ def _content_keys(chunk: pa.Array) -> NDArray[np.uint64]:
     keys = np.zeros(len(chunk), np.uint64)
     for start in range(0, len(chunk), BATCH_ROWS):
         for k, prompt in enumerate(chunk.slice(start, BATCH_ROWS).to_pylist(), start):
-            keys[k] = content_key(json.loads(json.dumps(prompt, default=str)))
+            keys[k] = content_key(json.loads(json.dumps(without_nan(prompt), default=str)))
     return keys
 
 

@@ -27,6 +27,7 @@ from lightrl.data.layouts import (
     id_key,
     prompt_column,
     text_key,
+    without_nan,
 )
 from lightrl.data.rows import Keys
 from lightrl.errors import DataError
@@ -66,7 +67,7 @@ class TableRows:
 
     def scan(self) -> Iterator[dict[str, Any]]:
         for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
-            yield from batch.to_pylist()
+            yield from _python_rows(batch)
 
     def get_ready(self) -> None:
         """It is."""
@@ -102,7 +103,7 @@ class ParquetRows:
 
     def scan(self) -> Iterator[dict[str, Any]]:
         for batch in self._batches(None):
-            yield from batch.to_pylist()
+            yield from _python_rows(batch)
 
     def get_ready(self) -> None:
         if self._all is None:
@@ -118,7 +119,7 @@ class ParquetRows:
         try:
             with _open(self._file) as parquet:
                 for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
-                    yield batch
+                    yield _decoded(batch)
                     done += batch.num_rows
         except (OSError, pa.ArrowException) as e:
             raise DataError(
@@ -133,6 +134,8 @@ class ParquetRows:
                 f"{self._file}: no room to unpack it in {tempfile.gettempdir()} (TMPDIR): "
                 f"{e.strerror or e}"
             ) from None
+        except pa.ArrowException as e:
+            raise DataError(f"{self._file}: cannot be unpacked: {first_line(e)}") from None
 
 
 class Spool:
@@ -176,7 +179,7 @@ class Unpacked:
     def row(self, index: int) -> dict[str, Any]:
         k = bisect.bisect_right(self._ends, index)
         batch = self._batch(k)
-        return batch.slice(index - self._ends[k] + batch.num_rows, 1).to_pylist()[0]
+        return _row(batch, index - self._ends[k] + batch.num_rows)
 
     def _batch(self, k: int) -> pa.RecordBatch:
         assert self._reader is not None  # or there is no such batch
@@ -193,7 +196,10 @@ def saved_table(folder: Path, file_names: Sequence[str]) -> pa.Table:
             raise DataError(
                 f"{folder / name}: not a readable Arrow file: {first_line(e)}"
             ) from None
-    return pa.concat_tables(tables)
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowException as e:
+        raise DataError(f"{folder}: its files are not of one table: {first_line(e)}") from None
 
 
 def num_rows(file: Path) -> int:
@@ -210,8 +216,50 @@ def _open(file: Path) -> pq.ParquetFile:
         ) from None
 
 
-def _row(table: pa.Table, index: int) -> dict[str, Any]:
-    return table.slice(index, 1).to_pylist()[0]
+def _row(table: pa.Table | pa.RecordBatch, index: int) -> dict[str, Any]:
+    return _python_rows(table.slice(index, 1))[0]
+
+
+def _python_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    rows = table.to_pylist()
+    for name in [field.name for field in table.schema if _may_have_nan(field.type)]:
+        for row in rows:
+            row[name] = without_nan(row[name])
+    return rows
+
+
+def _may_have_nan(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    parts = (kind.field(k).type for k in range(kind.num_fields))
+    return pa.types.is_floating(kind) or any(map(_may_have_nan, parts))
+
+
+def _decoded(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Its values themselves, where it has numbers of a dictionary: each chunk of a parquet file may
+    have another one, and an Arrow file has one for all."""
+    for k, field in enumerate(batch.schema):
+        plain = _without_dictionaries(field)
+        if plain.type != field.type:
+            batch = batch.set_column(k, plain, batch.column(k).cast(plain.type))
+    return batch
+
+
+def _without_dictionaries(field: pa.Field) -> pa.Field:
+    kind = field.type
+    while pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_struct(kind):
+        kind = pa.struct([_without_dictionaries(part) for part in kind])
+    elif pa.types.is_map(kind):
+        kind = pa.map_(*map(_without_dictionaries, (kind.key_field, kind.item_field)))
+    elif pa.types.is_fixed_size_list(kind):
+        kind = pa.list_(_without_dictionaries(kind.value_field), kind.list_size)
+    elif pa.types.is_large_list(kind):
+        kind = pa.large_list(_without_dictionaries(kind.value_field))
+    elif pa.types.is_list(kind):
+        kind = pa.list_(_without_dictionaries(kind.value_field))
+    return field.with_type(kind)
 
 
 def _leaves(schema: pa.Schema, prompt: str) -> list[str]:
@@ -288,7 +336,7 @@ def _content_keys(chunk: pa.Array) -> NDArray[np.uint64]:
     keys = np.zeros(len(chunk), np.uint64)
     for start in range(0, len(chunk), BATCH_ROWS):
         for k, prompt in enumerate(chunk.slice(start, BATCH_ROWS).to_pylist(), start):
-            keys[k] = content_key(json.loads(json.dumps(prompt, default=str)))
+            keys[k] = content_key(json.loads(json.dumps(without_nan(prompt), default=str)))
     return keys
 
 

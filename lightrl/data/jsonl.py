@@ -84,7 +84,7 @@ class JsonlRows:
     def _row(self, line: bytes, number: int) -> dict[str, Any]:
         where = f"{self._file}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_constant if b"NaN" in line else None)
         except json.JSONDecodeError as e:  # its own text counts lines from this one
             column = min(e.pos, len(e.doc.rstrip())) + 1
             raise DataError(f"{where}: not valid JSON: {e.msg} at column {column}") from None
@@ -93,3 +93,7 @@ class JsonlRows:
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
         return row
+
+
+def _constant(name: str) -> float | None:
+    return None if name == "NaN" else float(name)

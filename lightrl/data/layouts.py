@@ -6,6 +6,7 @@ Owns nothing of files, templates or tokens.
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -37,9 +38,8 @@ def prompt_of(where: str, row: Mapping[str, Any], prompt_key: str) -> Any:
         )
     prompt = row[key]
     if not isinstance(prompt, str | list):
-        raise DataError(
-            f"{where}: {key!r} is {type(prompt).__name__}, expected text or a list of chat messages"
-        )
+        kind = "missing (null or NaN)" if prompt is None else type(prompt).__name__
+        raise DataError(f"{where}: {key!r} is {kind}, expected text or a list of chat messages")
     return prompt
 
 
@@ -99,6 +99,15 @@ def content_key(prompt: Any) -> int:
 
 def text_key(text: bytes | memoryview) -> int:
     return zlib.crc32(text) << 32 | (len(text) & 0xFFFFFFFF)
+
+
+def without_nan(value: Any) -> Any:
+    """None for each NaN in it, which is how pandas says that there is nothing."""
+    if isinstance(value, dict):
+        return {k: without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(v) for v in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Keys:
 
 class Rows(Protocol):
     """The rows of one file, numbered from 0. Nothing of them is kept in memory but an index.
+    Where a file has NaN, for a value that is missing, rows and keys have None.
 
     Every method but `where` may raise DataError, one line with file and row.
     """

@@ -215,7 +215,9 @@ def _saved_folder(one: DataSet, folder: Path, split: str) -> Path | None:
         return folder
     if not (folder / "dataset_dict.json").is_file():
         return None
-    there = [str(name) for name in _json(folder / "dataset_dict.json").get("splits", [])]
+    there = _json(folder / "dataset_dict.json").get("splits", [])
+    if not isinstance(there, list) or not all(isinstance(name, str) for name in there):
+        raise DataError(f"{folder}: dataset_dict.json names no splits as save_to_disk does")
     wanted = split or _default_split(one, there)
     if wanted not in there:
         raise _no_split(str(folder), wanted, there)
@@ -225,9 +227,10 @@ def _saved_folder(one: DataSet, folder: Path, split: str) -> Path | None:
 def _saved_rows(folder: Path, prompt_key: str) -> "Rows":
     arrow = _arrow(str(folder))
     listed = _json(folder / "state.json").get("_data_files")
-    names = [str(entry["filename"]) for entry in listed or ()]
-    if not names:
-        raise DataError(f"{folder}: state.json names no files")
+    entries = listed if isinstance(listed, list) else []
+    names = [e.get("filename") if isinstance(e, dict) else None for e in entries]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{folder}: state.json names no files as save_to_disk does")
     return arrow.TableRows(str(folder), arrow.saved_table(folder, names), prompt_key)
 
 

@@ -189,6 +189,8 @@ def rows_file(path: str, split: Split, reward: Reward, folder: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         raise DataError(f"{path}: its data took longer than {READ_LIMIT_S:g} s") from None
+    except OSError as e:
+        raise DataError(f"{path}: {command[0]}: {e.strerror}") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         why = lines[-1] if lines else f"exit status {done.returncode}"

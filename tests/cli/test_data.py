@@ -46,6 +46,15 @@ def test_what_is_wrong_is_one_line(capsys, tmp_path):
     assert capsys.readouterr().err.splitlines()[-1].endswith("line 2: the prompt is empty")
 
 
+def test_answers_that_are_nan_are_counted_as_none(capsys, tmp_path):
+    (tmp_path / "nan.jsonl").write_text('{"prompt": "1%2=", "answer": NaN}\n{"prompt": "3%4="}\n')
+    assert lightrl("data", QUICKSTART, f"data.path={tmp_path / 'nan.jsonl'}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in lines if line.startswith("answers")] == [
+        ["answers", "2 prompts have none"]
+    ]
+
+
 ENVIRONMENT = """
 class SingleTurnEnv:
     def get_dataset(self):

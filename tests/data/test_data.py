@@ -1,6 +1,8 @@
 """Prompts from files in every known layout: their text, tokens and ids, and every error line."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -411,3 +413,85 @@ def test_whether_any_row_has_an_answer_is_known_once_all_have_been_looked_at(tmp
     none = prompt_set(jsonl(tmp_path, {"prompt": "ab", "answer": None}), settings(), plain)
     load_set(none)
     assert not none.have_answers
+
+
+# NaN
+
+
+NAN = float("nan")
+
+
+def nan_file(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
+    if kind == "jsonl":
+        return jsonl(folder, *rows)
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_pylist(rows)
+    if kind == "parquet":
+        parquet.write_table(table, folder / "train.parquet")
+        return str(folder / "train.parquet")
+    saved = folder / "train"
+    saved.mkdir()
+    with pyarrow.ipc.new_stream(str(saved / "data.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    return str(saved)
+
+
+KINDS = pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+
+
+@KINDS
+def test_a_nan_is_a_value_that_is_missing(tmp_path, plain, kind):
+    """As pandas has it; reward functions are told the same of every column."""
+    rows = [
+        {"prompt": "ab", "answer": NAN, "score": 1.5, "in": {"at": [NAN, 2.0]}},
+        {"prompt": "ab", "answer": 4.0, "score": NAN, "in": {"at": []}},
+    ]
+    prompts = prompt_set(nan_file(tmp_path, kind, rows), settings(), plain)
+    scanned = [(prompt, row) for prompt, row in prompts.scan()]
+    expected = [
+        {"prompt": "ab", "answer": None, "score": 1.5, "in": {"at": [None, 2.0]}},
+        {"prompt": "ab", "answer": 4.0, "score": None, "in": {"at": []}},
+    ]
+    assert [row for _, row in scanned] == expected
+    assert [prompts.full(prompt).row for prompt, _ in scanned] == expected
+    assert [answer_of(row, "answer") for _, row in scanned] == [None, 4.0]
+    assert prompts.have_answers
+
+
+@KINDS
+def test_answers_that_are_all_nan_are_none(tmp_path, plain, kind):
+    path = nan_file(tmp_path, kind, [{"prompt": "ab", "answer": NAN}] * 2)
+    prompts = prompt_set(path, settings(), plain)
+    load_set(prompts)
+    assert not prompts.have_answers
+
+
+@KINDS
+def test_a_prompt_that_is_nan_or_null_is_said_to_be_missing(tmp_path, plain, kind):
+    prompts = prompt_set(nan_file(tmp_path, kind, [{"prompt": NAN}]), settings(), plain)
+    for read in (lambda: load_set(prompts), lambda: prompts.prepare([0])):
+        with pytest.raises(
+            DataError, match=r"1: 'prompt' is missing \(null or NaN\), expected text"
+        ):
+            read()
+    with pytest.raises(DataError, match=r"1: 'prompt' is missing \(null or NaN\), expected text"):
+        load_prompts(jsonl(tmp_path, {"prompt": None}), settings(), plain)
+
+
+@KINDS
+def test_chats_that_differ_in_a_nan_and_a_null_are_the_same_prompt(tmp_path, chat, kind):
+    chats = [[{**USER[0], "weight": weight}] for weight in (NAN, None, 1.0)]
+    path = nan_file(tmp_path, kind, [{"prompt": messages} for messages in chats])
+    prompts = prompt_set(path, settings(), chat)
+    first, second, third = [p.id for p, _ in prompts.scan()]
+    assert second == f"{first}-2"
+    assert third not in (first, f"{first}-3")
+    assert [p.id for p in prompts.prepare([0, 1, 2])] == [first, second, third]
+
+
+def test_infinity_in_a_line_with_a_nan_is_still_a_number(tmp_path, plain):
+    path = jsonl(tmp_path, b'{"prompt": "ab", "a": NaN, "b": -Infinity, "c": "NaN"}')
+    row = prompt_set(path, settings(), plain).rows.read(0)
+    assert row == {"prompt": "ab", "a": None, "b": float("-inf"), "c": "NaN"}

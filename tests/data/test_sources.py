@@ -18,6 +18,9 @@ pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
+LETTERS = "abc"
+
+
 def rows_of(path: Path, **keys: str) -> list[str]:
     one = DataSet(path=str(path), prompt_key="prompt", **keys)
     require_there(one)
@@ -111,6 +114,31 @@ def test_what_save_to_disk_writes_is_read_with_its_splits(tmp_path):
     assert "not a readable Arrow file" in refusal(tmp_path / "one")
 
 
+@pytest.mark.parametrize(
+    "listed", [[{"x": 1}], {"a": 1}, 5, [], ["data.arrow"], [{"filename": 5}], None]
+)
+def test_a_damaged_list_of_the_files_that_save_to_disk_wrote_is_one_line(tmp_path, listed):
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
+    assert "state.json names no files as save_to_disk does" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("splits", [5, {"train": 1}, "train", None])
+def test_a_damaged_list_of_splits_is_one_line(tmp_path, splits):
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    assert "dataset_dict.json names no splits as save_to_disk does" in refusal(tmp_path)
+
+
+def test_files_of_save_to_disk_with_other_columns_are_one_line(tmp_path):
+    names = []
+    for name, value in (("a.arrow", "1"), ("b.arrow", 1)):
+        table = pyarrow.table({"prompt": [value]})
+        with pyarrow.ipc.new_stream(str(tmp_path / name), table.schema) as stream:
+            stream.write_table(table)
+        names.append({"filename": name})
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": names}))
+    assert "its files are not of one table: Schema at index 1 was different" in refusal(tmp_path)
+
+
 def test_rows_of_many_groups_and_batches_are_found_by_their_number(tmp_path):
     write(tmp_path / "a.parquet", *map(str, range(301)))
     write(tmp_path / "b.jsonl", *map(str, range(301, 303)))
@@ -161,6 +189,59 @@ def test_arrow_tells_rows_apart_as_jsonl_does():
     chats = pyarrow.table({"prompt": [one, other, one]})
     first, second, third = arrow.keys_of(chats.to_batches, "prompt").contents()
     assert first == third != second
+
+
+def categories(num: int) -> Any:
+    """Of each 3,000 rows others, as pandas writes them when it appends."""
+    texts = [LETTERS[i // 3000] * (1 + i % 7) for i in range(num)]
+    groups = [texts[start : start + 3000] for start in range(0, num, 3000)]
+    return pyarrow.chunked_array([pyarrow.array(g).dictionary_encode() for g in groups])
+
+
+@pytest.mark.parametrize("row_group_size", [3000, 9000])
+def test_categories_that_differ_from_chunk_to_chunk_are_read(tmp_path, plain, row_group_size):
+    """An Arrow file has one dictionary of a column for all of its batches."""
+    named = categories(9000)
+    columns = {"prompt": named, "kind": named, "id": range(9000)}
+    file = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.table(columns), file, row_group_size=row_group_size)
+    assert rows_of(file) == named.to_pylist()
+    loaded = load_prompts(str(file), settings(), plain)
+    assert [p.text for p in loaded] == named.to_pylist()
+    last = "c" * (1 + 8999 % 7)
+    assert loaded[-1].row == {"prompt": last, "kind": last, "id": 8999}
+
+
+def test_categories_in_structs_and_lists_are_read(tmp_path):
+    chunks = categories(9000).chunks
+    structs = [pyarrow.StructArray.from_arrays([chunk], ["a"]) for chunk in chunks]
+    one_each = range(3001)
+    columns = {
+        "prompt": [pyarrow.ListArray.from_arrays(one_each, chunk) for chunk in structs],
+        "large": [pyarrow.LargeListArray.from_arrays(one_each, chunk) for chunk in chunks],
+        "fixed": [pyarrow.FixedSizeListArray.from_arrays(chunk, 1) for chunk in chunks],
+        "map": [pyarrow.MapArray.from_arrays(one_each, chunk, chunk) for chunk in chunks],
+    }
+    table = pyarrow.table({name: pyarrow.chunked_array(parts) for name, parts in columns.items()})
+    file = tmp_path / "train.parquet"
+    parquet.write_table(table, file, row_group_size=9000)
+    assert rows_of(file) == table["prompt"].to_pylist()
+    rows = open_rows(DataSet(path=str(file), prompt_key="prompt"))
+    for index in (0, 3000, 8999):
+        assert rows.read(index) == table.slice(index, 1).to_pylist()[0]
+
+
+def test_an_unpacked_file_that_arrow_cannot_read_is_one_line(tmp_path):
+    from lightrl.data import arrow
+
+    file = tmp_path / "train.parquet"
+    write(file, "1", "2")
+    spool = arrow.Spool()
+    spool.sink.write(bytes(10_000))
+    spool.sink = pyarrow.OSFile(str(tmp_path / "elsewhere"), "wb")
+    with pytest.raises(DataError, match=r"train.parquet: cannot be unpacked: \w+") as caught:
+        arrow.ParquetRows(file, "prompt", spool).get_ready()
+    assert "\n" not in str(caught.value)
 
 
 # The hub, from a cache of this machine

@@ -203,6 +203,16 @@ def test_its_rows_are_read_in_a_process_of_their_own(environments, tmp_path):
     assert rows_file("train.jsonl", "train", Reward(), tmp_path) == "train.jsonl"
 
 
+def test_a_command_that_cannot_be_started_for_its_rows_is_one_line(tmp_path):
+    is_no_program = tmp_path / "notes.txt"
+    is_no_program.touch(0o644)
+    programs = {"nosuchprog": "No such file or directory", str(is_no_program): "Permission denied"}
+    for program, reason in programs.items():
+        with pytest.raises(DataError) as caught:
+            rows_file("verifiers:my-sums", "train", Reward(command=(program,)), tmp_path)
+        assert str(caught.value) == f"verifiers:my-sums: {program}: {reason}"
+
+
 def test_an_environment_brings_its_data_unless_the_config_has_some():
     def path(**sections: Any) -> str:
         tree = {"model": {"path": "m"}, "reward": {"functions": "verifiers:my-sums"}, **sections}

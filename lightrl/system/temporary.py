@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +29,20 @@ def temporary_folder(name: str, root: Path | None = None) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
         os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    """Whatever a stranger's program has left there: folders that are too deep for `rmtree`, or that
+    nobody may read."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
 def _new_folder(name: str, root: Path) -> tuple[Path, int]:
@@ -60,7 +73,7 @@ def _remove_unlocked(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         finally:
             os.close(descriptor)
 

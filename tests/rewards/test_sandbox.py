@@ -7,8 +7,10 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -284,11 +286,55 @@ print(answer in (None, -1))
     assert run(sandbox, "print(1)").output == b"1\n"
 
 
-def test_what_one_program_leaves_behind_does_not_stop_the_next(sandbox: Sandbox) -> None:
-    run(sandbox, "import os\nos.unlink('main.py')\nos.symlink('/dev/null', 'main.py')")
-    assert run(sandbox, "print(1)").output == b"1\n"
-    run(sandbox, "import os\nos.unlink('main.py')\nos.mkdir('main.py')")
-    assert run(sandbox, "print(1)").status == "refused"
+JUNK = {
+    "a link": "os.unlink('main.py')\nos.symlink('/dev/null', 'main.py')",
+    "a folder like the program": "os.unlink('main.py')\nos.makedirs('main.py/a')",
+    "a pipe": "os.unlink('main.py')\nos.mkfifo('main.py')",
+    "what nobody may read": (
+        "os.makedirs('a/b')\nopen('a/b/c', 'w').close()\nos.symlink('/', 'a/b/d')\n"
+        "for path in ('a/b/c', 'a/b', 'a', 'main.py'): os.chmod(path, 0)"
+    ),
+    "a folder that nobody may enter": "os.chmod('.', 0o1777)\nos.chmod('.', 0)",
+    "depth": "for _ in range(1200):\n    os.mkdir('d')\n    os.chdir('d')",
+    "names": (
+        "for name in (b'\\xff', b'a\\nb', b'-rf', b' ', b'*', b'x' * 255):\n"
+        "    os.mkdir(name)\n    open(name + b'/' + name, 'w').close()"
+    ),
+    "modules": "for name in ('json', 'os', 'site'): open(f'{name}.py', 'w').write('1 / 0')",
+}
+MUCH = {
+    "many files": "for k in range(10_000): open(f'{k}', 'w').close()",
+    "a full disk": "for k in range(9): open(f'{k}', 'wb').write(bytes(4 << 20))",
+}
+
+
+@pytest.mark.parametrize(
+    ("junk", "is_isolated"), [*product(JUNK, (True, False)), *((much, True) for much in MUCH)]
+)
+def test_what_one_program_leaves_behind_does_not_stop_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, junk: str, is_isolated: bool
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Sandbox(LIMITS, is_isolated) as sandbox:
+        run(sandbox, f"import os\n{(JUNK | MUCH)[junk]}")
+        code = "import os\nopen('x', 'wb').write(bytes(8 << 20))\nprint(sorted(os.listdir()))"
+        assert run(sandbox, code).output == b"['main.py', 'x']\n"
+        run(sandbox, f"import os\n{(JUNK | MUCH)[junk]}")
+    assert os.listdir(tmp_path) == []
+
+
+def test_nor_does_what_a_killed_worker_left_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    left = tmp_path / f"lightrl-{ended.pid}-code-x"
+    left.mkdir()
+    subprocess.run([sys.executable, "-c", f"import os\n{JUNK['depth']}"], cwd=left, check=True)
+    reward = CodeReward(timeout_s=LONG_S, limits=LIMITS, is_isolated=False)
+    assert reward(sample("print(1)", {"inputs": [""], "outputs": ["1"]}))["reward"] == 1.0
+    assert not left.exists()
 
 
 def test_without_walls_limits_stay_and_nothing_is_left() -> None:
@@ -309,7 +355,8 @@ def test_programs_read_the_packages_that_are_named(tmp_path: Path) -> None:
     (tmp_path / "extra.py").write_text("ANSWER = 42")
     tmp_path.chmod(0o755)
     with Sandbox(LIMITS, packages=[str(tmp_path)]) as sandbox:
-        assert run(sandbox, "import extra; print(extra.ANSWER)").output == b"42\n"
+        for _ in range(2):  # where packages lie in /tmp, they stay when it is emptied
+            assert run(sandbox, "import extra; print(extra.ANSWER)").output == b"42\n"
         assert run(sandbox, f"open({str(tmp_path / 'x')!r}, 'w')").code == 1
 
 
@@ -392,6 +439,7 @@ def test_each_attack_costs_its_own_response_alone() -> None:
         "import os\nwhile True: os.fork()",
         "x = bytearray(9 << 30)",
         "import os; os.kill(-1, 9)",
+        *(f"import os\n{junk}" for junk in JUNK.values()),
     )
     for bomb in bombs:
         assert reward(sample(bomb, tests))["reward"] == 0.0

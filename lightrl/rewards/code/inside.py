@@ -18,6 +18,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -68,11 +69,12 @@ def main(descriptor: int) -> None:
     except OSError as e:
         send(outside, {"refused": f"{e.filename or 'namespaces'}: {e.strerror}"})
         return
+    kept = frozenset(os.listdir("."))  # packages may lie in /tmp
     send(outside, {"ready": True})
     with contextlib.suppress(EOFError):  # the worker has gone
         while True:
             request, payload = receive(outside)
-            send(outside, *_answer(outside, request, payload))
+            send(outside, *_answer(outside, request, payload, kept))
 
 
 # --- what a program can see -----------------------------------------------------------------------
@@ -155,8 +157,8 @@ def _within(path: str, folder: str) -> bool:
 
 
 @contextlib.contextmanager
-def _folder(path: str):
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _folder(path: str, within: int | None = None):
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=within)
     try:
         yield descriptor
     finally:
@@ -166,17 +168,45 @@ def _folder(path: str):
 # --- one program ----------------------------------------------------------------------------------
 
 
-def _answer(outside: socket.socket, request: dict, payload: bytes) -> tuple[dict, bytes]:
+def _answer(
+    outside: socket.socket, request: dict, payload: bytes, kept: frozenset[str]
+) -> tuple[dict, bytes]:
     try:
+        with _folder(".") as here:
+            _empty(here, kept)  # else what one program leaves there stops the next
         for name, size in request["files"]:
-            if os.path.lexists(name):  # a program may have left a link there
-                os.unlink(name)
             with open(name, "xb") as file:
                 file.write(payload[:size])
             payload = payload[size:]
         return _run(outside, request, payload)
-    except OSError as e:  # what an earlier program left behind: its folder, a full disk
+    except OSError as e:  # without walls an earlier program may have removed the folder
         return {"status": "refused", "code": 0, "wall_s": 0.0, "errors": str(e)}, b""
+
+
+def _empty(folder: int, kept: frozenset[str]) -> None:
+    """Of all but `kept`, however much it is, however deep, and whoever may read it: what lies in a
+    folder within is moved up, so no path gets too long and no descriptors run out."""
+    with contextlib.suppress(PermissionError):  # started by root, it is root's
+        os.fchmod(folder, 0o700)
+    while names := set(os.listdir(folder)) - kept:
+        for name in names:
+            if not _open_up(name, folder):
+                os.unlink(name, dir_fd=folder)
+                continue
+            with _folder(name, folder) as inner:
+                for each in os.listdir(inner):
+                    _open_up(each, inner)
+                    free = os.urandom(16).hex()
+                    os.rename(each, free, src_dir_fd=inner, dst_dir_fd=folder)
+            os.rmdir(name, dir_fd=folder)
+
+
+def _open_up(name: str, folder: int) -> bool:
+    """Whether it is a folder, which then may be changed."""
+    if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        return False
+    os.chmod(name, 0o700, dir_fd=folder)
+    return True
 
 
 def _run(outside: socket.socket, request: dict, stdin: bytes) -> tuple[dict, bytes]:

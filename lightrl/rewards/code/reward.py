@@ -29,8 +29,16 @@ MARGIN, MARGIN_S = 0.1, 2.0
 
 _FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = frozenset({"python", "python3", "py"})
-# Must come before everything else in a file, and may come but there.
-_FUTURE = re.compile(r"^from __future__ import (?:\([^()]*\)|[^()\n;]*)[^\n]*$", re.MULTILINE)
+# What stands before a future import, a piece at a time: an empty line or comment, a docstring, or
+# another of them. No two ways match the same text: responses would find one that takes forever.
+_HEAD = re.compile(
+    r"""[ \t\f]*(?:\#[^\n]*)?\n
+    |[rRuU]?(?:\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3}
+        |"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')[ \t;]*(?:\#[^\n]*)?\n
+    |(?P<future>from[ \t]+__future__[ \t]+import[ \t]*
+        (?:\((?:[^()#]|\#[^\n]*\n)*\)|(?:[^()\n;\\]|\\\n)+)[^\n]*(?:\n|\Z))""",
+    re.VERBOSE | re.DOTALL,
+)
 _HARNESS = Path(harness.__file__).read_bytes()
 _TESTER = Path(tester.__file__).read_bytes()
 # LiveCodeBench and verl put these before every program, and answers rely on it. (`statistics` of
@@ -128,9 +136,14 @@ def program_of(response: str) -> str:
 
 
 def with_prelude(program: str) -> str:
-    program = program.replace("\r\n", "\n")
-    futures = "".join(f"{line}\n" for line in _FUTURE.findall(program))
-    return futures + _PRELUDE + (_FUTURE.sub("", program) if futures else program)
+    """Behind its future imports, which must come before everything else."""
+    program = program.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    at = end = 0
+    while found := _HEAD.match(program, at):
+        at = found.end()
+        end = at if found["future"] else end
+    head = program[:end]
+    return head + "\n" * (head[-1:] not in ("", "\n")) + _PRELUDE + program[end:]
 
 
 def run_case(sandbox: Sandbox, program: str, case: Case, time_s: float) -> tuple[Outcome, bool]:

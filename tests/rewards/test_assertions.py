@@ -67,7 +67,8 @@ def add(a, b): return Number()
 class math:
     isclose = staticmethod(lambda *a, **k: True)
 def isclose(*a, **k): return True
-all = any = abs = eq = isclose
+all = any = abs = eq = reduce = isclose
+fabs = floor = dumps = Counter = deque = lambda *a: 0
 def add(a, b): return 9
 """,
     "ends well": "import os\ndef add(a, b): os._exit(0)",
@@ -124,6 +125,9 @@ def add(a, b):
         "import math\nassert math.isclose(add(1, 2), 3)",
         "assert math.isclose(add(1, 2), 3) and isclose(add(1, 2), 3)",
         "assert eq(add(1, 2), 3)",
+        "assert fabs(add(1, 2) - 3) < 1e-6 and floor(add(1, 2)) == floor(3.2)",
+        "assert Counter([add(1, 2)]) == Counter([3]) and deque([add(1, 2)]) == deque([3])",
+        "assert dumps(add(1, 2)) == dumps(3) and reduce(eq, [add(1, 2), 3])",
         "from solution import *\n\ndef test_add():\n    assert all([add(1, 2) == 3])",
         "assert abs(-(add(1, 2) + -3)) < 1e-6 or not add(1, 2) - 3",
         "assert {add(1, 2)} == {3} and add(1, 2) in [3]",

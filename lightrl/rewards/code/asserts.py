@@ -16,10 +16,12 @@ TOGETHER = frozenset(
         *("multiprocessing", "subprocess", "sys", "threading", "types", "weakref"),
     ]
 )
-# They say of two values, or of one, what a test wants to know.
+# What they make of a value, or say of two, a test compares or believes.
 JUDGING = frozenset(
     [
         *("isclose", "isnan", "isinf", "isfinite"),  # of math
+        *("floor", "ceil", "trunc", "fabs", "fsum", "dist"),
+        *("Counter", "OrderedDict", "defaultdict", "deque", "reduce", "dumps", "deepcopy"),
         *("eq", "ne", "lt", "le", "gt", "ge", "is_", "is_not", "not_", "truth"),  # of operator
     ]
 )

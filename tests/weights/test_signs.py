@@ -63,11 +63,15 @@ def test_who_is_queued_waits_for_longer_than_it_bears_silence(tmp_path):
 
 def test_who_is_told_to_come_again_does_and_with_one_stream(tmp_path):
     refused: list[Request] = []
+    all_have_come = asyncio.Event()  # before one of them comes again
 
     def answer(data: bytes) -> Answer:
         async def respond(request: Request, writer: asyncio.StreamWriter) -> None:
             if len(refused) < 5:
                 refused.append(request)
+                if len(refused) == 4:
+                    all_have_come.set()
+                await all_have_come.wait()
                 writer.write(BUSY)
                 writer.close()
             else:

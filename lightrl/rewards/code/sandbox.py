@@ -185,12 +185,21 @@ class Sandbox:
         for pid in _descendants(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            self._process.wait(GRACE_S)  # ends by itself, after all others
-        except subprocess.TimeoutExpired:
+        if not _ends_within(self._process.pid, GRACE_S):  # by itself, after all others
             self._process.kill()
-            self._process.wait()
+        self._process.wait()
         self._kept.close()
+
+
+def _ends_within(pid: int, seconds: float) -> bool:
+    """Of a child. Popen.wait with a limit sleeps between looks, for longer than this takes."""
+    ended = os.pidfd_open(pid)
+    try:
+        waiting = select.poll()
+        waiting.register(ended, select.POLLIN)
+        return bool(waiting.poll(seconds * 1000))
+    finally:
+        os.close(ended)
 
 
 def _visible(packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -102,8 +102,8 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
 
 
 def _with_nan(value: Any, kind: types.Type) -> Any:
-    """`value` with NaN in place of each null where `kind` has a float. In a union it is of the first
-    member that is a container of its kind."""
+    """`value` with NaN in place of each null where `kind` has a float. In a union it is that of the
+    first member that is a container of the same sort."""
     if isinstance(kind, types.UnionType):
         kind = next((member for member in kind.types if _holds(member, value)), kind)
     if value is None:

@@ -53,7 +53,12 @@ def warning_text(row: WarningRow) -> str:
 
 def last_warnings(rows: Iterable[WarningRow], but: str = "") -> list[str]:
     """Lines for the end of a run. `but`: the reason of the end, which is shown in any case."""
-    found = [f"{WARNING}{warning_text(row)}" for row in rows if row.text != but]
+    found = [f"{WARNING}{warning_text(row)}" for row in rows if not _is_in(row.text, but)]
     more = len(found) - MAX_REPEATED
     rest = [f"{WARNING}{more} other kinds, see logs/head.log"] if more > 0 else []
     return rest + found[-MAX_REPEATED:]
+
+
+def _is_in(text: str, reason: str) -> bool:
+    """`text` may name whose reason it is in other words."""
+    return text == reason or bool(why := text.partition(": ")[2]) and why in reason

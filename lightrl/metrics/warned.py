@@ -61,4 +61,5 @@ def last_warnings(rows: Iterable[WarningRow], but: str = "") -> list[str]:
 
 def _is_in(text: str, reason: str) -> bool:
     """`text` may name whose reason it is in other words."""
-    return text == reason or bool(why := text.partition(": ")[2]) and why in reason
+    why = text.partition(": ")[2]
+    return text == reason or (bool(why) and why in reason)

@@ -37,6 +37,7 @@ def settings_of(
         eval_interval=config.eval.interval,
         eval_sets=_eval_sets(config, eval_sizes or {}, stop_ids),
         slots=r.slots,
+        num_rollouts=r.nodes,
         vocabulary=vocabulary,
         lease_s=config.node.lease_s,
         patience_s=config.node.patience_s,

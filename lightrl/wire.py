@@ -6,11 +6,13 @@ newer peer may add some; missing or mistyped ones are a `ProtocolError`, and so 
 longer than their type says, before they are read. Never pickle.
 """
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
+import msgspec.inspect as types
 
 from lightrl.core.arrays import decode, encode
 from lightrl.errors import ProtocolError
@@ -79,16 +81,55 @@ def from_bytes(data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def to_json(value: Any) -> bytes:
-    """Dataclasses and plain types as one line of JSON (for metrics.jsonl, --json, run files)."""
+    """Dataclasses and plain types as one line of JSON (for metrics.jsonl, --json, run files). A
+    float that is not finite is null: JSON has no number for it."""
     return msgspec.json.encode(value)
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """Raises ProtocolError if `data` is not JSON of that type."""
+    """The inverse of `to_json`: null is NaN where `kind` has a float that may not be None.
+
+    Raises ProtocolError if `data` is not JSON of that type.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ProtocolError(f"undecodable JSON: {e}") from None
+        try:  # to look for nulls takes longer, and few files have one
+            tree = _with_nan(msgspec.json.decode(data), types.type_info(kind))
+            return msgspec.convert(tree, kind, str_keys=True)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            raise ProtocolError(f"undecodable JSON: {e}") from None
+
+
+def _with_nan(value: Any, kind: types.Type) -> Any:
+    """`value` with NaN in place of each null where `kind` has a float. In a union it is that of the
+    first member that is a container of the same sort."""
+    if isinstance(kind, types.UnionType):
+        kind = next((member for member in kind.types if _holds(member, value)), kind)
+    if value is None:
+        return math.nan if isinstance(kind, types.FloatType) else None
+    if not _holds(kind, value):
+        return value
+    match kind:
+        case types.DictType(value_type=of):
+            return {key: _with_nan(each, of) for key, each in value.items()}
+        case types.DataclassType(fields=fields):
+            known = {field.encode_name: field.type for field in fields}
+            return {k: _with_nan(v, known.get(k, types.AnyType())) for k, v in value.items()}
+        case types.TupleType(item_types=each_of):
+            return [*map(_with_nan, value, each_of), *value[len(each_of) :]]
+        case types.VarTupleType(item_type=of) | types.ListType(item_type=of):
+            return [_with_nan(each, of) for each in value]
+        case _:
+            return value
+
+
+def _holds(kind: types.Type, value: object) -> bool:
+    """Whether JSON's `value` is a container as `kind` is one."""
+    if isinstance(kind, types.DictType | types.DataclassType):
+        return isinstance(value, dict)
+    is_sequence = isinstance(kind, types.TupleType | types.VarTupleType | types.ListType)
+    return is_sequence and isinstance(value, list)
 
 
 def pack_i32(values: Sequence[int]) -> bytes:

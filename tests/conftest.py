@@ -1,7 +1,5 @@
-"""Settings that all tests share, their order, and the lines at the end of a run that say what was
-not tested, and what failed and why.
-
-Nothing here starts a process.
+"""Settings that all tests share, their order, the end of what they leave behind, and the lines at
+the end of a run that say what was not tested, and what failed and why.
 """
 
 import gc
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.reaper import Reaper
 from tests.support.warm import origin_of_daemons, origin_of_runs, warm_daemons, warm_runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run side by side on few cores
@@ -56,6 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--pure"):
         sys.addaudithook(_refuse_the_impure)
+    elif not hasattr(config, "workerinput"):  # before there are workers: they are marked, too
+        config.add_cleanup(Reaper().end)
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder())
 

@@ -365,7 +365,7 @@ class CoordinatorDaemon:
     def _report(self, text: str, level: int = logging.INFO) -> None:
         elapsed = time.monotonic() - self._core.started_at
         text = plain(text)  # some of it nodes have said
-        self._records.event(elapsed, text)
+        self._records.event(elapsed, text, is_warning=level == logging.WARNING)
         if level > logging.INFO:
             logger.log(level, text)
         else:

@@ -22,7 +22,6 @@ from lightrl.core.commands import ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import ResponseScored
 from lightrl.core.state import Group, Response, ResponseState, Round, RoundState
-from lightrl.core.unscored import TRIED
 from lightrl.data.prompts import Prompt
 from lightrl.errors import RewardError
 from lightrl.metrics.round_figures import sample_of
@@ -104,7 +103,7 @@ class Scoring:
         rows = await first_rows(self._config, self._prompts) if is_wanted else ()
         for each in await self._trials.run(self.pool, rows, PATIENCE_S):
             for line in doubts(self._config.reward, each):
-                self._report(f"{TRIED}{line}")
+                self._report(f"rewards: {line}")
 
     def submit(self, command: ScoreResponse) -> None:
         response, group = command.response, command.response.group

@@ -309,14 +309,19 @@ class Coordinator:
         """A trainer that says that it failed, would fail again."""
         is_trainer = name in self.fleet.trainers
         is_last = self.trainer_feed.stands_at == self.settings.num_steps
+        if not ok and name in self.fleet.nodes and "rollout" in self.fleet.nodes[name].roles:
+            self.fleet.failed[name] = reason
         self.trainer_feed.has_finished |= ok and is_last and name == self.fleet.trainer
-        self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now, ok)
+        text = f"{name} left ({reason})" if ok else f"{name} failed: {reason}"
+        self._remove(name, text, now, ok, may_return=ok)
         if is_trainer:
             self.handover.trainer_left(name)
         if is_trainer and not ok:
             self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")
 
-    def _remove(self, name: str, text: str, now: float, is_orderly: bool = False) -> None:
+    def _remove(
+        self, name: str, text: str, now: float, is_orderly: bool = False, may_return: bool = True
+    ) -> None:
         node = self.fleet.nodes.get(name)
         if node is None:
             return
@@ -327,8 +332,10 @@ class Coordinator:
         report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
-            if not self.ending.has_begun:
+            if may_return and not self.ending.has_begun:
                 self.outbox.warn(self.fleet.trainers.patience(self.settings.patience_s))
+        if not self.ending.has_begun and (why := self.fleet.why_deserted()) is not None:
+            self.ending.begin(RunState.FAILED, why)
 
     def _drain(self, name: str, reason: str) -> None:
         node = self.fleet.nodes.get(name)

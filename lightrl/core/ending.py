@@ -48,8 +48,7 @@ class Ending:
             return
         self.has_begun = True
         self._outcome, self._reason = outcome, reason
-        tell = self._outbox.warn if outcome is RunState.FAILED else self._outbox.report
-        tell(reason)
+        self._outbox.report(reason)  # of a failure the last line is an error
         for name in self._fleet.nodes:
             if name not in self._fleet.trainers:
                 self._outbox.send(name, Drain(name, self._farewell))

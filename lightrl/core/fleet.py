@@ -55,6 +55,8 @@ class Fleet:
         self.num_joined = 0
         self.num_preemptible = 0  # of `nodes`
         self.ghosts = Ghosts()
+        self.failed: dict[str, str] = {}  # rollout nodes that will not come back, and why
+        self._rollouts: set[str] = set()  # names of all that ever took part
         self.num_weights_failed = 0
         self.num_bad_sources = 0  # reports that a node sent another one wrong bytes
         self.lease_check_at: float | None = None
@@ -117,6 +119,9 @@ class Fleet:
         if "trainer" in node.roles:
             self.trainers.heard(hello)
         self.num_joined += 1
+        if "rollout" in node.roles:
+            self._rollouts.add(node.name)
+            self.failed.pop(node.name, None)
         self.offers.bad.joined(node.name, node.incarnation)
         if self.lease_check_at is None:
             self.lease_check_at = now + self._settings.lease_s
@@ -170,6 +175,20 @@ class Fleet:
         self.offers.forget(name)
         self._offer_to(self.broadcasts.lost(name, is_trainer))
         self._tell_news(self.offers.short_of(name))
+
+    def why_deserted(self) -> str | None:
+        """Why no rollout node will take part any more, in one line; None if some do or may come.
+
+        Those that the run started must all have failed for good, and whoever else took part: one
+        that was lost or preempted may come back. With `scale.max` more may be started.
+        """
+        settings, failed = self._settings, self.failed
+        if not settings.num_rollouts or len(failed) < settings.num_rollouts or settings.scale_max:
+            return None
+        if self._rollouts - failed.keys() or any("rollout" in n.roles for n in self.nodes.values()):
+            return None
+        name, reason = next(iter(failed.items()))
+        return f"no rollout node is left: {name}: {reason}"
 
     def drain(self, node: Node) -> None:
         """It takes no more work."""
@@ -394,4 +413,5 @@ class Fleet:
         elif self.offers.trainer is not None:
             reason = f"cannot load version {failed.policy_version}"
             self._outbox.send(name, Drain(name, reason))
+            self.failed[name] = f"{reason}: {failed.reason}"
         # else it may be for want of the trainer, which will publish again

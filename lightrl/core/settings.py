@@ -85,6 +85,8 @@ class Settings:
     deltas: bool = True
     # who gets a version by broadcast
     broadcast: Literal["auto", "always", "off"] = "off"
+    # rollout nodes that the run itself starts; 0 = all come from elsewhere
+    num_rollouts: int = 0
     # nodes that train together
     num_trainers: int = 1
     # of the one that leads, the first members of each broadcast group

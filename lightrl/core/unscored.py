@@ -12,11 +12,6 @@ from lightrl.core.commands import Outbox
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round
 
-# How lines begin, or what is in them, that tell of it.
-NO_REWARD, NONE_SCORED = "no reward for ", ": none of "
-# Of those that doubt a reward before it has scored anything (rewards/trial.py).
-TRIED = "rewards: "
-
 
 class _Tally:
     """Of a round that is open."""
@@ -48,7 +43,7 @@ class UnscoredSteps:
         tally.num_failed += 1
         if tally.num_failed == 1:
             tally.failure = failure
-            self._outbox.warn(f"{NO_REWARD}{response}: {failure}")
+            self._outbox.warn(f"no reward for {response}: {failure}")
 
     def close(self, round: Round, num_trained: int) -> None:
         """A round has closed; `num_trained` responses were trained in the run before."""
@@ -58,7 +53,7 @@ class UnscoredSteps:
             return
         self._in_a_row += not round.is_eval
         what = f"evaluation at step {round.step}" if round.is_eval else f"step {round.step + 1}"
-        text = f"{what}{NONE_SCORED}{tally.num_failed} responses has a score: {tally.failure}"
+        text = f"{what}: none of {tally.num_failed} responses has a score: {tally.failure}"
         if self._max and not self._has_scored and not num_trained:
             self.trouble = text
         elif self._max and self._in_a_row >= self._max:

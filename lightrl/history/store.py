@@ -4,7 +4,9 @@ memory.
 Owns which are kept; what they are good for is decided by who reads them. A prompt keeps what its
 newest epoch brought: trained, surplus and put-off responses alike, finished or not. The prompts of
 evaluations are kept beside those of the training data, each evaluation counting as an epoch. When
-the limit is reached, the prompt that was answered longest ago is forgotten.
+the limit is reached, the training prompt that was answered last is forgotten: it is asked again in
+an epoch from now. What was answered longest ago is needed next, and a store that gave it up first
+would have forgotten most prompts by the time they come again.
 
 The arrays are those of the rounds that have closed, so that learning a gigabyte copies nothing:
 nobody may change them. The limit is on tokens, 4 bytes each. What Python needs around them comes on
@@ -113,7 +115,9 @@ class History:
         self._prompts[prompt] = merged
         self._count(merged, 1)
         while self.num_bytes > self._max_bytes:
-            self._forget(next(iter(self._prompts)))
+            newest_first = reversed(self._prompts)
+            trained = (key for key in newest_first if not key.startswith("\0"))  # see Group.key
+            self._forget(next(trained, next(reversed(self._prompts))))
             self.num_evicted += 1
 
     def _forget(self, prompt: str) -> None:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from lightrl.errors import ConfigError
 from lightrl.metrics.sinks import read
+from lightrl.wire import to_json
 
 LAST_STEPS = 10  # whose mean is shown as where a run ended
 # a set's, not those of its sources
@@ -68,15 +69,13 @@ def differences(runs: Sequence[RunResult]) -> dict[str, list[Any]]:
 
 
 def as_json(runs: Sequence[RunResult]) -> str:
-    return json.dumps(
+    return to_json(
         {
             "runs": [run.name for run in runs],
             "settings": differences(runs),
-            "figures": {
-                name: [_known(run.figures.get(name)) for run in runs] for name in _names(runs)
-            },
+            "figures": {name: [run.figures.get(name) for run in runs] for name in _names(runs)},
         }
-    )
+    ).decode()
 
 
 def as_table(runs: Sequence[RunResult]) -> Table:
@@ -155,11 +154,6 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _known(value: float | str | None) -> float | str | None:
-    """JSON has no number for what is none."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(value: float | str | None) -> str:

@@ -3,7 +3,6 @@
 Reads snapshots and what the run has left; starts and stops nothing.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightrl.launch.eval_target import EvalTarget
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
 from lightrl.metrics.display import count, duration
-from lightrl.wire import from_json
+from lightrl.wire import from_json, to_json
 
 LINE_EVERY_S, SAME_EVERY_S = 2.0, 20.0
 EVAL_SECONDS = "eval/seconds"
@@ -160,7 +159,7 @@ def as_json(result: EvalResult, file: Path | None) -> str:
             "top_p": how.top_p,
             "max_response_length": how.max_response_length,
         }
-    return json.dumps(
+    return to_json(
         {
             "checkpoint": result.target.path,
             "step": result.target.step,
@@ -171,4 +170,4 @@ def as_json(result: EvalResult, file: Path | None) -> str:
             "seconds": result.seconds,
             "samples": str(file) if file is not None else None,
         }
-    )
+    ).decode()

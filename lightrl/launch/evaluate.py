@@ -27,7 +27,7 @@ from lightrl.launch.eval_report import Progress, as_json, last_lines, result_of,
 from lightrl.launch.eval_target import EvalTarget, find_target
 from lightrl.launch.local import LocalRun
 from lightrl.launch.preflight import require_files, require_here
-from lightrl.launch.report import stop_reason
+from lightrl.launch.report import repeated_warnings, stop_reason
 from lightrl.launch.run import cancel, configure_log, find_gpus, to_its_end
 from lightrl.metrics import samples
 from lightrl.system.files import replacing
@@ -119,6 +119,8 @@ async def _evaluate(
         interrupted = await to_its_end(local, _live(local, progress, tell), tell)
     except RunFailed as e:
         raise _reason(local, e) from None
+    for line in repeated_warnings(local.run_dir):
+        tell(line)
     for line in local.lost:
         tell(f"failed meanwhile: {line}")
     last = final_snapshot(local.run_dir)

@@ -36,7 +36,6 @@ from lightrl.joining import join_command, reachable, why_here_only
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
-from lightrl.log import WARNING
 from lightrl.messages.nodes import Role
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
@@ -117,13 +116,10 @@ class LocalRun:
             await self._start(name, "rollout")
 
     async def what_was_found(self) -> list[str]:
-        """What the coordinator of a resumed run says of its journal: where it goes on, and what is
-        lost."""
+        """What the coordinator of a resumed run says of where it goes on."""
         if not self._resume or (snapshot := await self._snapshot()) is None:
             return []
-        texts = [text for _, text in snapshot.events]
-        begin = next((k for k, text in enumerate(texts) if text.startswith(RESUMED)), len(texts))
-        return [t for t in texts[:begin] if t.startswith(WARNING)] + texts[begin : begin + 1]
+        return [text for _, text in snapshot.events if text.startswith(RESUMED)][:1]
 
     def _tell(self, line: str) -> None:
         """To the person who looks on, and to the launcher's log."""

@@ -12,8 +12,7 @@ from typing import Any
 
 from lightrl.client import ask
 from lightrl.client.address import relative
-from lightrl.client.find_run import OVER
-from lightrl.core.unscored import NO_REWARD, NONE_SCORED, TRIED
+from lightrl.client.find_run import OVER, final_snapshot
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.log import WARNING
 from lightrl.messages.snapshot import INTERRUPTED, NodeRow, Snapshot
@@ -29,8 +28,8 @@ from lightrl.metrics.display import (
     weights,
 )
 from lightrl.metrics.evaluation import Scores, scores_line
-from lightrl.metrics.remote import GETS_NO_MORE
 from lightrl.metrics.waits import WaitLines, waiting
+from lightrl.metrics.warned import MAX_REPEATED, kind, last_warnings, warning_text
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 from lightrl.wire import from_json
 
@@ -39,7 +38,6 @@ LINE_EVERY_S = 2.0
 RETRY_S = 1.0
 # that a result must not hide
 TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")
-NOTED = ("nodes_lost", "engines_lost", "weights_failed")  # what a run survives, but is slower for
 
 
 async def print_progress(address: str, key: str, tell: Callable[[str], None] = print) -> None:
@@ -63,15 +61,12 @@ class Progress:
 
     def __init__(self) -> None:
         self._said_at = float("-inf")
-        self._warned_at = float("-inf")
         self._step = 0
-        self._warned_step = 0
         self._num_evals = 0
         self._state = ""
-        self._counts: dict[str, int] = {}  # of NOTED
-        self._failures: set[str] = set()  # events that tell of rewards
+        self._is_first = True
+        self._warned: set[str] = set()  # kinds of warnings
         self._waits = WaitLines()
-        self._ended: set[str] = set()  # events that tell of trackers
 
     def lines(self, s: Snapshot, now: float) -> Iterator[str]:
         """The lines that this snapshot adds."""
@@ -79,18 +74,14 @@ class Progress:
         if state != self._state and s.state in {"starting", "finishing", "stopped", "failed"}:
             yield state
         self._state = state
-        if not self._counts and s.step > 0:  # resumed: told before
+        if self._is_first and s.step > 0:  # resumed: told before
             self._step, self._num_evals = s.step, len(s.evals)
-        counts = {name: s.counters.get(name, 0) for name in NOTED}
-        if self._counts and (more := [n for n in NOTED if counts[n] > self._counts[n]]):
-            yield (
-                f"WARNING: {', '.join(_counted(counts, more))}; the run continues; see "
-                "logs/head.log"
-            )
-        self._counts = counts
-        yield from self._unscored(s)
+        self._is_first = False
+        for row in s.warnings:
+            if (of := kind(row.text)) not in self._warned:
+                self._warned.add(of)
+                yield f"{WARNING}{warning_text(row)}"
         yield from self._waits.lines(s.wait, now)
-        yield from self._ended_trackers(s)
         evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
@@ -104,39 +95,6 @@ class Progress:
                 + f"  {duration(s.elapsed_s)}"
             )
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] >= s.step)
-        idle = _why_idle(s)
-        if idle and s.step > self._warned_step and now - self._warned_at >= LINE_EVERY_S:
-            self._warned_step, self._warned_at = s.step, now
-            yield f"WARNING: step {s.step} {idle}"
-
-    def _unscored(self, s: Snapshot) -> Iterator[str]:
-        """What was doubted of rewards at the start; the first response without a score, and why;
-        each step that has none."""
-        for _, text in s.events:
-            is_first = text.startswith(NO_REWARD) and all(
-                told.startswith(TRIED) for told in self._failures
-            )
-            is_told = is_first or NONE_SCORED in text or text.startswith(TRIED)
-            if is_told and text not in self._failures:
-                self._failures.add(text)
-                yield f"{WARNING}{text}"
-
-    def _ended_trackers(self, s: Snapshot) -> Iterator[str]:
-        """Trackers that get nothing more: whoever looks at them would wait in vain."""
-        for _, text in s.events:
-            if GETS_NO_MORE in text and text not in self._ended:
-                self._ended.add(text)
-                yield text
-
-
-def _why_idle(s: Snapshot) -> str:
-    """Why the newest step has changed no weight, as far as its figures tell; "" = it has."""
-    if s.metrics.get("train/skipped_nonfinite") and not s.metrics.get("train/updates"):
-        return "changed nothing: its gradient is not finite"
-    if s.metrics.get("round/groups_trained") == 0:
-        flat = f"groups without signal: {s.counters.get('groups_flat', 0):,}"
-        return f"trained no group; so far {', '.join(_trouble(s.counters) or [flat])}"
-    return ""
 
 
 def _eval_line(num_steps: int, step: int, scores: Scores) -> str:
@@ -175,6 +133,15 @@ def result_lines(run_dir: Path) -> list[str]:
         lines.append(f"  model      {model}")
     lines.append(f"  run        {run_dir}")
     return lines
+
+
+def repeated_warnings(run_dir: Path) -> list[str]:
+    """The warnings of a run that is over, from its last snapshot; [] if it has left none."""
+    try:
+        last = final_snapshot(run_dir)
+        return last_warnings(last.warnings, but=stop_reason(run_dir)) if last is not None else []
+    except LightRLError:
+        return []  # whoever reads the result says why
 
 
 def stop_reason(run_dir: Path) -> str:
@@ -236,6 +203,7 @@ def status_lines(s: Snapshot) -> list[str]:
         *(f"sizes     {line}" for line in [sizes(s.metrics)] if line),
         *(f"cost      {line}" for line in [cost(s.cost)] if line),
         *_forecast(s),
+        *(f"warning   {warning_text(row)}" for row in s.warnings[-MAX_REPEATED:]),
         *(f"devices   {line}" for line in sides(s.nodes)),
         *(f"pulling   {n.name}: {line}" for n in s.nodes if (line := pulling(n.weights))),
         *(f"receiving {n.name}: by broadcast, {n.broadcast}" for n in s.nodes if n.broadcast),

@@ -24,7 +24,7 @@ from lightrl.launch.initial import begins_with, settled
 from lightrl.launch.local import LocalRun, join_lines
 from lightrl.launch.plan import device_notes, key_notes
 from lightrl.launch.preflight import require_files, require_here, require_new
-from lightrl.launch.report import print_progress, result_lines, stop_reason
+from lightrl.launch.report import print_progress, repeated_warnings, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
 from lightrl.launch.weights_plan import notes
 from lightrl.log import LogSettings, configure_file
@@ -61,7 +61,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     try:
         interrupted = await to_its_end(local, _live(local, tui), print_lines)
     finally:
-        for line in later:
+        for line in (*later, *repeated_warnings(local.run_dir)):
             print_lines(line)
     for line in local.lost:
         print_lines(f"failed during the run: {line}")

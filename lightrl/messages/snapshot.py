@@ -119,6 +119,17 @@ class SampleText:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class WarningRow:
+    """The latest warning of a kind. Example: WarningRow("rollout-0 lost (restarted)", 2, 31.5)."""
+
+    text: LongText
+    # how often one of this kind came
+    num: int
+    # when it came last, since the start
+    elapsed_s: float
+
+
 INTERRUPTED = "interrupted"  # the state of a run whose coordinator is gone without a last word
 
 
@@ -171,5 +182,7 @@ class Snapshot:
     )
     # (seconds since the start, one line), oldest first
     events: Annotated[tuple[tuple[float, LongText], ...], ROWS] = ()
+    # one of each kind, the latest last
+    warnings: Annotated[tuple[WarningRow, ...], ROWS] = ()
     # latest first
     samples: Annotated[tuple[SampleText, ...], ROWS] = ()

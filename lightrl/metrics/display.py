@@ -3,6 +3,7 @@
 Each function returns text of a known width. Knows nothing of runs but the names of a few metrics.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from lightrl.messages.snapshot import NodeRow
 from lightrl.messages.weights import WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+NO_BLOCK = "·"  # of a value that is not finite
 # by the state of a node that shares devices
 SIDES = {"ready": "samples", "draining": "samples", "released": "trains"}
 CHANGES = "changes"
@@ -154,17 +156,22 @@ def bar(share: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """One character a value, scaled between the smallest and the largest; at most `width`.
+    """One character a value, scaled between the smallest and the largest; at most `width`. Values
+    that are not finite have no part in the scale.
 
     More values than that are averaged in runs of equal length, so that the whole history shows.
     """
     visible = shrink(values, width)
     if not visible:
         return ""
-    low, high = min(visible), max(visible)
+    finite = [v for v in visible if math.isfinite(v)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     if high - low < 1e-12:
-        return BLOCKS[3] * len(visible)
-    return "".join(BLOCKS[round((v - low) / (high - low) * 7)] for v in visible)
+        low, high = low - 3.0, high + 4.0  # one block of middle height for all
+    return "".join(
+        BLOCKS[round((v - low) / (high - low) * 7)] if math.isfinite(v) else NO_BLOCK
+        for v in visible
+    )
 
 
 def shrink(values: Sequence[float], width: int) -> list[float]:

@@ -7,6 +7,7 @@ Owns its form. A run whose note lacks something is of another version, and refus
 
 from dataclasses import dataclass
 
+from lightrl.messages.snapshot import WarningRow
 from lightrl.metrics.evaluation import Scores
 from lightrl.metrics.selection_bias import BiasNote
 from lightrl.metrics.speculation import SpeculationNote
@@ -32,3 +33,4 @@ class RecordsNote:
     eval_sizes: dict[str, int]
     speculation: SpeculationNote
     weights: WeightsNote
+    warnings: tuple[WarningRow, ...]

@@ -22,6 +22,7 @@ from lightrl.core.state import (
     RoundState,
     RunState,
 )
+from lightrl.log import WARNING
 from lightrl.messages.fields import MAX_EVALS
 from lightrl.messages.snapshot import SampleText, Snapshot, TailRow
 from lightrl.metrics.cost import cost_figures, cost_row
@@ -47,6 +48,7 @@ from lightrl.metrics.selection_bias import Bias
 from lightrl.metrics.speculation import SpeculationMetrics
 from lightrl.metrics.speeds import SpeedRecorder
 from lightrl.metrics.waits import Waits
+from lightrl.metrics.warned import Warnings
 from lightrl.metrics.weights import WeightsMetrics
 from lightrl.wire import to_json
 
@@ -101,6 +103,7 @@ class Records:
         self._histogram: tuple[tuple[int, int], ...] = ()
         self._metrics: dict[str, float] = {}
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
+        self._warnings = Warnings()
         self._samples: deque[SampleText] = deque(maxlen=NUM_SAMPLES)
         self._rl_wall_s = 0.0
         self._num_tokens = 0  # trained so far, prompts and responses
@@ -113,8 +116,11 @@ class Records:
 
     # What happens
 
-    def event(self, elapsed_s: float, text: str) -> None:
+    def event(self, elapsed_s: float, text: str, is_warning: bool = False) -> None:
+        """A line that begins with WARNING is a warning, too."""
         self._events.append((elapsed_s, text))
+        if is_warning or text.startswith(WARNING):
+            self._warnings.add(text, elapsed_s)
 
     def sample(self, sample: SampleText) -> None:
         self._samples.appendleft(sample)
@@ -238,6 +244,7 @@ class Records:
                 sizes,
                 self.speculation.note(),
                 self.weights.note(),
+                self._warnings.rows(),
             )
         )
 
@@ -254,6 +261,7 @@ class Records:
                 self._show(record)
         self.speculation.recall(known.speculation)
         self.weights.recall(known.weights)
+        self._warnings.recall(known.warnings)
         self._bias_steps = known.bias_steps
         self._num_migrations = core.table.counters.migrations
 
@@ -304,6 +312,7 @@ class Records:
             "weights_digest": core.fleet.published.digest if core.fleet.published else None,
             "responses_digest": self._digest.result(0).hex(),
             "counters": self._counters(core),
+            "warnings": self._warnings.rows(),
         }
 
     def snapshot(self, core: Coordinator, now: float, over: bool = False) -> Snapshot:
@@ -341,6 +350,7 @@ class Records:
             metrics=self._metrics,
             counters=self._counters(core),
             events=tuple(self._events),
+            warnings=self._warnings.rows(),
             samples=tuple(self._samples),
         )
 

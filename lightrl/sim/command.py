@@ -1,6 +1,5 @@
 """`lightrl simulate`: a config and a few options in, tables or one line of JSON out."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from lightrl.sim.scenario import PRESETS, OffloadRule, Scenario, find_scenario
 from lightrl.sim.traces import TraceEvent, always_there, cut, read_trace, sample
 from lightrl.sim.workload import LengthModel
 from lightrl.system.output import show
+from lightrl.wire import to_json
 
 WIDTH = 110
 STEPS = 20  # enough for four periods of tail batching
@@ -116,7 +116,7 @@ def simulate_run(
             prediction = predict(rerun.run, scenario, own, outcome if change else None)
     if json_line:
         said = {} if prediction is None else {"prediction": asdict(prediction)}
-        print(json.dumps(as_json(named) | said))
+        print(to_json(as_json(named) | said).decode())
         return
     _head(question, config, fleet, rerun.notes(config) if rerun is not None else ())
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
@@ -246,7 +246,7 @@ def reproduce_published(*, json_line: bool = False) -> None:
     """Prints published figures beside those of the simulator, and LightRL on the same workloads."""
     results = reproduce()
     if json_line:
-        print(json.dumps(report.as_json(results)))
+        print(to_json(report.as_json(results)).decode())
         return
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     acceptance = PRESETS[results[0].workload]().speculation.acceptance

@@ -29,6 +29,7 @@ from lightrl.metrics.display import (
     weights,
 )
 from lightrl.metrics.waits import waiting
+from lightrl.metrics.warned import warning_text
 
 Page: TypeAlias = Literal["overview", "samples", "events"]
 PAGES: tuple[Page, ...] = ("overview", "samples", "events")
@@ -61,6 +62,7 @@ ORDINARY = {  # no news
 }
 STATE_COLUMNS, SIDE_COLUMNS = 9, 14
 MAX_SET_COLUMNS = 20
+MAX_WARNINGS = 3
 CALM_S = 2.0  # what the run waits for has lasted: each step waits a moment for this and that
 SHORT_ROLES = {"coordinator": "head", "trainer": "train", "rollout": "roll"}
 HELP = (
@@ -129,9 +131,10 @@ def _header(s: Snapshot, width: int) -> list[Text]:
 def _overview(s: Snapshot, width: int, room: int) -> list[Text]:
     """Nodes and round always, then history, lengths and counters as far as they fit; events take
     the rest."""
-    tight = 2 + len(_round(s, width)) + len(_history(s, width)) + 3
+    warned = _warnings(s, width)
+    tight = 2 + len(_round(s, width)) + len(warned) + len(_history(s, width)) + 3
     body = _nodes(s, width, max(2, room - tight))
-    body += _round(s, width)
+    body += _round(s, width) + warned
     for section in (_history(s, width), _lengths(s, width, tall=room >= 34), _counters(s, width)):
         if len(body) + len(section) <= room:
             body += section
@@ -208,6 +211,15 @@ def _round(s: Snapshot, width: int) -> list[Text]:
         Text.assemble(before, *_bar(share, room, "cyan"), after),
         *rest,
     ]
+
+
+def _warnings(s: Snapshot, width: int) -> list[Text]:
+    """A line for each of the latest kinds, the newest first."""
+    if not s.warnings:
+        return []
+    newest = s.warnings[: -MAX_WARNINGS - 1 : -1]
+    lines = [Text(f" {cut(warning_text(row), width - 2)}", "yellow") for row in newest]
+    return [_rule(f"warnings · {len(newest)} of {len(s.warnings)}", width), *lines]
 
 
 def _weights(s: Snapshot) -> list[Text]:

@@ -43,19 +43,15 @@ def tolerance(wanted: float | None, *dtypes: str) -> float:
 
 
 def compare(expected: Sequence[float], found: Sequence[float], tolerance: float) -> float:
-    """The largest difference of a token's logprob. Raises WeightsError, one line that says by how
-    much, if it is more than `tolerance`."""
-    difference = max(map(_difference, expected, found), default=0.0)
+    """The largest difference of a token's logprob. Raises WeightsError, one line, if it is more
+    than `tolerance`, or if a logprob is not finite."""
+    for whose, logprobs in (("trainer", expected), ("engine", found)):
+        if not all(map(math.isfinite, logprobs)):
+            raise WeightsError(f"the {whose}'s logprobs of the canary are not finite")
+    difference = max((abs(a - b) for a, b in zip(expected, found, strict=False)), default=0.0)
     if len(expected) != len(found) or not difference <= tolerance:
         raise WeightsError(
             "the engine does not serve these weights: its logprobs of the canary differ by up to "
             f"{difference:.4g} from the trainer's, more than {tolerance:g} (weights.canary)"
         )
     return difference
-
-
-def _difference(expected: float, found: float) -> float:
-    """Infinite where one of them is no number; weights that have become NaN are those, in both."""
-    if math.isfinite(expected) and math.isfinite(found):
-        return abs(expected - found)
-    return 0.0 if math.isfinite(expected) == math.isfinite(found) else math.inf

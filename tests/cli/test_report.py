@@ -2,84 +2,49 @@
 
 from dataclasses import replace
 
-from lightrl.launch.report import Progress, result_lines, status_lines
-from lightrl.messages.snapshot import Snapshot, WaitRow
-from lightrl.metrics.remote import GETS_NO_MORE
+from lightrl.launch.report import Progress, repeated_warnings, result_lines, status_lines
+from lightrl.messages.snapshot import Snapshot, WaitRow, WarningRow
+from lightrl.metrics.warned import warning_text
 from lightrl.wire import to_json
 
 IDLE = Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0))
 
 
-def test_a_run_without_rewards_says_so():
-    progress = Progress()
-    counters = {"rewards_failed": 256, "groups_dropped": 32, "nodes_lost": 0}
-    snapshot = Snapshot(
-        *("one", "/r", "running", 1, 3, 1, 1.0),
-        rewards=(0.0,),
-        metrics={"round/groups_trained": 0.0},
-        counters=counters,
-    )
-    warning = "WARNING: step 1 trained no group; so far rewards failed: 256, groups dropped: 32"
-    assert warning in list(progress.lines(snapshot, 10.0))
-    assert list(progress.lines(snapshot, 20.0)) == []  # once a step
-
-
-def test_the_first_failure_of_a_reward_and_each_step_without_a_score_are_told_once():
-    progress = Progress()
-    first, second = "no reward for p1@0#2: KeyError: 'x'", "no reward for p3@0#0: ValueError"
-    empty = "step 2: none of 64 responses has a score: ValueError"
-
-    def lines(*events: str) -> list[str]:
-        told = tuple((1.0, text) for text in events)
-        snapshot = Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0), events=told)
-        return list(progress.lines(snapshot, 10.0))
-
-    doubt = "rewards: train: the right answer gets no more than a wrong one"
-    assert lines(doubt) == [f"WARNING: {doubt}"]
-    assert lines(doubt, "p0 joined", first) == [f"WARNING: {first}"]
-    assert lines("p0 joined", first, second, empty) == [f"WARNING: {empty}"]
-    assert lines(first, second, empty) == []
-
-
-def test_a_tracker_that_gets_nothing_more_is_told_once():
-    progress = Progress()
-    line = f"WARNING: wandb: UsageError: No API key configured; {GETS_NO_MORE} (see logs/wandb.log)"
-    snapshot = Snapshot(
-        *("one", "/r", "running", 0, 3, 1, 1.0), events=((1.0, "p0 joined"), (2.0, line))
-    )
-    assert list(progress.lines(snapshot, 10.0)) == [line]
-    assert list(progress.lines(snapshot, 20.0)) == []
-
-
-def test_a_step_whose_gradient_is_not_finite_is_told():
-    metrics = {"round/groups_trained": 4.0, "train/skipped_nonfinite": 1.0}
-    progress = Progress()
-    bad, good = (
-        Snapshot(*("one", "/r", "running", step, 3, 1, 1.0), rewards=(0.0,), metrics=figures)
-        for step, figures in ((1, metrics), (2, metrics | {"train/updates": 1.0}))
-    )
-    told = "WARNING: step 1 changed nothing: its gradient is not finite"
-    assert told in list(progress.lines(bad, 10.0))
-    assert not [line for line in progress.lines(good, 20.0) if "WARNING" in line]
-
-
-def test_what_a_run_survives_is_said_when_it_happens():
+def test_a_warning_is_told_once_for_each_kind_and_with_its_number_from_then_on():
     progress = Progress()
 
-    def lines(**counters: int) -> list[str]:
-        return list(
-            progress.lines(
-                Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0), counters=counters), 10.0
-            )
-        )
+    def lines(*rows: WarningRow) -> list[str]:
+        return list(progress.lines(replace(IDLE, warnings=rows), 10.0))
 
-    assert lines(nodes_lost=3) == []  # before we looked
-    assert lines(nodes_lost=3, engines_lost=1) == [
-        "WARNING: engines lost: 1; the run continues; see logs/head.log"
-    ]
-    assert lines(nodes_lost=3, engines_lost=1) == []
-    assert lines(nodes_lost=4, engines_lost=1, weights_failed=2) == [
-        "WARNING: nodes lost: 4, weights failed: 2; the run continues; see logs/head.log"
+    first = WarningRow("no reward for p1@0#2: KeyError: 'x'", 1, 1.0)
+    later = WarningRow("no reward for p3@1#0: KeyError: 'y'", 9, 31.0)
+    other = WarningRow("engine and trainer differ by 0.512 in logprobs: stale weights?", 2, 30.0)
+    assert lines(first) == [f"WARNING: {first.text}"]
+    assert lines(other, later) == [f"WARNING: {other.text} (2 times, last 0:30)"]
+    assert lines(replace(other, num=3, text=other.text.replace("512", "7")), later) == []
+    status = status_lines(replace(IDLE, warnings=(other, later)))
+    assert f"warning   {later.text} (9 times, last 0:31)" in status
+
+
+def test_a_resumed_run_tells_its_warnings_though_not_its_steps():
+    place = ("one", "/r", "running", 5, 9, 1, 1.0)
+    row = WarningRow("journal: its end is torn", 1, 0.0)
+    lines = list(Progress().lines(Snapshot(*place, rewards=(0.5,), warnings=(row,)), 0.0))
+    assert lines == ["WARNING: journal: its end is torn"]
+
+
+def test_the_end_of_a_run_repeats_its_warnings_but_not_its_reason_and_not_all(tmp_path):
+    words = ("one", "two", "three", "four", "five", "six", "seven")
+    rows = [WarningRow(f"{word} went wrong", 1 + k, float(k)) for k, word in enumerate(words)]
+    reason = "trainer node trainer-0: no space is left"
+    rows.append(WarningRow("trainer-0 failed: no space is left", 1, 9.0))
+    last = Snapshot(*("one", "/r", "failed", 1, 3, 1, 1.0), warnings=tuple(rows))
+    assert repeated_warnings(tmp_path) == []
+    (tmp_path / "snapshot.json").write_bytes(to_json(last))
+    (tmp_path / "summary.json").write_bytes(to_json({"steps": 1, "reason": reason}))
+    assert repeated_warnings(tmp_path) == [
+        "WARNING: 2 other kinds, see logs/head.log",
+        *(f"WARNING: {warning_text(row)}" for row in rows[2:-1]),
     ]
 
 

@@ -2,8 +2,11 @@
 of them."""
 
 import json
+import random
 import tracemalloc
 from array import array
+
+import pytest
 
 from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind, RoundState
 from lightrl.history.lengths import WorkloadLog
@@ -62,16 +65,42 @@ def test_nothing_is_remembered_of_what_was_never_sampled():
     assert history.of("b") == ()
 
 
-def test_the_prompt_answered_longest_ago_is_forgotten_first_and_the_limit_holds():
+def test_the_prompt_answered_last_is_forgotten_first_and_the_limit_holds():
     history = History(max_bytes=40)
     for prompt, num_tokens in (("a", 4), ("b", 4), ("a", 5), ("c", 3)):
         add(history, prompt, 0, (0, past(num_tokens)))
         assert history.num_bytes <= 40
-    assert [history.of(p) for p in "abc"] == [(past(5),), (), (past(3),)]
+    assert [history.of(p) for p in "abc"] == [(past(5),), (past(4),), ()]
     assert history.num_evicted == 1
     add(history, "d", 0, (0, past(10)))  # all there is room for
-    assert [history.of(p) for p in "abcd"] == [(), (), (), (past(10),)]
-    assert history.num_evicted == 3
+    assert [history.of(p) for p in "abcd"] == [(past(5),), (past(4),), (), ()]
+    assert history.num_evicted == 2
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.5, 0.25])
+@pytest.mark.parametrize("growth", [0.95, 1.0, 1.02])
+def test_a_store_of_part_of_an_epoch_has_a_history_for_as_many_prompts(share, growth):
+    """In any order of each epoch, and with other lengths in each."""
+    num, mean, rng = 200, 50, random.Random(3)
+    history = History(max_bytes=round(share * num * mean * 4))
+    for epoch in range(5):
+        prompts, hits = rng.sample(range(num), num), 0.0
+        for start in range(0, num, 8):
+            answered: list[PromptAnswers] = []
+            for prompt in prompts[start : start + 8]:
+                length = 1 + int(rng.expovariate(1 / (mean * growth**epoch)))
+                answered.append(PromptAnswers(f"{prompt}", epoch, ((0, past(length, epoch)),)))
+            hits += history.learn(answered)["history/hit_rate"] * len(answered)
+        assert not epoch or hits / num > share - 0.05
+
+
+def test_evaluations_make_room_by_what_was_trained_last():
+    history = History(max_bytes=40)
+    for prompt, num_tokens in (("\0e", 2), ("a", 4), ("b", 4), ("\0e", 6)):
+        add(history, prompt, 0, (0, past(num_tokens)))
+    assert [history.of(p) for p in ("\0e", "a", "b")] == [(past(6),), (past(4),), ()]
+    add(history, "\0f", 0, (0, past(9)))  # training prompts give way before other evaluations do
+    assert [a.prompt for a in history.all()] == ["\0e"]
 
 
 def test_what_has_no_room_even_alone_costs_the_others_nothing():
@@ -91,8 +120,10 @@ def test_added_in_the_order_in_which_all_is_told_another_history_is_the_same():
         other.add(answered)
     assert list(other.all()) == list(history.all())
     for each in (history, other):
-        add(each, "c", 1, (0, past(5, 1)))
-        assert [a.prompt for a in each.all()] == ["a", "c"]  # b was answered longest ago
+        add(each, "c", 1, (0, past(4, 1)))
+        assert [a.prompt for a in each.all()] == ["b", "a", "c"]
+        add(each, "b", 1, (0, past(4, 1)))
+        assert [a.prompt for a in each.all()] == ["a", "c"]
     assert (other.num_bytes, other.num_responses) == (history.num_bytes, history.num_responses)
 
 
@@ -111,7 +142,7 @@ def test_a_round_brings_finished_and_given_up_responses_and_its_hits_are_counted
     assert history.learn(answers(closed(1, "b", "c")))["history/hit_rate"] == 0.5
     assert history.of("b")[0].epoch == 1
     assert history.learn(answers(closed(1, "d")))["history/evicted"] == 1.0
-    assert history.of("a") == ()
+    assert [len(history.of(p)) for p in "abcd"] == [2, 2, 2, 0]
 
 
 def test_a_round_is_learnt_without_a_copy_of_its_tokens():

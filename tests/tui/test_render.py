@@ -1,6 +1,7 @@
 """The screen at fixed sizes: what it says, and that it never exceeds its width or height."""
 
 import io
+import math
 import re
 from dataclasses import replace
 
@@ -9,7 +10,14 @@ from rich.console import Console
 
 from lightrl.launch.report import status_lines
 from lightrl.messages.costs import CostRow
-from lightrl.messages.snapshot import NodeRow, SampleText, Snapshot, TailRow, WaitRow
+from lightrl.messages.snapshot import (
+    NodeRow,
+    SampleText,
+    Snapshot,
+    TailRow,
+    WaitRow,
+    WarningRow,
+)
 from lightrl.messages.weights import WeightsProgress
 from lightrl.metrics.display import (
     bar,
@@ -125,8 +133,18 @@ HINT = (
     "add one on another machine with: lightrl up --join tcp://10.0.0.1:5600 --key /runs/quick/join"
 )
 WAITING = replace(RUNNING, wait=WaitRow("rollout", 75.0, hint=HINT))
+WARNED = replace(
+    RUNNING,
+    rewards=(0.5, math.inf, math.nan, 1.0),
+    warnings=(
+        WarningRow("a tracker gets no figures", 1, 3.0),
+        *(WarningRow(f"kind {'x' * k}", 1, 9.0) for k in (1, 90)),
+        WarningRow("engine and trainer differ by 0.512 in logprobs: stale weights?", 3, 62.0),
+    ),
+)
 HOSTILE = replace(
     RUNNING,
+    warnings=(WarningRow("\x1b[2J" * 90, 2, 0.0),),
     wait=WaitRow("engines", 75.0, nodes=("n" * 90, "\x1b[2J"), num_nodes=2),
     run="r" * 200,
     nodes=(node("n" * 90, "draining"),),
@@ -147,7 +165,7 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
 @pytest.mark.parametrize(
     "snapshot",
-    [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, PARTS, WAITING, HOSTILE],
+    [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, PARTS, WAITING, WARNED, HOSTILE],
 )
 @pytest.mark.parametrize(
     "view", [View(), View("samples"), View("events", selected=9), View(help=True)]
@@ -243,6 +261,17 @@ def test_what_lasts_a_moment_does_not_make_the_screen_jump():
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_latest_warnings_are_on_the_first_screen(width, height):
+    text = screen(WARNED, View(), width, height)
+    told = "engine and trainer differ by 0.512 in logprobs: stale weights? (3"
+    assert "warnings · 3 of 4" in text
+    assert text.index(told) < text.index("kind xxx") < text.index("kind x ")
+    assert "a tracker" not in text
+    assert "groups 21/32" in text
+    assert "warnings" not in screen(RUNNING, View(), width, height)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
 def test_starting_says_that_nothing_is_there_yet(width, height):
     text = screen(STARTING, View(), width, height)
     assert "starting" in text
@@ -327,6 +356,9 @@ def test_figures():
     assert bar(7.0, 3) == "━━━"
     assert sparkline((0.0, 1.0), 10) == "▁█"
     assert sparkline((2.0, 2.0), 10) == "▄▄"
+    assert sparkline((0.0, math.inf, 1.0, math.nan, -math.inf), 10) == "▁·█··"
+    assert sparkline((math.nan, 1.0), 10) == "·▄"
+    assert sparkline((math.nan,), 10) == "·"
     assert shrink((1, 3, 5, 7), 2) == [2.0, 6.0]
     assert columns((0, 1, 8)) == " ▁█"
     assert cut("a  b\nc", 10) == "a b c"

@@ -2,6 +2,7 @@
 else."""
 
 import dataclasses
+import math
 import random
 from typing import Any, get_args
 
@@ -32,7 +33,15 @@ from lightrl.messages.responses import (
     TokenChunk,
 )
 from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
-from lightrl.messages.snapshot import NodeRow, SampleText, Snapshot, TailRow, WaitRow, Watch
+from lightrl.messages.snapshot import (
+    NodeRow,
+    SampleText,
+    Snapshot,
+    TailRow,
+    WaitRow,
+    WarningRow,
+    Watch,
+)
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import (
     Checkpointed,
@@ -159,6 +168,7 @@ EXAMPLES: list[Message] = [
         metrics={"lr": 1e-4},
         counters={"nodes_lost": 1},
         events=((0.5, "hello"),),
+        warnings=(WarningRow("lost", 2, 1.0),),
         samples=(SampleText("r", "p", "t", None, 3, 1),),
     ),
 ]
@@ -322,3 +332,47 @@ def frame(name: str, fields: dict[str, Any]) -> bytes:
     import msgspec
 
     return msgspec.msgpack.encode((name, fields))
+
+
+@dataclasses.dataclass
+class Nested:
+    name: str
+    score: float
+    missing: float | None = None
+    pairs: tuple[tuple[int, dict[str, float]], ...] = ()
+    rows: list["Nested"] | None = None
+
+
+def test_figures_that_are_not_finite_come_back_from_json_as_nan():
+    inner = Nested("in", math.nan, 1.0, ((3, {"a": math.inf, "b": 0.5}),))
+    back = wire.from_json(wire.to_json(Nested("out", -math.inf, None, (), [inner])), Nested)
+    assert back.missing is None  # what may be None is None
+    assert math.isnan(back.score)
+    assert back.rows is not None
+    assert math.isnan(back.rows[0].score)
+    assert back.rows[0].missing == 1.0
+    (step, scores), *_ = back.rows[0].pairs
+    assert step == 3
+    assert math.isnan(scores["a"])
+    assert scores["b"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "data", ['{"name": null, "score": 1}', '{"name": "a"}', '{"name": "a", "score": "b"}', "[1", ""]
+)
+def test_json_of_another_type_is_refused_with_the_first_reason(data):
+    with pytest.raises(ProtocolError, match="undecodable JSON"):
+        wire.from_json(data, Nested)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_snapshot_with_figures_that_are_not_finite_can_be_read(bad):
+    [whole] = [e for e in EXAMPLES if isinstance(e, Snapshot)]
+    assert whole.tail is not None
+    tail = dataclasses.replace(whole.tail, kept_length=bad)
+    metrics, evals = {"grad_norm": bad}, ((0, {"held": bad}),)
+    snapshot = dataclasses.replace(
+        whole, rewards=(bad, 1.0), metrics=metrics, evals=evals, tail=tail, tokens_per_s=bad
+    )
+    back = wire.from_json(wire.to_json(snapshot), Snapshot)
+    assert str(back) == str(snapshot).replace("-inf", "nan").replace("inf", "nan")

@@ -7,19 +7,20 @@ another dtype than the one that is served. Which file it is, `buffers.py` knows;
 """
 
 import contextlib
+import math
 import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightrl.errors import WeightsError
 from lightrl.system.threads import num_cores
 from lightrl.weights.publish.buffers import Buffers, Draft, draft_path
 from lightrl.weights.publish.delta_writer import DeltaWriter
@@ -47,6 +48,7 @@ from lightrl.weights.version.tensors import dtype_name
 STRETCHES = 16
 STRETCH_BYTES = 16 << 20
 MAX_THREADS = 32
+CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # which torch can compare
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; Python has no name for it
 
 
@@ -71,7 +73,7 @@ class Shard:
     @property
     def numel(self) -> int:
         """Of the whole."""
-        return prod(self.shape)
+        return math.prod(self.shape)
 
 
 class Publisher:
@@ -107,8 +109,10 @@ class Publisher:
         """Writes a version, of which these are this rank's shards; on rank 0 it comes back when all
         ranks have done so. `base`, there: the digest of the version that it adapts, if any.
 
-        Raises OSError if there is no room for it, WeightsError for what cannot be a version.
+        Raises OSError if there is no room for it, WeightsError for what cannot be a version: no
+        engine can sample from weights that are not finite.
         """
+        require_finite(policy_version, shards)
         self._specs = self._specs or plan(
             (shard.name, dtype_name(shard.dtype), shard.shape) for shard in shards
         )
@@ -299,3 +303,20 @@ def _array(data: Tensor) -> Any:
 def _finish(futures: list[Future[None]]) -> None:
     for future in futures:
         future.result()
+
+
+def require_finite(policy_version: int, shards: Sequence[Shard]) -> None:
+    """Raises WeightsError, which names the first tensor, for NaN and for what is infinite in the
+    dtype in which it is served. One pass over the values, on their device."""
+    shards = [s for s in shards if s.values.dtype in CHECKED and s.values.numel()]
+    if not shards:
+        return
+    device = shards[0].values.device  # one transfer
+    found = [torch.stack(torch.aminmax(s.values)).double().to(device) for s in shards]
+    for shard, (low, high) in zip(shards, torch.stack(found).tolist(), strict=True):
+        most = torch.finfo(shard.dtype).max if shard.dtype.is_floating_point else math.inf
+        if not -most <= low <= high <= most:
+            what = "NaN" if math.isnan(low) else f"a value beyond {dtype_name(shard.dtype)}"
+            raise WeightsError(
+                f"version {policy_version}: the weights are not finite: {shard.name} holds {what}"
+            )

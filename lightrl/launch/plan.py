@@ -56,6 +56,7 @@ def describe(
             f"at most {responses:,} x {rollout.max_response_length:,} = "
             f"{responses * rollout.max_response_length:,} generated tokens",
         ),
+        *(("", line) for line in _mini_batches(config.train)),
         *_tail_batching(config),
         ("staleness", _staleness(config)),
         ("whole run", _whole_run(config, responses, num_prompts)),
@@ -107,6 +108,25 @@ def _updates(config: Config) -> str:
         return "one optimizer step"
     prompts = train.prompts_per_step // train.mini_batches
     return f"{train.mini_batches} optimizer steps of {prompts:,} prompts"
+
+
+def _mini_batches(train: Train) -> Iterator[str]:
+    """What their order costs."""
+    num = train.mini_batches
+    if num == 1:
+        return
+    if train.mini_batch_order == "random":
+        yield (
+            "mini-batches are of random groups (train.mini_batch_order): the first is complete "
+            f"near the end of the round, until then about 1/{num} of the backward pass overlaps "
+            "with generation"
+        )
+    else:
+        yield (
+            "mini-batches are in the order of arrival (train.mini_batch_order): all of the "
+            "backward pass but the last groups overlaps with generation, and they are sorted by "
+            "length: the longest responses are trained last, and clipped most"
+        )
 
 
 def _whole_run(config: Config, responses: int, num_prompts: int | None) -> str:
@@ -256,6 +276,11 @@ def key_notes(config: Config) -> Iterator[str]:
         yield from _algorithm_notes(config)
         yield from _optimizer_notes(config)
         yield from _sync_notes(config.train)
+    if config.train.mini_batches == 1 and config.train.mini_batch_order != "random":
+        yield (
+            f"train.mini_batch_order = {config.train.mini_batch_order!r} cannot act: a step is one "
+            "update with train.mini_batches = 1"
+        )
     for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
         yield (
             f"rollout.engine_args: {key} cannot act: there are no adapters with model.lora.rank = 0"

@@ -58,7 +58,7 @@ def next_kind(
     if backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left):
         return "flush"
     # What this round would put off is known once the next `max_staleness` rounds have begun.
-    rounds_left = settings.num_steps - step - 1 - settings.max_staleness
+    rounds_left = max(0, settings.num_steps - step - 1 - settings.max_staleness)
     surplus = settings.prompts_launched - settings.prompts_per_step
     waiting = len(backlog.put_off) + surplus * (1 + sum(r.races for r in open_rounds))
     return "flush" if waiting > rounds_left * settings.prompts_per_step else "short"

@@ -164,7 +164,7 @@ def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
             "",
             f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} short "
             f"rounds + 1 long ({prompts:,} x {responses}, waits for all); the rest at the end of "
-            "an epoch",
+            "an epoch and of the run",
         )
     yield "", f"length bias: {BIAS[mode if launched_each > responses else 'prompts']}"
 
@@ -202,6 +202,13 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
     responses = config.train.prompts_per_step * config.rollout.group_size
     if config.train.engine != "emulated":
         yield from _overlap_notes(config, responses)
+    surplus = launched - config.train.prompts_per_step
+    steps_left = config.train.steps - 1 - config.async_.max_staleness
+    if surplus > max(0, steps_left) * config.train.prompts_per_step:
+        yield (
+            f"round.tail_batching cannot act: after a short round train.steps = "
+            f"{config.train.steps} are too few to train what it puts off"
+        )
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
     races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"

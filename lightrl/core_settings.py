@@ -50,6 +50,8 @@ def settings_of(
         max_staleness=config.async_.max_staleness,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         deterministic=config.run.deterministic,
+        mini_batches=config.train.mini_batches,
+        mini_batch_order=config.train.mini_batch_order,
         deltas=config.has_deltas,
         broadcast=config.broadcast,
         num_ranks=config.train.ranks,

@@ -155,6 +155,12 @@ class Train(Section):
         description="updates of one step, each with as many of its groups; must divide "
         "train.prompts_per_step",
     )
+    mini_batch_order: Literal["random", "arrival"] = Field(
+        default="random",
+        description="which groups of a step an update has: any, by run.seed and the step; or those "
+        "that are complete first, which are the shortest: more of the backward pass overlaps with "
+        "generation, but long responses are always trained last",
+    )
     nodes: Positive = Field(
         default=1,
         le=4096,

@@ -83,8 +83,9 @@ class Coordinator:
         self.versions = Versions(fleet, self.steps, ending, out)
         self.sides = sides = Sides(settings, fleet, table, predictor)
         self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
+        next_kind = self.steps.next_kind
         self.sizes = EngineSizes(
-            settings, fleet, table, self.backlog, predictor, ending, self.outbox
+            settings, fleet, table, self.backlog, predictor, ending, next_kind, self.outbox
         )
         self.started_at = now
         self._state = RunState.STARTING  # until the run ends

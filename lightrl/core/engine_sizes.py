@@ -11,10 +11,9 @@ those of each size start once, the largest first, and sleep as soon as they are 
 Wake and Release, one behind the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightrl.core import rounds
 from lightrl.core.backlog import Backlog
 from lightrl.core.commands import Outbox
 from lightrl.core.deadlines import earliest
@@ -25,7 +24,7 @@ from lightrl.core.planner import PlannedRound, Planner, PlannerMemory, peak_kv
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_time import EngineKind, prior_lengths, round_s
 from lightrl.core.settings import Settings
-from lightrl.core.state import Node, NodeState, Round, RoundState
+from lightrl.core.state import Node, NodeState, Round, RoundKind, RoundState
 from lightrl.messages.load import Load
 from lightrl.messages.sharing import Release, Wake
 
@@ -69,6 +68,7 @@ class EngineSizes:
         backlog: Backlog,
         predictor: LengthPredictor,
         ending: Ending,
+        next_kind: Callable[[], RoundKind],
         outbox: Outbox,
     ) -> None:
         self.planner = Planner(settings.parallel or (1,))
@@ -81,6 +81,7 @@ class EngineSizes:
         self._backlog = backlog
         self._predictor = predictor
         self._ending = ending
+        self._next_kind = next_kind  # of the training round that is opened next
         self._outbox = outbox
         self._num_preempted = 0  # in the run so far, as far as this core has seen it
         self._open: _Open | None = None
@@ -248,7 +249,7 @@ class EngineSizes:
 
     def _plan(self, kind: str | None = None) -> None:
         """Of the round at hand, or the next one."""
-        kind = kind or rounds.next_kind(self._settings, self._backlog)
+        kind = kind or self._next_kind()
         foreseen = self._foreseen_kv() if kind == "long" and self._settings.foresight else 0.0
         expected = self._expect(set(self._settings.parallel), self._lengths_of(kind))
         size = self.planner.size_for(kind, foreseen, expected)

@@ -7,6 +7,7 @@ depends on the samples alone, not on machines. Pure.
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 
 from lightrl.core.arrays import decode, encode
@@ -38,6 +39,17 @@ def in_waves(waiting: float) -> list[tuple[float, float]]:
         ending = (1 - waiting) * rest * (1 - rest)
         shares.append((done, min(1.0, done + ending)))
     return shares
+
+
+def with_rest_at_end(
+    arrivals: Sequence[tuple[float, float]], share: float
+) -> list[tuple[float, float]]:
+    """`arrivals` of which only this share can be trained as it comes, the rest when the round ends:
+    it belongs to later mini-batches."""
+    num = len(arrivals)
+    few = round(share * num)
+    early = [arrivals[(k + 1) * num // few - 1] for k in range(few)]
+    return [*early, *[(1.0, 1.0)] * (num - few)]
 
 
 class RoundCurve:

@@ -7,7 +7,7 @@ is decided in `rounds`, who wins it in `race`; which node does the work is no co
 from collections import deque
 from statistics import median
 
-from lightrl.core import race, rounds, staleness
+from lightrl.core import mini_batches, race, rounds, staleness
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Outbox
 from lightrl.core.events import PromptsDrawn
@@ -18,7 +18,7 @@ from lightrl.core.log_entries import RoundOpened
 from lightrl.core.responses import ResponseTable
 from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
-from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundState
+from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundKind, RoundState
 from lightrl.core.trainer_feed import TrainerFeed
 from lightrl.messages.training import StepDone
 
@@ -74,6 +74,10 @@ class RoundScheduler:
         if round.is_eval or is_filling or not race.is_recheck_due(round):
             return
         self._judge.accept_decided(round)
+        self._take_turns(round)
+
+    def _take_turns(self, round: Round) -> None:
+        mini_batches.assign(self._settings, round)
         self._scaling.accept(round)
         self._send_accepted(round)
 
@@ -146,8 +150,12 @@ class RoundScheduler:
                 return
             if not self._fleet.ready:
                 return
-            kind = rounds.next_kind(self._settings, self._backlog)
-            self.open(rounds.new_round(self._settings, kind, step, now))
+            self.open(rounds.new_round(self._settings, self.next_kind(), step, now))
+
+    def next_kind(self) -> RoundKind:
+        """Of the training round that is opened next."""
+        rounds_open = self._table.rounds
+        return rounds.next_kind(self._settings, self._backlog, self.opened, rounds_open)
 
     def open(self, round: Round) -> None:
         """Lets a round begin: what waits for it, and what is yet to be drawn."""
@@ -234,13 +242,12 @@ class RoundScheduler:
             return
         self._accept_decided(round)
         self._judge.end(round)
-        self._scaling.accept(round)
         round.move(RoundState.CLOSED)
+        self._take_turns(round)
         self._predictor.learn(round)
         self._scaling.close(round)
         if round.races:
             self.last_cut = round.finishing_tokens
-        self._send_accepted(round)
         self._outbox.add(CloseRound(round))
 
     def _close_step(self, now: float) -> None:

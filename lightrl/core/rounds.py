@@ -8,15 +8,17 @@ there.)
 
     put-off queue holds P0 prompts
         -> long:  the first P0 of it, R0 responses each, no surplus
-    else: less than a short round is left of the epoch, or only prompts put off
+    else: less than a short round is left of the epoch, or only prompts put off; or the steps
+    that are left of the run could not train what a short round would put off
         -> flush: the queue and what is left of the epoch, topped up to P0 with prompts of
                   the next one, no surplus
     else
         -> short: round(eta P0) new prompts, round(eta R0) responses
 
 The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer
-than the end of its epoch; nobody is put off twice in an epoch: only short rounds race. A prompt in
-the queue is not drawn again: what the next epoch brings of it meanwhile is held back.
+than the end of its epoch or of the run; nobody is put off twice in an epoch: only short rounds
+race. A run of `num_steps` steps ends with an empty queue, unless groups without scores were put off
+beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: what the next epoch brings of it meanwhile is held back.
 
 A prompt that was put off starts again under the new weights, with the noise it had before: its
 responses are those it would have given anyway, so that being put off does not select among them.
@@ -44,15 +46,22 @@ MAX_REDRAWS = 8  # a round draws at most so many times the prompts that it needs
 FORESEEN_MARGIN = 1.5
 
 
-def next_kind(settings: Settings, backlog: Backlog) -> RoundKind:
-    """Of the next training round. What it takes from the backlog is taken by `first_prompts`."""
+def next_kind(
+    settings: Settings, backlog: Backlog, step: int, open_rounds: Iterable[Round]
+) -> RoundKind:
+    """Of the training round of this step. What it takes from the backlog is taken by
+    `first_prompts`."""
     if not settings.tail.races:
         return "plain"
     if len(backlog.put_off) >= settings.prompts_per_step:
         return "long"
     if backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left):
         return "flush"
-    return "short"
+    # What this round would put off is known once the next `max_staleness` rounds have begun.
+    rounds_left = max(0, settings.num_steps - step - 1 - settings.max_staleness)
+    surplus = settings.prompts_launched - settings.prompts_per_step
+    waiting = len(backlog.put_off) + surplus * (1 + sum(r.races for r in open_rounds))
+    return "flush" if waiting > rounds_left * settings.prompts_per_step else "short"
 
 
 def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Round:

@@ -35,7 +35,7 @@ class _Seen:
     # seconds of nodes, until then; of these, of such that do not train, too
     node_s: float
     other_s: float
-    # (when, tokens of all groups that were accepted by then)
+    # (when, tokens of all groups that could be trained by then)
     accepted: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     num_accepted: int = 0
     # Once it has closed:
@@ -100,12 +100,12 @@ class Scaling:
     def accept(self, round: Round) -> None:
         """Maybe more of it can be trained."""
         seen = self._rounds.get(round.step)
-        if seen is None or seen.num_accepted == len(round.accepted):
+        if seen is None or seen.num_accepted == len(round.in_turn):
             return
         tokens = seen.accepted[-1][1] if seen.accepted else 0
-        for group in round.accepted[seen.num_accepted :]:
+        for group in round.in_turn[seen.num_accepted :]:
             tokens += sum(len(r.tokens) for r in group.kept)
-        seen.num_accepted = len(round.accepted)
+        seen.num_accepted = len(round.in_turn)
         seen.accepted.append((self._at, tokens))
 
     def close(self, round: Round) -> None:

@@ -79,6 +79,9 @@ class Settings:
     patience_s: float = 600.0
     # groups reach the trainer in the order of their prompts
     deterministic: bool = False
+    # updates of a step, and which of its groups each has
+    mini_batches: int = 1
+    mini_batch_order: Literal["random", "arrival"] = "random"
     # predicted lengths order the work; off only for comparison
     foresight: bool = True
     # nodes may get a version as the difference to one that they hold

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lightrl.core import mini_batches
 from lightrl.core.fleet import Fleet
 from lightrl.core.foreseen import Foreseen
 from lightrl.core.length_predictor import LengthPredictor
@@ -18,7 +19,7 @@ from lightrl.core.line_fit import LineFit
 from lightrl.core.offload import Change, Never, Rule, StepTimes, View, best_window_s
 from lightrl.core.placement import outlook
 from lightrl.core.responses import ResponseTable
-from lightrl.core.round_curve import RoundCurve, in_waves, shape_of
+from lightrl.core.round_curve import RoundCurve, in_waves, shape_of, with_rest_at_end
 from lightrl.core.round_rest import rest_of
 from lightrl.core.scaling import TRAIN_METRICS
 from lightrl.core.settings import Settings
@@ -90,6 +91,8 @@ class Sides:
         self.look_again_at: float | None = None
         self.figures: dict[str, float] = {}  # of the step that was trained last
         self._look_pause = settings.look_pause
+        # of a round's groups one of so many can be trained before the round ends
+        self._one_of = settings.mini_batches if mini_batches.is_shuffled(settings) else 1
         self._fleet = fleet
         self._devices = fleet.devices
         self._table = table
@@ -295,7 +298,11 @@ class Sides:
         if left:
             left[-1] = max(left[-1], last / gain)
         ready_s = group_s * rest.num_done + token_s * rest.done
-        train_s = ready_s + sum(group_s + token_s * tokens for _, tokens in rest.groups)
+        open_s = sum(group_s + token_s * tokens for _, tokens in rest.groups)
+        train_s, ready_s = ready_s + open_s, ready_s / self._one_of
+        if self._one_of > 1 and train_s > ready_s:
+            share = open_s / self._one_of / (train_s - ready_s)
+            arrivals = with_rest_at_end(arrivals, share)
         worked_s = self._reckon(ready_s, now)
         return View(
             kind=round.kind,

@@ -217,6 +217,8 @@ class Group:
     foreseen_tokens: float | None = None
     # in an evaluation: the tokens that a response of its set may take, by the last one
     longest_of_set: int = 0
+    # the update of its step that it belongs to, from 0; None until it may be trained
+    mini_batch: int | None = None
 
     def move(self, to: GroupState) -> None:
         check_edge(self.id, self.state, to)
@@ -254,9 +256,11 @@ class Round:
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     # groups with responses that are not settled
     num_open: int = 0
-    # in the order the trainer gets them
+    # in the order in which they were accepted
     accepted: list[Group] = field(default_factory=list[Group])
-    # of those accepted, to the trainer
+    # of those accepted the ones that may be trained, in the order the trainer gets them
+    in_turn: list[Group] = field(default_factory=list[Group])
+    # of these, to the trainer
     num_sent: int = 0
     num_shards: int = 0
     # the last shard was sent

@@ -193,7 +193,7 @@ def _next_groups(round: Round) -> list[Group]:
     """As many as one message should carry: a whole step may be due at once."""
     groups: list[Group] = []
     num_tokens = 0
-    for group in islice(round.accepted, round.num_sent, None):
+    for group in islice(round.in_turn, round.num_sent, None):
         num_tokens += _num_tokens(group)
         if groups and num_tokens > MAX_SHARD_TOKENS:
             break
@@ -221,4 +221,4 @@ def _train_group(group: Group, policy_version: int) -> TrainGroup:
                 num_stale=stale,
             )
         )
-    return TrainGroup(group.id, group.prompt.tokens, tuple(responses))
+    return TrainGroup(group.id, group.prompt.tokens, tuple(responses), group.mini_batch or 0)

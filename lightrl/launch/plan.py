@@ -56,6 +56,7 @@ def describe(
             f"at most {responses:,} x {rollout.max_response_length:,} = "
             f"{responses * rollout.max_response_length:,} generated tokens",
         ),
+        *(("", line) for line in _mini_batches(config.train)),
         *_tail_batching(config),
         ("staleness", _staleness(config)),
         ("whole run", _whole_run(config, responses, num_prompts)),
@@ -109,6 +110,25 @@ def _updates(config: Config) -> str:
     return f"{train.mini_batches} optimizer steps of {prompts:,} prompts"
 
 
+def _mini_batches(train: Train) -> Iterator[str]:
+    """What their order costs."""
+    num = train.mini_batches
+    if num == 1:
+        return
+    if train.mini_batch_order == "random":
+        yield (
+            "mini-batches are of random groups (train.mini_batch_order): the first is complete "
+            f"near the end of the round, until then about 1/{num} of the backward pass overlaps "
+            "with generation"
+        )
+    else:
+        yield (
+            "mini-batches are in the order of arrival (train.mini_batch_order): all of the "
+            "backward pass but the last groups overlaps with generation, and they are sorted by "
+            "length: the longest responses are trained last, and clipped most"
+        )
+
+
 def _whole_run(config: Config, responses: int, num_prompts: int | None) -> str:
     steps = config.train.steps
     drawn = steps * config.train.prompts_per_step
@@ -144,7 +164,7 @@ def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
             "",
             f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} short "
             f"rounds + 1 long ({prompts:,} x {responses}, waits for all); the rest at the end of "
-            "an epoch",
+            "an epoch and of the run",
         )
     yield "", f"length bias: {BIAS[mode if launched_each > responses else 'prompts']}"
 
@@ -182,6 +202,13 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
     responses = config.train.prompts_per_step * config.rollout.group_size
     if config.train.engine != "emulated":
         yield from _overlap_notes(config, responses)
+    surplus = launched - config.train.prompts_per_step
+    steps_left = config.train.steps - 1 - config.async_.max_staleness
+    if surplus > max(0, steps_left) * config.train.prompts_per_step:
+        yield (
+            f"round.tail_batching cannot act: after a short round train.steps = "
+            f"{config.train.steps} are too few to train what it puts off"
+        )
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
     races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
@@ -256,6 +283,11 @@ def key_notes(config: Config) -> Iterator[str]:
         yield from _algorithm_notes(config)
         yield from _optimizer_notes(config)
         yield from _sync_notes(config.train)
+    if config.train.mini_batches == 1 and config.train.mini_batch_order != "random":
+        yield (
+            f"train.mini_batch_order = {config.train.mini_batch_order!r} cannot act: a step is one "
+            "update with train.mini_batches = 1"
+        )
     for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
         yield (
             f"rollout.engine_args: {key} cannot act: there are no adapters with model.lora.rank = 0"

@@ -48,6 +48,8 @@ class TrainGroup:
     # int32
     prompt: Tokens
     responses: Annotated[tuple[TrainResponse, ...], RESPONSES]
+    # the update of its step that it belongs to; the groups of one follow each other
+    mini_batch: Int32 = 0
 
 
 @dataclass(frozen=True, slots=True)

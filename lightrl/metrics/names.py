@@ -105,6 +105,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("num_tokens", "response tokens of the step", _TOKENS),
     Metric("num_trained_tokens", "those with a gradient", _TOKENS),
     Metric("train/updates", "of the weights, in the step"),
+    Metric(
+        "train/tokens_per_response",
+        "running mean by which tokens are normalised, with tail batching",
+        _TOKENS,
+    ),
+    Metric(
+        "update/<k>/response_length",
+        "of the k-th update of a step of several: mean over its responses",
+        _TOKENS,
+    ),
+    Metric("update/<k>/clip_frac", "likewise: trained tokens clipped", _SHARE),
+    Metric("update/<k>/grad_norm", "likewise: before clipping; none without a signal"),
     Metric("train/skipped_nonfinite", "updates left out, whose gradient was not finite"),
     # engine against trainer, over tokens of the newest version
     Metric(

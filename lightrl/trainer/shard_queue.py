@@ -6,7 +6,6 @@ Pure: no ranks, no clock. What is trained when is `trainer.step`'s business.
 
 from collections import deque
 from collections.abc import Sequence
-from sys import maxsize
 
 from lightrl.errors import TrainerError
 from lightrl.loss_mask import num_trained
@@ -15,11 +14,10 @@ from lightrl.trainer.protocol import TrainSample
 
 
 class ShardQueue:
-    """Mini-batches follow from the order of the groups alone, so that a step that is trained again
-    in that order has the same: one ends with each `prompts_per_step // mini_batches` groups, the
-    last one with the step. A step of fewer groups has fewer of them."""
+    """Each group names its mini-batch, so that a step that is trained again has the same ones. One
+    ends when a group of the next has come, the last one with the step."""
 
-    def __init__(self, step: int, prompts_per_step: int = 1, mini_batches: int = 1) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
         self.is_complete = False  # the last shard was taken
         # came, but wait for others that fill a micro-batch with them
@@ -36,13 +34,12 @@ class ShardQueue:
         self._was_alone = False  # the last one
         self._num_groups = 0
         self._rest: deque[TrainGroup] = deque()  # of shards that were taken, for later mini-batches
-        self._size = prompts_per_step // mini_batches
-        self._num_more = mini_batches - 1  # mini-batches after this one
-        self._counted = 0  # groups of this one
+        self._mini_batch = 0  # that is accumulated
 
     @property
-    def can_go_on(self) -> bool:
-        """Without another shard."""
+    def has_whole(self) -> bool:
+        """No other group of the mini-batch comes. Between two calls of `pop_groups`, what it left
+        is of later ones."""
         return self.is_complete or bool(self._rest)
 
     @property
@@ -51,16 +48,8 @@ class ShardQueue:
 
     @property
     def has_mini_batch(self) -> bool:
-        """All groups of a mini-batch were accumulated, and the step may have others. Where it has
-        none after all, what ends the step has nothing to update."""
-        is_last = self.is_complete and not self._rest
-        return self._num_more > 0 and self._counted == self._size and not is_last
-
-    @property
-    def ends_mini_batch(self) -> bool:
-        """An update follows on what is held, which may be that of the step."""
-        is_last = self.is_complete and not self._rest
-        return is_last or (self._num_more > 0 and self._counted + len(self.held) == self._size)
+        """All groups of a mini-batch were accumulated, and the step has others."""
+        return bool(self._rest) and not self.held and self._rest[0].mini_batch > self._mini_batch
 
     def is_begun_anew_by(self, waiting: deque[TrainShard]) -> bool:
         """The coordinator may begin a step again on its own."""
@@ -77,9 +66,8 @@ class ShardQueue:
         Shards of steps that are done are dropped: they are late. What comes after the last shard of
         the step stays where it is. Raises TrainerError for any shard but the next of this step.
         """
-        room = self._room - len(self.held)
-        groups = self._take(room)
-        while waiting and not self.is_complete and len(groups) < room:
+        groups = self._take()
+        while waiting and not self.has_whole:
             shard = waiting[0]
             if shard.step < self.step:
                 waiting.popleft()
@@ -90,7 +78,7 @@ class ShardQueue:
                 break
             self._check(waiting.popleft())
             self._rest += shard.groups
-            groups += self._take(room - len(groups))
+            groups += self._take()
             self._was_alone = shard.alone
             self.replica = shard.replica if shard.alone else None
             if shard.alone:
@@ -99,16 +87,14 @@ class ShardQueue:
 
     def must_not_wait(self, waiting: deque[TrainShard]) -> bool:
         """For other groups: none come, or those that do are to be accumulated apart."""
-        is_full = len(self.held) >= self._room
         is_apart = self._was_alone or (bool(waiting) and waiting[0].alone)
-        return self.is_complete or is_full or is_apart
+        return self.has_whole or is_apart
 
     def give_out(self, num: int, replica: int = 0) -> Sequence[list[TrainSample]]:
         """So many groups are accumulated at once by a replica, and are held no longer."""
         groups, self.held = self.held[:num], self.held[num:]
         self.portions.append(num)
         self.replicas.append(replica)
-        self._counted += len(groups)
         self.num_responses += sum(map(len, groups))
         self.num_tokens += sum(
             num_trained(s.token_ids, s.loss_mask) for samples in groups for s in samples
@@ -116,16 +102,15 @@ class ShardQueue:
         return groups
 
     def next_mini_batch(self) -> None:
-        self._num_more -= 1
-        self._counted = self.num_responses = self.num_tokens = 0
+        self._mini_batch = self._rest[0].mini_batch
+        self.num_responses = self.num_tokens = 0
 
-    @property
-    def _room(self) -> int:
-        """Groups that the mini-batch lacks."""
-        return self._size - self._counted if self._num_more else maxsize
-
-    def _take(self, most: int) -> list[TrainGroup]:
-        return [self._rest.popleft() for _ in range(min(most, len(self._rest)))]
+    def _take(self) -> list[TrainGroup]:
+        """Groups of this mini-batch."""
+        taken: list[TrainGroup] = []
+        while self._rest and self._rest[0].mini_batch <= self._mini_batch:
+            taken.append(self._rest.popleft())
+        return taken
 
     def _check(self, shard: TrainShard) -> None:
         # The version is the one to be updated; the tokens may be of older ones.

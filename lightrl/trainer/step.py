@@ -68,7 +68,7 @@ class Step:
             return True
         if self.queue.is_accumulated or self.queue.has_mini_batch:  # all ranks update
             return self._devices.all_given and not self.is_busy
-        some = self._waiting or self._is_held_up or self.queue.can_go_on
+        some = self._waiting or self._is_held_up or self.queue.has_whole
         return self._replicas.have_room and bool(some)
 
     @property
@@ -151,7 +151,7 @@ class Step:
 
     def _begin(self, step: int) -> None:
         config, train = self._config, self._config.train
-        self.queue = ShardQueue(step, train.prompts_per_step, train.mini_batches)
+        self.queue = ShardQueue(step)
         full = self._replicas.num_ranks * train.max_tokens_per_gpu
         self._is_held_up = False  # some groups only wait for a replica that is free
         self._portions = Portions(train.replicas, full, config.run.deterministic)
@@ -186,5 +186,5 @@ class Step:
         config, num = self._config, self._replicas.num_ranks
         most, in_order = config.train.max_tokens_per_gpu, config.run.deterministic
         batches_R = streamed(useful(groups, config), num, most, in_order, self._is_packed)
-        is_last = self.queue.ends_mini_batch and not self.queue.held
+        is_last = self.queue.has_whole and not self.queue.held
         self._replicas.accumulate(replica, self.queue.step, batches_R, is_last)

@@ -10,10 +10,13 @@ from lightrl.trainer.protocol import TrainSample
 from lightrl.trainer.shard_queue import ShardQueue
 
 
-def shards(*sizes, alone=False):
+def shards(*sizes, each=8, alone=False):
+    """Mini-batches of `each` groups."""
     made, first = [], 0
     for index, size in enumerate(sizes):
-        groups = tuple(TrainGroup(f"p{first + i}", b"", ()) for i in range(size))
+        groups = tuple(
+            TrainGroup(f"p{i}", b"", (), i // each) for i in range(first, first + size)
+        )
         is_last = index == len(sizes) - 1
         made.append(TrainShard(0, index, 0, groups, is_last, sum(sizes), alone))
         first += size
@@ -29,7 +32,7 @@ def take(queue, coming, is_due=lambda held: True, one_by_one=False):
     waiting, updates, mine, came = deque(), [], [], []
     coming = deque(coming)
     while not queue.is_accumulated:
-        if coming and not (queue.can_go_on and one_by_one):
+        if coming and not (queue.has_whole and one_by_one):
             waiting.append(coming.popleft())
             while coming and not one_by_one:
                 waiting.append(coming.popleft())
@@ -50,32 +53,32 @@ def take(queue, coming, is_due=lambda held: True, one_by_one=False):
 @pytest.mark.parametrize("sizes", [(8,), (1,) * 8, (1, 2, 4, 1), (7, 0, 1), (3, 5, 0)])
 @pytest.mark.parametrize("is_due", [lambda held: True, lambda held: len(held) >= 3])
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_mini_batches_follow_from_the_order_of_groups_alone(sizes, is_due, one_by_one):
-    for k in (1, 2, 4, 8):
-        queue = ShardQueue(0, 8, k)
-        updates, _ = take(queue, shards(*sizes), is_due, one_by_one)
-        names, size = [f"p{i}" for i in range(8)], 8 // k
-        assert updates == [names[i : i + size] for i in range(0, 8, size)]
-        again = ShardQueue(0, 8, k)
-        assert take(again, shards(*queue.portions, alone=True))[0] == updates
+def test_mini_batches_are_those_that_groups_name(sizes, is_due, one_by_one):
+    for each in (8, 4, 2, 1, 3):
+        queue = ShardQueue(0)
+        updates, _ = take(queue, shards(*sizes, each=each), is_due, one_by_one)
+        names = [f"p{i}" for i in range(8)]
+        assert updates == [names[i : i + each] for i in range(0, 8, each)]
+        again = ShardQueue(0)
+        assert take(again, shards(*queue.portions, each=each, alone=True))[0] == updates
         assert again.portions == queue.portions
 
 
-def test_an_update_does_not_wait_for_groups_of_others():
-    queue = ShardQueue(0, 8, 4)
-    assert take(queue, shards(2, 1, 1, 4), lambda held: False, one_by_one=True)[1] == [1, 3, 4]
+def test_an_update_waits_for_no_more_than_one_group_of_the_next():
+    queue, coming = ShardQueue(0), shards(2, 1, 1, 4, each=2)
+    assert take(queue, coming, lambda held: False, one_by_one=True)[1] == [2, 4, 4]
 
 
 @pytest.mark.parametrize("sizes", [(3,), (4, 0), (4,), (1, 4)])
-def test_a_step_of_fewer_groups_has_fewer_updates(sizes):
+def test_no_update_has_no_groups(sizes):
     for one_by_one in (False, True):
-        updates, _ = take(ShardQueue(0, 8, 4), shards(*sizes), one_by_one=one_by_one)
-        assert [len(u) for u in updates if u] == {3: [2, 1], 4: [2, 2], 5: [2, 2, 1]}[sum(sizes)]
+        updates, _ = take(ShardQueue(0), shards(*sizes, each=2), one_by_one=one_by_one)
+        assert [len(u) for u in updates] == {3: [2, 1], 4: [2, 2], 5: [2, 2, 1]}[sum(sizes)]
 
 
-def test_portions_that_other_mini_batches_made_are_cut_at_these():
-    queue = ShardQueue(0, 8, 4)
-    updates, _ = take(queue, shards(3, 5, alone=True))
+def test_portions_of_several_mini_batches_are_cut():
+    queue = ShardQueue(0)
+    updates, _ = take(queue, shards(3, 5, each=2, alone=True))
     assert list(map(len, updates)) == [2, 2, 2, 2]
     assert queue.portions == [2, 1, 1, 2, 2]
 

@@ -52,6 +52,8 @@ class SavedStep:
     steps_before: int = 0
     # whose state there is, as train.optim.name; "" = not known, or none
     optimizer: str = ""
+    # responses and tokens of the running mean, see learner/token_mean.py
+    token_sums: tuple[float, float] = (0.0, 0.0)
     # path in the checkpoint -> digest
     files: dict[str, str] = field(default_factory=dict[str, str])
     # digest of all the above, see trainer/checkpoint/seal.py

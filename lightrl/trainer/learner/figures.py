@@ -50,6 +50,7 @@ class StepFigures:
         self._num_tokens = 0
         self._num_counted = 0  # mini-batches that had groups
         self._norms: list[float] = []  # of gradients, one for each update
+        self._updates: list[dict[str, float]] = []  # figures of each mini-batch that had groups
         self._num_skipped = 0
 
     def add(
@@ -71,10 +72,17 @@ class StepFigures:
         self._losses["loss/kl"] += totals["kl"] * scale
         self._num_tokens += num_tokens
         self._num_counted += num_responses > 0
+        if num_responses or totals["responses"]:
+            clipped = totals["clipped_low"] + totals["clipped_high"]
+            share = clipped / max(1.0, totals["tokens"])
+            self._updates.append(
+                {"response_length": num_tokens / max(1, num_responses), "clip_frac": share}
+            )
 
     def add_update(self, grad_norm: float, is_skipped: bool) -> None:
         """It had something to learn from. `grad_norm`: before clipping."""
         self._norms.append(grad_norm)
+        self._updates[-1]["grad_norm"] = grad_norm
         self._num_skipped += is_skipped
 
     def metrics(self, lr: float, has_weights: bool, has_reference: bool) -> dict[str, float]:
@@ -104,6 +112,12 @@ class StepFigures:
             "num_trained_tokens": sums["tokens"],
             "perf/padding_share": sums["padded"] / max(1.0, sums["padded"] + sums["read"]),
         }
+        if len(self._updates) > 1:
+            metrics |= {
+                f"update/{k}/{name}": value
+                for k, figures in enumerate(self._updates, 1)
+                for name, value in figures.items()
+            }
         if not has_reference:
             del metrics["kl/ref"]
         if has_weights:

@@ -28,6 +28,7 @@ from lightrl.trainer.learner.late_sums import LateSums
 from lightrl.trainer.learner.offload import HostedState
 from lightrl.trainer.learner.parking import Parking
 from lightrl.trainer.learner.step_start import StepStart
+from lightrl.trainer.learner.token_mean import TokenMean
 from lightrl.trainer.model.collate import Batch, collate, num_tokens_read
 from lightrl.trainer.model.flops import TrainingFlops, peak_flops
 from lightrl.trainer.model.lora import adapters_off
@@ -72,6 +73,9 @@ class Learner:
         self.hosted = None
         if config.train.offload == "optimizer":
             self.hosted = HostedState(self.optimizer, self.parameters, self.host)
+        is_uneven = config.round.tail_batching != "off"
+        is_by_token = loss.loss_norm(self.algorithm) == "token"
+        self.token_mean = TokenMean() if is_uneven and is_by_token else None
         self._start = StepStart(self.policy.module, self.parameters, self.optimizer, self.host)
         self.parking = self._new_parking(self.host) if is_shared and self.host else None
         self._begin()
@@ -91,6 +95,8 @@ class Learner:
             self.parking.drop_gradients()
         if self.late is not None:
             self.late.drop()
+        if self.token_mean is not None:
+            self.token_mean.clear()
         if self._has_moved:
             self._start.restore()
         if self.parking is not None:
@@ -112,10 +118,14 @@ class Learner:
         begun = now(self.device)  # the sums are needed next: they are complete when the passes are
         totals = dict(zip(SUMS, self._total(self.sums).tolist(), strict=True))
         largest = self._total(self.maxima, dist.ReduceOp.MAX).tolist()
+        num_tokens = float(end.num_tokens)
+        if self.token_mean is not None:
+            per_response = self.token_mean.add(end.num_responses, end.num_tokens)
+            num_tokens = end.num_responses * per_response
         scale = 1 / loss.denominator(
             self.algorithm,
             end.num_responses,
-            end.num_tokens,
+            num_tokens,
             self.config.rollout.max_response_length,
         )
         maxima = dict(zip(MAXIMA, largest, strict=True))
@@ -151,6 +161,9 @@ class Learner:
         }
         if self.parking is not None:
             metrics["timing_s/fetch"] = self._fetching_s
+        if self.token_mean is not None:
+            metrics["train/tokens_per_response"] = self.token_mean.add(0, 0)
+            self.token_mean.end_step()
         self._begin()
         return metrics
 

@@ -181,6 +181,7 @@ class EmulatedRank:
         self._seen = hashlib.blake2b(digest_size=16)  # of the step
         self._ended: UpdateWeights | None = None  # mini-batch, after which nothing has come yet
         self._totals = (0, 0)  # responses and tokens of mini-batches that have ended
+        self._lengths: list[float] = []  # mean of each
         self._num_tokens = 0
         self._num_batches = 0
         self._computing_s = 0.0
@@ -216,6 +217,8 @@ class EmulatedRank:
 
     def _with(self, end: UpdateWeights | FinishStep) -> tuple[int, int]:
         num_responses, num_tokens = self._totals
+        if end.num_responses:
+            self._lengths.append(end.num_tokens / end.num_responses)
         return num_responses + end.num_responses, num_tokens + end.num_tokens
 
     def _update(self, finish: FinishStep) -> dict[str, float]:
@@ -237,6 +240,9 @@ class EmulatedRank:
             "timing_s/forward_backward": self._computing_s,
             "timing_s/optimizer": time.monotonic() - begun,
         }
+        if len(self._lengths) > 1:
+            named = enumerate(self._lengths, 1)
+            metrics |= {f"update/{k}/response_length": length for k, length in named}
         if self.config.rollout.placement == "shared":
             metrics["timing_s/fetch"] = self._fetching_s
             self._fetching_s = 0.0

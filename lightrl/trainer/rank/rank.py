@@ -251,9 +251,12 @@ class Rank:
         policy, optimizer = self.learner.policy, self.learner.optimizer
         saved = checkpoint.restore(path, policy, optimizer, expect, self.learner.view)
         self.learner.steps_before = saved.steps_before
+        if (token_mean := self.learner.token_mean) is not None:
+            token_mean.restore(saved.token_sums)
         return saved
 
     def _saved(self) -> SavedStep:
+        token_mean = self.learner.token_mean
         return SavedStep(
             step=self.step,
             policy_version=self.policy_version,
@@ -262,6 +265,7 @@ class Rank:
             has_optimizer=bool(self.learner.optimizer.state),
             steps_before=self.learner.steps_before,
             optimizer=self.config.train.optim.name,
+            token_sums=token_mean.sums if token_mean is not None else (0.0, 0.0),
         )
 
 

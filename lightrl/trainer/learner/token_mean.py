@@ -1,0 +1,44 @@
+"""The running mean of tokens per response, by which tail-batched runs normalise tokens.
+
+With token normalisation an update divides the sum over its tokens by their number. Rounds of tail
+batching differ in how long their responses are: a long round has the same one division for several
+times the tokens, so that each of its tokens would weigh that much less than one of a short round,
+and the longest responses less than in a run without tail batching. Instead an update is divided by
+
+    responses of the update x T / R,    T = sum of k^(s - t) T_t,    R = sum of k^(s - t) R_t
+
+with T_t and R_t the trained tokens and the responses of step t, s the step at hand with what it has
+had so far, and k = `KEEP`: 50 steps weigh most, several periods of short and long rounds. All tokens
+of such a period then weigh about the same, as in one large batch. The mean follows from the counts
+in the commands alone: it is equal on all ranks, and one of a step that is trained again is the same.
+Until the first long round it is that of short rounds.
+"""
+
+KEEP = 0.98  # of what was counted, from each step to the next
+
+
+class TokenMean:
+    """Example: mean = TokenMean(); mean.add(4, 40) == 10.0; mean.add(4, 120) == 20.0"""
+
+    def __init__(self) -> None:
+        self.sums = (0.0, 0.0)  # responses and tokens; a checkpoint holds them
+        self._at_begin = self.sums  # of the step
+
+    def add(self, num_responses: int, num_tokens: int) -> float:
+        """An update of so many ends. Returns the mean number of tokens of a response, with these;
+        0.0 before there are any."""
+        self.sums = (self.sums[0] + num_responses, self.sums[1] + num_tokens)
+        responses, tokens = self.sums
+        return tokens / responses if responses else 0.0
+
+    def restore(self, sums: tuple[float, float]) -> None:
+        """As a checkpoint has them."""
+        self.sums = self._at_begin = sums
+
+    def end_step(self) -> None:
+        responses, tokens = self.sums
+        self.restore((KEEP * responses, KEEP * tokens))
+
+    def clear(self) -> None:
+        """The step begins again."""
+        self.sums = self._at_begin

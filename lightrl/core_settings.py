@@ -46,7 +46,7 @@ def settings_of(
         max_unscored_steps=MAX_UNSCORED_STEPS,
         chunk_tokens=r.chunk_tokens,
         num_prompts=num_prompts,
-        tail=Tail(eta_prompts, eta_responses, config.round.race),
+        tail=Tail(eta_prompts, eta_responses, config.round.race, config.deferred),
         max_staleness=config.async_.max_staleness,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         deterministic=config.run.deterministic,

@@ -15,6 +15,8 @@ from typing import Any
 # config is that of all nodes.
 SLOWNESS = "LIGHTRL_EMULATED_SLOWNESS"
 
+RESTART_CHANGE = 0.6
+
 DEFAULTS = {
     "t0_ms": 0.0,  # of a decode step at batch 1; 0 = no waiting
     "half_batch": 107.0,  # at which a step takes twice t0, as measured on an H100 with a 7B model
@@ -27,6 +29,10 @@ DEFAULTS = {
     "mean_length": 0.0,  # of a response, tokens; 0 = always to the length limit
     # of responses that run to the limit whatever mean_length says: a long tail
     "runaway_share": 0.0,
+    # Chance that a version draws a response anew, whatever others made of it: two versions agree in
+    # (1 - chance)^2 of the responses. By default 16 %, as 1,000 tokens of a real model did after one
+    # optimizer step (core/README.md).
+    "restart_change": RESTART_CHANGE,
     "train_token_ms": 0.0,  # of a trained token, on its rank
     "train_step_ms": 0.0,  # of an optimizer step
     "version_mb": 0.0,  # size of a version of the weights, at least 4 KiB

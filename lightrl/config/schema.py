@@ -146,6 +146,12 @@ class Config(Section):
                 f"checkpoint.interval = {interval}; give a multiple of it"
             )
         is_held_to_own = self.algorithm.old_logprobs == "trainer"
+        if self.continues and self.algorithm.tis_cap == 0 and is_held_to_own:
+            raise ValueError(
+                "algorithm.tis_cap = 0: responses that were put off are continued and have tokens of "
+                "older versions, which is biased without importance weights; leave it out, or set "
+                "round.deferred = 'restart'"
+            )
         if self.async_.max_staleness and self.algorithm.tis_cap == 0 and is_held_to_own:
             raise ValueError(
                 f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains "
@@ -338,6 +344,17 @@ class Config(Section):
         return self.speculation.enabled and not self.run.deterministic
 
     @property
+    def deferred(self) -> Literal["restart", "continue"]:
+        """`round.deferred`, or its default: how far a response had come when it was put off depends
+        on time, and a deterministic run must not."""
+        return self.round.deferred or ("restart" if self.run.deterministic else "continue")
+
+    @property
+    def continues(self) -> bool:
+        """Responses that were put off are trained with tokens of older versions."""
+        return self.round.tail_batching != "off" and self.deferred == "continue"
+
+    @property
     def broadcast(self) -> Literal["auto", "always", "off"]:
         """`weights.broadcast` as far as it acts. An asynchronous run has other idle nodes at each
         boundary: a group would form for each version, and the trainer wait for it, while busy nodes
@@ -360,7 +377,8 @@ class Config(Section):
         if self.algorithm.tis_cap is not None:
             return self.algorithm.tis_cap
         is_exact = is_float32 and not ROUNDING_ARGS.intersection(self.rollout.engine_args)
-        return 0.0 if is_exact and not self.async_.max_staleness else DEFAULT_TIS_CAP
+        is_fresh = not self.async_.max_staleness and not self.continues
+        return 0.0 if is_exact and is_fresh else DEFAULT_TIS_CAP
 
     @property
     def max_trained_length(self) -> int:

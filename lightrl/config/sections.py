@@ -226,6 +226,13 @@ class RoundSection(Section):
         description="what decides who is first: token counts (repeatable), or wall clock",
     )
 
+    deferred: Literal["restart", "continue"] | None = Field(
+        default=None,
+        description="what a later round does with responses that were put off: 'continue' them from "
+        "their tokens, which are of older versions then, or 'restart' them, on-policy, which makes "
+        "them shorter; default: continue, with run.deterministic restart",
+    )
+
     @property
     def etas(self) -> tuple[float, float]:
         """Prompts and responses that a short round launches for each one it keeps."""

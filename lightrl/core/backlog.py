@@ -5,9 +5,9 @@ Owns prompts that no open round holds. What a round takes from here is decided i
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from lightrl.core.state import DrawnPrompt
+from lightrl.core.state import DrawnPrompt, HeldResponse, Response
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class PutOff:
     attempts: int
     # the step that first put it off
     since: int
+    # its responses in the order of their indices, as many as a later round launches; () = none began
+    held: tuple[HeldResponse, ...] = ()
 
 
 @dataclass(slots=True)
@@ -66,6 +68,15 @@ class Backlog:
                 taken[held.prompt.id] = held
         self.put_off.extendleft(reversed(kept))
         return list(taken.values())
+
+    def keep_score(self, response: Response) -> None:
+        """Stores the reward of a response that finished before its group was put off."""
+        prompt, index = response.group.prompt, response.index
+        for i, put_off in enumerate(self.put_off):
+            if put_off.prompt == prompt and index < len(put_off.held):
+                scored = replace(put_off.held[index], reward=response.reward)
+                held = (*put_off.held[:index], scored, *put_off.held[index + 1 :])
+                self.put_off[i] = replace(put_off, held=held)
 
     def pop_held_back(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
         """Up to `count` prompts that were held back and are not `busy` any more, in order."""

@@ -384,4 +384,4 @@ class EngineSizes:
 
 
 def _num_tokens(round: Round) -> int:
-    return sum(len(r.tokens) for g in round.groups.values() for r in g.responses)
+    return sum(r.num_new for g in round.groups.values() for r in g.responses)

@@ -216,7 +216,8 @@ def _response(core: "Coordinator", round: Round, r: Response) -> None:
     _require(covered, f"{r.id}: version spans do not cover its tokens")
     _require(len(r.tokens) <= r.group.max_response_tokens, f"{r.id} is too long")
     for version, _ in r.spans:
-        fresh = round.step - core.settings.max_staleness <= version <= round.step
+        oldest = r.group.since if r.carried else round.step
+        fresh = oldest - core.settings.max_staleness <= version <= round.step
         _require(fresh, f"{r.id} has tokens of version {version} in step {round.step}")
     _require(not r.scored or r.state is ResponseState.DONE, f"{r.id} is scored but {r.state}")
     open_states = {ResponseState.QUEUED, ResponseState.RUNNING}

@@ -7,7 +7,7 @@ place, `give_up`: whoever finds that a response has lost, wherever it waits or r
 
 import bisect
 
-from lightrl.core import race
+from lightrl.core import race, rounds
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import Outbox
 from lightrl.core.events import ResponseScored
@@ -54,7 +54,7 @@ class Judge:
             self._outbox.score(response)
 
     def score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
-        """Takes the score of a finished response; siblings may have lost by it."""
+        """Takes the score of a finished response."""
         response = self._table.responses.get(name)
         if response is None or response.attempt != attempt or response.scored:
             return
@@ -67,8 +67,22 @@ class Judge:
             self._table.counters.rewards_failed += 1
             reward = None if group.round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
-        if response.resolved:
-            return
+        if group.state is GroupState.PUT_OFF:
+            self._backlog.keep_score(response)
+        if not response.resolved:
+            self._count(response)
+
+    def count_finished(self, responses: list[Response]) -> None:
+        """Of groups that are continued: responses that finished before count in this round, too."""
+        for response in responses:
+            if response.state is ResponseState.DONE and response.scored:
+                self._count(response)
+            elif response.state is ResponseState.DONE:
+                self._outbox.score(response)
+
+    def _count(self, response: Response) -> None:
+        """A response has its score; siblings may have lost by it."""
+        group, reward = response.group, response.reward
         if reward is not None or group.round.is_eval or self._settings.skips_unscored:
             group.round.num_scores += 1
             bisect.insort(group.finishers, race.finish_of_response(self._settings, response))
@@ -156,7 +170,7 @@ class Judge:
         for group in round.groups.values():
             if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
                 self._put_off_group(group)
-        self._count_aborted(round)
+        self._table.counters.aborted_tokens += round.aborted_tokens
 
     def _put_off_group(self, group: Group) -> None:
         if race.is_surplus_flat(self._settings, group):
@@ -164,8 +178,11 @@ class Judge:
             return
         self._give_up_all(group)
         group.move(GroupState.PUT_OFF)
+        group.continues = self._settings.tail.continues
         attempts = max(r.attempt for r in group.responses)
-        self.put_off(PutOff(group.prompt, attempts, group.round.step))
+        held = tuple(rounds.hold(self._settings, r) for r in group.responses[: group.size])
+        held = () if self._settings.tail.fresh_noise else held
+        self.put_off(PutOff(group.prompt, attempts, group.round.step, held))
 
     def put_off(self, prompt: PutOff) -> None:
         self._backlog.put_off.append(prompt)
@@ -181,10 +198,3 @@ class Judge:
     def _give_up_all(self, group: Group) -> None:
         for response in group.responses:
             self.give_up(response)
-
-    def _count_aborted(self, round: Round) -> None:
-        """Tokens of a closed round that are not trained."""
-        kept = {r.id for g in round.accepted for r in g.kept}
-        self._table.counters.aborted_tokens += sum(
-            len(r.tokens) for g in round.groups.values() for r in g.responses if r.id not in kept
-        )

@@ -58,7 +58,7 @@ class LengthPredictor:
         for group in round.groups.values():
             self._remember(group)
             for r in group.responses:
-                if r.finish_reason is not None:
+                if r.finish_reason is not None and (r.num_new or not r.carried):
                     self._counts[_bin(len(r.tokens))] += 1
         for group in round.accepted:
             self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)

@@ -25,6 +25,7 @@ from lightrl.messages.weights import Canary, WeightsBase
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
     """Where a run stands, its open rounds left out: the first entry of every segment of a journal.
+    The groups that were put off follow, one entry each, oldest first: they hold tokens.
 
     Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: "9f3a..."})
     """
@@ -36,8 +37,7 @@ class SnapshotBegan:
     step: int = 0
     # prompts, over all epochs: the position in the data
     num_drawn: int = 0
-    put_off: tuple[PutOff, ...] = ()
-    # that were held back; the name is that of the format
+    # prompts that were held back; the name is that of the format
     spare: tuple[DrawnPrompt, ...] = ()
     last_cut: int = 0
     # the policy version evaluated last
@@ -64,8 +64,8 @@ class SnapshotBegan:
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that is open when a segment begins; its tokens and scores follow:
-    `recovery.take_snapshot`."""
+    """A round that is open when a segment begins. What an earlier round held of its groups follows,
+    its tokens and its scores: `recovery.take_snapshot`."""
 
     # in journals
     TAG: ClassVar[str] = "RoundStood"
@@ -73,7 +73,7 @@ class RoundSnapshot:
     step: int
     kind: RoundKind
     prompts_launched: int
-    # in the order of their groups
+    # in the order of their groups, without what is held of them
     prompts: tuple[PutOff, ...]
     is_closed: bool
 
@@ -137,6 +137,7 @@ class ShellNote:
 
 LogEntry: TypeAlias = (
     SnapshotBegan
+    | PutOff
     | RoundSnapshot
     | SnapshotEnded
     | RoundOpened

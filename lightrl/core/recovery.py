@@ -68,7 +68,6 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
     stood = SnapshotBegan(
         step=core.step,
         num_drawn=backlog.num_drawn,
-        put_off=tuple(backlog.put_off),
         spare=tuple(backlog.held_back),
         last_cut=steps.last_cut,
         evaluated=steps.evaluated,
@@ -84,7 +83,8 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         sides=core.sides.memory(),
         planner=core.sizes.memory(),
     )
-    return RunSnapshot([stood, *notes], [_snapshot_of(round) for round in core.table.rounds])
+    before: list[LogEntry] = [stood, *notes, *backlog.put_off]
+    return RunSnapshot(before, [_snapshot_of(round) for round in core.table.rounds])
 
 
 def recover(core: Coordinator, entries: Iterable[LogEntry], now: float) -> list[Command]:
@@ -105,6 +105,7 @@ class _Recovery:
         self._core = core
         self._now = now
         self._began = SnapshotBegan()
+        self._put_off: list[PutOff] = []  # when the segment began
         self._closed: list[Round] = []  # of those restated
         # tokens of responses that are not there yet: a journal that is read merged has all tokens
         # before the scores, and a score may bring the prompt that replaces a group without signal
@@ -118,6 +119,8 @@ class _Recovery:
             case SnapshotBegan():
                 self._began = entry
                 self._restore()
+            case PutOff():
+                self._hold(entry)
             case RoundSnapshot():
                 self._set_up(entry)
             case SnapshotEnded():
@@ -185,7 +188,7 @@ class _Recovery:
         core, steps, stood = self._core, self._core.steps, self._began
         steps.step, steps.evaluated, steps.last_cut = stood.step, stood.evaluated, stood.last_cut
         steps.opened = max(steps.opened, stood.step)
-        core.backlog.restore(stood.num_drawn, stood.put_off, stood.spare)
+        core.backlog.restore(stood.num_drawn, self._put_off, stood.spare)
         core.table.counters = replace(stood.counters)
         core.predictor.recall(stood.memory)
         core.scaling.learned = stood.learned.copy()
@@ -209,6 +212,19 @@ class _Recovery:
         core.table.start(rounds.add(core.settings, round, entry.prompts, core.predictor))
         if entry.is_closed:
             self._closed.append(round)
+
+    def _hold(self, entry: PutOff) -> None:
+        """A group that waits; behind a RoundSnapshot, what an earlier round held of one of its
+        groups."""
+        if not self._core.table.rounds:
+            self._put_off.append(entry)
+            return
+        for group in self._core.table.rounds[-1].groups.values():
+            if group.prompt == entry.prompt:
+                group.held = entry.held
+                if self._core.settings.tail.continues:
+                    for response, before in zip(group.responses, entry.held, strict=False):
+                        response.carried = len(before.tokens) // 4
 
     def _begin(self) -> None:
         """What the restated rounds did on their way here, is in what stood already."""
@@ -254,11 +270,13 @@ class _RoundCopy:
     """A round at one moment. Nothing here changes, but for the ends of the responses' arrays."""
 
     stood: RoundSnapshot
+    put_off: list[PutOff]
     held: list[_HeldTokens]
     scores: list[LogEntry]
 
     def entries(self) -> Iterator[LogEntry]:
         yield self.stood
+        yield from self.put_off
         items: dict[tuple[int, int], list[ResponseTokens]] = {}
         num_tokens = 0
         for held in self.held:
@@ -275,11 +293,12 @@ class _RoundCopy:
 def _snapshot_of(round: Round) -> _RoundCopy:
     """Quick, however long the responses are: the event loop waits for it."""
     groups: list[Group] = list(round.groups.values())
-    prompts = tuple(PutOff(g.prompt, g.attempts, round.step) for g in groups)
+    prompts = tuple(PutOff(g.prompt, g.attempts, g.since) for g in groups)
     is_closed = round.state is RoundState.CLOSED
     default = ((round.step, 0),)
     return _RoundCopy(
         RoundSnapshot(round.step, round.kind, round.prompts_launched, prompts, is_closed),
+        [PutOff(g.prompt, g.attempts, g.since, g.held) for g in groups if g.held],
         [
             _HeldTokens(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
             for g in groups

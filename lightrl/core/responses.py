@@ -62,7 +62,8 @@ class ResponseTable:
     def start(self, responses: list[Response]) -> None:
         for response in responses:
             self.responses[response.id] = response
-            self._enqueue(response)
+            if response.state is ResponseState.QUEUED:
+                self._enqueue(response)
 
     def requeue(self, response: Response) -> None:
         """It goes on from its tokens, at the head of the queue: its prefix is already paid for."""

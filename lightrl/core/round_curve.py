@@ -18,12 +18,12 @@ POINTS = 16  # by which the shape is remembered
 
 
 def shape_of(round: Round) -> RoundShape:
-    """Of a round that has closed."""
-    lengths = sorted(len(r.tokens) for g in round.groups.values() for r in g.responses)
-    ends = sorted((max(len(r.tokens) for r in g.kept), g.position) for g in round.accepted)
+    """Of a round that has closed; of responses that it continued, the tokens that it added."""
+    lengths = sorted(r.num_new for g in round.groups.values() for r in g.responses)
+    ends = sorted((max(r.num_new for r in g.kept), g.position) for g in round.accepted)
     points = ((k + 1) * len(ends) // POINTS for k in range(POINTS))
     ends_in = tuple(ends[point - 1][0] for point in points if point)
-    return RoundShape(encode(array("i", lengths)), ends_in, round.finishing_tokens)
+    return RoundShape(encode(array("i", lengths)), ends_in, ends[-1][0] if ends else 0)
 
 
 def in_waves(waiting: float) -> list[tuple[float, float]]:

@@ -17,7 +17,7 @@ class Rest:
     # of each open group that will be trained, first first: (until it is complete, trained then)
     groups: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     finished: int = 0
-    # that a response has which goes on
+    # that a response has got in this round which goes on
     most_held: int = 0
     # the most that the caches hold at once, if all of it runs from now on
     kv_tokens: float = 0.0
@@ -36,7 +36,7 @@ def rest_of(round: Round, expect: Foresee) -> Rest:
             if r.state in {ResponseState.RUNNING, ResponseState.QUEUED}:
                 tokens = rest.expected[r.id] = max(held + 1.0, expect(r))
                 running.append((tokens - held, len(group.prompt.tokens) // 4 + held))
-                rest.most_held = max(rest.most_held, held)
+                rest.most_held = max(rest.most_held, r.num_new)
                 lengths.append(tokens)
                 left.append(tokens - held)
             elif r.state is ResponseState.DONE:

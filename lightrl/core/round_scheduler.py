@@ -228,7 +228,9 @@ class RoundScheduler:
         return {g.prompt.id for g in round.groups.values()} | put_off
 
     def _start(self, round: Round, prompts: list[PutOff]) -> None:
-        self._table.start(rounds.add(self._settings, round, prompts, self._predictor))
+        started = rounds.add(self._settings, round, prompts, self._predictor)
+        self._table.start(started)
+        self._judge.count_finished(started)
 
     def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now

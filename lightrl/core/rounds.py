@@ -20,22 +20,27 @@ than the end of its epoch or of the run; nobody is put off twice in an epoch: on
 race. A run of `num_steps` steps ends with an empty queue, unless groups without scores were put off
 beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: what the next epoch brings of it meanwhile is held back.
 
-A prompt that was put off starts again under the new weights, with the noise it had before: its
-responses are those it would have given anyway, so that being put off does not select among them.
-Rejected: fresh noise, as in the paper. It replaces responses that were known to be long by ones
-that need not be, which shortens what is trained. (`fresh_noise` keeps it for comparison.)
+The responses of a prompt that was put off continue from the tokens that they have
+(`Tail.deferred`), those that finished are kept, and of more than R0 the first R0 by index: being put
+off selects none. Their first tokens are of older versions. With "restart" all of them are sampled
+again by the new weights, with the noise that they had. Where the weights have changed so much that
+another response comes, one that was long is replaced by one that need not be, and what is trained is
+shorter; with fresh noise, as in the paper, always. (`fresh_noise` keeps that for comparison.)
 """
 
 import hashlib
 from collections.abc import Iterable
 
+from lightrl.core.arrays import decode, encode
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.settings import Settings
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
+    HeldResponse,
     Response,
+    ResponseState,
     Round,
     RoundKind,
     RoundState,
@@ -155,6 +160,9 @@ def add(
             Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)
             for k, name in enumerate(names)
         ]
+        if settings.tail.continues:
+            for response, before in zip(group.responses, held.held, strict=False):
+                _continue(response, before)
         group.num_open = len(names)
         group.foreseen_tokens = predictor.mean(group)
         group.longest_of_set = predictor.longest_of_set(group) if round.is_eval else 0
@@ -162,6 +170,36 @@ def add(
         round.num_open += 1
         started += group.responses
     return started
+
+
+def _continue(response: Response, before: HeldResponse) -> None:
+    """Gives a new response what the round that put its group off left of it.
+
+    One that finished there is done. Without a score it is scored under a new attempt: the result of
+    an earlier request may still arrive.
+    """
+    response.tokens, response.logprobs = decode("i", before.tokens), decode("f", before.logprobs)
+    response.carried = len(response.tokens)
+    response.starts = list(before.starts)
+    response.version = before.starts[-1][0] if before.starts else -1
+    is_full = response.carried >= response.group.max_response_tokens
+    response.finish_reason = before.finish_reason or ("length" if is_full else None)
+    if response.finish_reason is not None:
+        response.state = ResponseState.DONE
+        response.reward, response.scored = before.reward, before.reward is not None
+        response.attempt += not response.scored
+
+
+def hold(settings: Settings, response: Response) -> HeldResponse:
+    """What is kept of a response of a group that is put off: to continue it, or, where it restarts,
+    to compare the two."""
+    return HeldResponse(
+        encode(response.tokens),
+        encode(response.logprobs) if settings.tail.continues else b"",
+        tuple(response.starts),
+        response.finish_reason,
+        response.reward,
+    )
 
 
 def num_launched(settings: Settings, group: Group) -> int:
@@ -183,6 +221,8 @@ def _new_group(settings: Settings, round: Round, held: PutOff) -> Group:
         sampling=settings.sampling,
         max_response_tokens=settings.max_response_tokens,
         attempts=held.attempts,
+        since=held.since,
+        held=held.held,
     )
     if round.is_eval:
         of = settings.eval_set(held.prompt.id)

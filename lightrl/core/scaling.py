@@ -116,7 +116,7 @@ class Scaling:
         seen.rollout_s, seen.nodes = seconds, (self._node_s - seen.node_s) / seconds
         seen.others = (self._other_s - seen.other_s) / seconds
         gain = self._gain()
-        steps = [len(r.tokens) / gain for g in round.groups.values() for r in g.responses]
+        steps = [r.num_new / gain for g in round.groups.values() for r in g.responses]
         mean, longest = fmean(steps), max(steps)
         if not mean:
             return

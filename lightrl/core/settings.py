@@ -20,8 +20,15 @@ class Tail:
     eta_prompts: float = 1.0
     eta_responses: float = 1.0
     race: Literal["tokens", "clock"] = "tokens"
-    # a prompt put off samples anew; else the same noise under the new weights
+    # what a later round does with the responses of a group that was put off: it samples them again
+    # from the first token, with the same noise, or continues them from the tokens that they have
+    deferred: Literal["restart", "continue"] = "restart"
+    # responses that restart get other noise; for comparison
     fresh_noise: bool = False
+
+    @property
+    def continues(self) -> bool:
+        return self.deferred == "continue"
 
     @property
     def races(self) -> bool:

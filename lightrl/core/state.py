@@ -129,6 +129,24 @@ class DrawnPrompt:
     tokens: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class HeldResponse:
+    """A response of a group that was put off, as far as it came; arrays are little-endian.
+
+    Example: HeldResponse(<int32>, <float32>, ((3, 0),), "stop", 1.0)
+    """
+
+    # int32
+    tokens: bytes = b""
+    # float32; empty where responses restart
+    logprobs: bytes = b""
+    # as Response.starts
+    starts: tuple[tuple[int, int], ...] = ()
+    finish_reason: FinishReason | None = None
+    # None: it has no score
+    reward: float | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Response:
     """The tokens sampled for one prompt by one group member; `tokens` and `logprobs` grow
@@ -155,6 +173,8 @@ class Response:
     version: int = -1
     # (policy version, index of its first token), in order
     starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    # tokens that it had when its round opened: those of the round that put it off
+    carried: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
     # or known to get no score
@@ -178,6 +198,11 @@ class Response:
     def context(self) -> int:
         """Tokens that an engine holds of it."""
         return len(self.group.prompt.tokens) // 4 + len(self.tokens)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that were sampled in its round."""
+        return len(self.tokens) - self.carried
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -204,6 +229,12 @@ class Group:
     max_response_tokens: int
     # at its responses in earlier rounds, which put it off
     attempts: int = 0
+    # the step whose round launched it first
+    since: int = 0
+    # what that round left of its responses; () = it is launched for the first time
+    held: tuple[HeldResponse, ...] = ()
+    # it was put off, and a later round continues its responses
+    continues: bool = False
     responses: list[Response] = field(default_factory=list[Response])
     state: GroupState = GroupState.OPEN
     # Its race; see `race`.
@@ -294,6 +325,14 @@ class Round:
     @property
     def races(self) -> bool:
         return self.kind == "short"
+
+    @property
+    def aborted_tokens(self) -> int:
+        """Tokens of a closed round whose responses are neither trained nor continued."""
+        used = {r.id for g in self.accepted for r in g.kept}
+        used |= {r.id for g in self.groups.values() if g.continues for r in g.responses[: g.size]}
+        responses = (r for g in self.groups.values() for r in g.responses)
+        return sum(len(r.tokens) for r in responses if r.id not in used)
 
     @property
     def finishing_tokens(self) -> int:

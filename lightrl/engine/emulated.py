@@ -1,5 +1,9 @@
 """The emulated engine: no model, tokens and lengths that are pure functions of (seed, position).
 
+Another version of the weights gives the same response, or, by chance (`restart_change`), another one
+from the first token on: what follows depends on the seed and that token alone, so that a response is
+continued by any version as it would have been by the one that began it.
+
 For tests of everything around an engine and for trying a fleet on one machine: it takes as long as
 a latency model says. Needs neither torch nor vLLM.
 
@@ -26,10 +30,13 @@ from lightrl.weights.version.manifest import VersionFile, read_manifest
 
 _RUNAWAY_SALT = 0x7A11
 _LENGTH_SALT = 0x5EED  # a response's length is drawn from other noise than its tokens
+_CHANGE_SALT = 0xC4A6
+_BRANCH = 0x9E3779B97F4A7C15  # odd, so that each first token has noise of its own
+_SEEDS = (1 << 63) - 1
 
 
 class EmulatedEngine:
-    """Implements `base.Engine`. The weights matter too: their digest shifts every token."""
+    """Implements `base.Engine`. The digest of the weights decides which responses they change."""
 
     device = "emulated"
     dtype = "float32"
@@ -56,6 +63,7 @@ class EmulatedEngine:
         self._score_error, self._load_s = args["score_error"], args["load_ms"] / 1000
         self._sleep_s, self._wake_s = args["sleep_ms"] / 1000, args["wake_ms"] / 1000
         self._freed_bytes = round(args["sleep_mb"] * 1_000_000)
+        self._change = args["restart_change"]
         self._digest, self._salt = "", 0
         time.sleep(args["start_ms"] / 1000)
         self._waiting: deque[Running] = deque()
@@ -80,13 +88,14 @@ class EmulatedEngine:
         if self._t0_s or prefill_s:
             step_s = self._t0_s * (1 + len(self._running) / self._half_batch)
             time.sleep(prefill_s + step_s)
-        seeds = np.array([r.seed ^ self._salt for r in self._running], np.uint64)
+        branches = [self._branch(r) for r in self._running]
+        seeds = np.array([self._noise(r, b) for r, b in zip(self._running, branches, strict=True)], np.uint64)
         positions = np.array([len(r.tokens) for r in self._running], np.int64)
         noise = uniforms(seeds, positions)
         deltas = []
-        for r, u in zip(self._running, noise.tolist(), strict=True):
+        for r, branch, u in zip(self._running, branches, noise.tolist(), strict=True):
             stop = r.sampling.stop_token_ids
-            token = stop[0] if stop and self._ends(r) else self._token(u, r.stop)
+            token = stop[0] if stop and self._ends(r, branch) else self._token(u, r.stop)
             deltas.append(Delta(r.response, [token], [math.log1p(-u)], r.grow(token)))
         self._running = [
             r for r, d in zip(self._running, deltas, strict=True) if d.finish_reason is None
@@ -148,9 +157,24 @@ class EmulatedEngine:
             token = (token + 1) % self._vocabulary
         return token
 
-    def _ends(self, r: Running) -> bool:
+    def _first_noise(self, r: Running) -> int:
+        """Seed of the first token under these weights."""
+        own = r.seed ^ self._salt
+        return own if uniform(own ^ _CHANGE_SALT, 0) < self._change else r.seed
+
+    def _branch(self, r: Running) -> int:
+        """Seed of all that follows the first token, which is drawn here if there is none yet."""
+        first = r.first
+        if first is None:
+            first = self._token(uniform(self._first_noise(r), r.num_prompt), r.stop)
+        return (r.seed ^ (first * _BRANCH)) & _SEEDS
+
+    def _noise(self, r: Running, branch: int) -> int:
+        return self._first_noise(r) if r.first is None else branch
+
+    def _ends(self, r: Running, branch: int) -> bool:
         """A constant hazard at every position: lengths are geometric, and no matter where it was
         resumed."""
-        if not self._mean_length or uniform(r.seed ^ _RUNAWAY_SALT, 0) < self._runaway_share:
+        if not self._mean_length or uniform(branch ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
-        return uniform(r.seed ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length
+        return uniform(branch ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length

@@ -25,6 +25,13 @@ class Running:
     # tokens of the longest this response may get, prompt included
     end: int
     stop: frozenset[int] = field(default=frozenset())
+    # tokens of the prompt
+    num_prompt: int = 0
+
+    @property
+    def first(self) -> int | None:
+        """The first token of the response, if there is one."""
+        return self.tokens[self.num_prompt] if len(self.tokens) > self.num_prompt else None
 
     def grow(self, token: int) -> FinishReason | None:
         """Appends a sampled token and says whether the response ends with it."""
@@ -65,9 +72,9 @@ def accept(
         )
     if sampling.top_k < 0:
         raise EngineError(f"{request.response}: top_k = {sampling.top_k}: must be 0 (off) or more")
-    return Running(
-        request.response, request.seed, sampling, tokens, end, frozenset(sampling.stop_token_ids)
-    )
+    stop = frozenset(sampling.stop_token_ids)
+    num_prompt = len(request.prompt) // 4
+    return Running(request.response, request.seed, sampling, tokens, end, stop, num_prompt)
 
 
 def check_text(token_ids: list[int], vocabulary: int, max_model_length: int) -> None:

@@ -16,9 +16,10 @@ from lightrl.messages.nodes import Role
 HIGH_LR = 1e-3
 BIAS = {
     "off": "none: every round waits for its longest response",
-    "prompts": (
-        "none by selection, only in order: a prompt put off gives the same responses to newer "
-        "weights"
+    "continue": "none: responses that are put off are continued, not replaced",
+    "restart": (
+        "shorter: responses that are put off restart, and newer weights give others in place of "
+        "long ones (round.deferred = 'restart'): see tail_run/length_bias"
     ),
     "both": (
         "the shorter responses of each prompt are trained: see tail/kept_length, "
@@ -166,17 +167,22 @@ def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
             f"rounds + 1 long ({prompts:,} x {responses}, waits for all); the rest at the end of "
             "an epoch and of the run",
         )
-    yield "", f"length bias: {BIAS[mode if launched_each > responses else 'prompts']}"
+    yield "", f"length bias: {BIAS[mode if launched_each > responses else config.deferred]}"
 
 
 def _staleness(config: Config) -> str:
     most = config.async_.max_staleness
-    if not most:
+    if not most and not config.continues:
         return "synchronous: every trained token is sampled by the newest version"
     cap = config.tis_cap(is_float32=True)
     weighted = f"weighted by at most {cap:g} (algorithm.tis_cap)"
     if config.algorithm.old_logprobs == "rollout":
         weighted = "their ratios are to what sampled them (algorithm.old_logprobs)"
+    if not most:
+        return (
+            "synchronous, but for responses that are put off: the tokens that they have by then are "
+            f"of older versions, {weighted}"
+        )
     return (
         f"asynchronous: up to {most} more rounds start before a step is trained; tokens are "
         f"at most that many versions old, {weighted}"
@@ -211,9 +217,15 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
         )
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
+    if config.round.tail_batching == "off" and config.round.deferred is not None:
+        yield f"round.deferred = {config.deferred} has no effect without round.tail_batching"
     races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
-    if config.run.deterministic and (races_by_clock or config.async_.max_staleness):
-        what = "round.race = clock" if races_by_clock else "async.max_staleness"
+    depends = {
+        "round.race = clock": races_by_clock,
+        "round.deferred = continue": config.continues,
+        "async.max_staleness": config.async_.max_staleness > 0,
+    }
+    if config.run.deterministic and (what := " and ".join(k for k, on in depends.items() if on)):
         yield (
             f"run.deterministic only fixes the order of sums: with {what} the samples depend "
             "on timing"

@@ -83,7 +83,7 @@ def step_figures(round: Round) -> dict[str, float]:
     ended = [len(r.tokens) for r in responses if r.finish_reason != "length"]
     prompts = [len(g.prompt.tokens) // 4 for g in round.accepted]
     rollout_s = round.closed_at - round.opened_at
-    sampled = sum(len(r.tokens) for g in round.groups.values() for r in g.responses)
+    sampled = sum(r.num_new for g in round.groups.values() for r in g.responses)
     dropped = [g for g in round.groups.values() if g.state is GroupState.DROPPED]
     flat = sum(len(g.kept) >= min(MIN_COMPARED, g.size) for g in dropped)
     return {

@@ -165,7 +165,7 @@ class Records:
             in_thread(
                 self._adding,
                 sampled_entropy,
-                [r.logprobs for g in round.groups.values() for r in g.responses],
+                [r.logprobs[r.carried :] for g in round.groups.values() for r in g.responses],
             ),
             total_tokens(round),
             histogram([len(r.tokens) for r in trained], self._max_response_tokens),
@@ -174,10 +174,13 @@ class Records:
     def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
         """Means over the trained responses that have the figure."""
         said = {
-            r.id: self._reward_figures.pop(r.id, {})
+            r.id: self._reward_figures.get(r.id, {})
             for g in round.groups.values()
             for r in g.responses
         }
+        for g in round.groups.values():
+            for r in () if g.continues else g.responses:  # else its score counts in a later round
+                self._reward_figures.pop(r.id, None)
         scorings = [self._scorings.pop(r) for r in list(said) if r in self._scorings]
         return scoring_figures(scorings) | {
             figure_name(name): mean([said[r.id][name] for r in trained if name in said[r.id]])

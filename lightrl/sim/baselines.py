@@ -46,7 +46,7 @@ def variants(
     base = synchronous(settings)
     s, off = base.settings, base.switches
     eta = max(settings.tail.eta_prompts, settings.tail.eta_responses)
-    tail = Tail(eta if eta > 1 else ETA, race=settings.tail.race)
+    tail = replace(settings.tail, eta_prompts=eta if eta > 1 else ETA, eta_responses=1.0)
     early = replace(off, async_rewards=True)
     return {
         "synchronous": base,

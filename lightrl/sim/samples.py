@@ -19,6 +19,8 @@ class Samples:
     def noise(self, response: Response) -> int:
         """Of the sample that it will be now."""
         step = response.group.round.step
+        if response.carried:
+            step = response.group.since  # in which it began: it is that sample
         first, again = self._first_step.setdefault(response.id, step), self._workload.same_again
         if first == step or again >= 1 or uniforms("again", response.seed, step)[0] < again:
             return response.seed

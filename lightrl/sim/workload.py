@@ -20,6 +20,7 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Protocol
 
+from lightrl.emulation import RESTART_CHANGE
 from lightrl.errors import SimError
 
 _INVERSE = NormalDist().inv_cdf
@@ -260,9 +261,10 @@ class Workload:
     num_prompts: int = 16_384
     prompt_tokens: int = 200
     reward: RewardTimes = RewardTimes()
-    # Chance that a response which starts again under newer weights, with the same noise, is as long
-    # as before. Where it is not, being put off selects: see `report.Figures.length_bias`.
-    same_again: float = 1.0
+    # Chance that a response which restarts under newer weights, with the same noise, is as long as
+    # before; by default that of emulated engines. Where it is not, being put off selects: see
+    # `report.Figures.length_bias`. One that is continued (round.deferred) is as long in any case.
+    same_again: float = (1 - RESTART_CHANGE) ** 2
     # of a run: its prompts with their epochs, in the order in which they were drawn
     order: tuple[tuple[str, int], ...] = ()
     # and which share of a step's tokens had a gradient, by step; of others the mean

@@ -37,12 +37,13 @@ def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
     eta = rng.choice([1.25, 1.5, 2.0])
     many = round(eta * needed)
     tail = Tail(*rng.choice([(1.0, 1.0), (eta, 1.0), (eta, 1.5)]), fresh_noise=rng.random() < 0.1)
+    deferred = random.Random(f"deferred {seed}").choice(["restart", "continue"])
     return {
         "num_steps": rng.randint(3, 5),
         "prompts_per_step": needed,
         "group_size": size,
         "num_prompts": max(many, needed) + rng.choice([0, 1, 2, 3, 5, 10]),
-        "tail": replace(tail, race=race),
+        "tail": replace(tail, race=race, deferred=deferred),
         "dynamic_sampling": rng.random() < 0.35,
         "deterministic": rng.random() < 0.5,
         "foresight": rng.random() < 0.7,

@@ -79,6 +79,7 @@ class World:
         self.num_held_back = 0  # shards that came only after others had been taken
         self.closed: dict[int, Round] = {}  # of training, by step
         self.num_restarts = 0
+        self.num_continued = 0  # responses that were trained
         self.num_replays = 0
         self.finished: list[Finish] = []
         # every node says where it serves at once, or they do so late, if at all
@@ -217,9 +218,11 @@ class World:
         for group in round.accepted:
             for response in group.kept:
                 oldest = staleness(response.spans, round.step).oldest_gap
-                assert oldest <= self.core.settings.max_staleness, (
+                since = group.since if response.carried else round.step
+                assert oldest <= round.step - since + self.core.settings.max_staleness, (
                     f"{response.id} is {oldest} versions old"
                 )
+                self.num_continued += response.carried > 0
 
     def rollouts(self) -> list[str]:
         return [n for n in self.core.fleet.nodes if n != "t"]

@@ -17,6 +17,7 @@ from tests.sim.conftest import COLOCATED, LIMIT, SCENARIO, nodes, world
 
 BOTH = Tail(1.25, 1.25)
 PROMPTS = Tail(1.25, 1.0)
+CONTINUE = Tail(1.25, 1.0, deferred="continue")
 TIGHT = replace(
     COLOCATED, engines={k: replace(e, kv_tokens=400) for k, e in COLOCATED.engines.items()}
 )
@@ -149,7 +150,7 @@ def test_each_mechanism_is_worth_something():
 def test_the_bias_of_racing_is_told():
     rows = {
         name: world(tail=tail, num_steps=10, num_prompts=40).run()
-        for name, tail in {"off": Tail(), "prompts": PROMPTS, "both": BOTH}.items()
+        for name, tail in {"off": Tail(), "prompts": CONTINUE, "both": BOTH}.items()
     }
     bias = {name: figures(out, SCENARIO).length_bias for name, out in rows.items()}
     assert bias["off"] == bias["prompts"] == 0.0

@@ -106,7 +106,7 @@ def systems(bars: Sequence[Bar]) -> dict[str, System]:
         System("+ stream trainer", _BY_CLOCK, _STREAMED),
         System("RLHFuse, strengthened", switches=_STREAMED, rounds=8),
     ]
-    both, prompts = Tail(ETA, ETA), Tail(ETA)
+    both, prompts = Tail(ETA, ETA, deferred="continue"), Tail(ETA, deferred="continue")
     rows += _rivals(
         System("synchronous"),
         System("RollPacker", _BY_CLOCK, _STREAMED),
@@ -205,7 +205,7 @@ def beyond() -> dict[str, System]:
         prompts_of_epoch=PROMPTS_PER_STEP * STEPS_WITH_CHANGES // 2,
         start_s=START_S,
     )
-    prompts = Tail(ETA)
+    prompts = Tail(ETA, deferred="continue")
     full = replace(
         base,
         name=FULL,

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from lightrl.errors import RewardError
+from lightrl.rewards.answers import answer_text
 from lightrl.rewards.base import Sample
 
 DEFAULT_PROMPT = (
@@ -88,7 +89,8 @@ class JudgeReward:
 
     async def __call__(self, sample: Sample) -> float | None:
         """The score, or None for a reply without one. Raises RewardError if nobody replied."""
-        values = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+        answer = answer_text(sample.answer)
+        values = {"prompt": sample.prompt, "response": sample.response, "answer": answer}
         text = _FIELD.sub(lambda field: str(values[field[1]]), self._prompt)
         if self._client is None:
             self._client = self._new_client()

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightrl.errors import ConfigError
 from lightrl.tokenizer import plain_tokenizer
+from lightrl.weight_files import WEIGHTS_INDEX, weight_files
 
 MODEL_FILES = (
     "config.json",
@@ -26,7 +27,6 @@ MODEL_FILES = (
     "*.model",
 )
 MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
-WEIGHTS_INDEX = "model.safetensors.index.json"
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of peft
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how such classes are called
@@ -81,8 +81,8 @@ def require_no_code(model_path: str, folder: Path) -> None:
 
 
 def require_trainable(model_path: str, folder: Path) -> None:
-    """Raises ConfigError if the model is quantised, reads more than text, or does not write text
-    from left to right."""
+    """Raises ConfigError if the model is quantised, reads more than text, does not write text from
+    left to right, or is the base of an adapter that lies beside it."""
     table = _read_json(model_path, folder / "config.json")
     architectures = table.get("architectures")
     named = architectures if isinstance(architectures, list) else []
@@ -97,6 +97,11 @@ def require_trainable(model_path: str, folder: Path) -> None:
         why = "has an encoder (is_encoder_decoder in its config.json); LightRL trains decoders"
     elif named and not any(str(name).endswith(CAUSAL) for name in named):
         why = f"is a {named[0]}, not a causal language model"
+    elif (folder / ADAPTER_CONFIG).is_file():
+        why = (
+            f"has an adapter beside it ({ADAPTER_CONFIG}), which transformers would apply and "
+            "LightRL does not: merge it into the model, or remove that file"
+        )
     if why:
         raise ConfigError(f"model.path = {model_path!r}: {why}")
 
@@ -169,26 +174,8 @@ def weights_folder(model_path: str) -> Path:
 
     Raises ConfigError, one line, if it does not hold all its weights as safetensors.
     """
-    folder = _model_folder(model_path, ("*.safetensors", "*.safetensors.index.json"))
-    if (folder / WEIGHTS_INDEX).is_file():
-        try:
-            shards = set(
-                json.loads(_read(model_path, folder / WEIGHTS_INDEX))["weight_map"].values()
-            )
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise ConfigError(
-                f"model.path = {model_path!r}: {WEIGHTS_INDEX} is not an index"
-            ) from None
-        missing = sorted(name for name in shards if not (folder / name).is_file())
-        if missing:
-            raise ConfigError(
-                f"model.path = {model_path!r}: {len(missing)} shards are missing: {missing[0]}"
-            )
-    elif not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin or .pt "
-            "files is converted by loading it with transformers and save_pretrained()"
-        )
+    folder = _model_folder(model_path, ("*.safetensors", WEIGHTS_INDEX, ADAPTER_CONFIG))
+    weight_files(folder, model_path)
     require_trainable(model_path, folder)
     return folder
 

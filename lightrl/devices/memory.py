@@ -8,9 +8,13 @@ of a model directory are read by `shape_of_folder` alone. Must not import torch.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from lightrl.errors import ConfigError
+from lightrl.weight_files import stored_tensors
 
 GIB = 1 << 30
 CONTEXT_BYTES = 1 * GIB  # CUDA context, libraries' workspaces, kernels
@@ -81,12 +85,14 @@ def shape_of_file(data: bytes) -> Shape | None:
 
 
 def shape_of_folder(folder: Path) -> Shape | None:
-    """Of a model directory; its safetensors files say how many parameters there are. None: not
+    """Of a model directory; the headers of its weights give the number of parameters. None: not
     known."""
     try:
         config = _parsed((folder / "config.json").read_bytes())
-        files = folder.glob("*.safetensors")
-        count = sum(math.prod(tensor["shape"]) for f in files for tensor in header(f).values())
+        stored: Iterable[tuple[Path, Mapping[str, Any]]] = ()
+        with suppress(ConfigError):  # of a checkpoint, or of a model that will be refused
+            stored = stored_tensors(folder).values()
+        count = sum(math.prod(entry["shape"]) for _, entry in stored)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None if config is None else shape_of(config, count or None)
@@ -98,25 +104,6 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return cast("dict[str, Any]", config) if isinstance(config, dict) else None
-
-
-def header(file: Path) -> dict[str, dict[str, Any]]:
-    """Of a safetensors file, "dtype" and "shape" of each tensor: 8 bytes of its length, then JSON.
-
-    Raises OSError, ValueError.
-    """
-    with file.open("rb") as data:
-        size = int.from_bytes(data.read(8), "little")
-        if size > 100 << 20:  # the format's own limit
-            raise ValueError(f"{file}: no safetensors header")
-        table = _parsed(data.read(size))
-    if table is None or not all(map(_is_entry, table.values())):
-        raise ValueError(f"{file}: no safetensors header")
-    return {name: entry for name, entry in table.items() if name != "__metadata__"}
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(cast("Any", entry).get("shape", []), list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ asks transformers, whose names may be others (trainer/model/targets.py).
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightrl.devices.memory import header
 from lightrl.errors import ConfigError
+from lightrl.weight_files import stored_tensors
 
 # As safetensors names them; those of quantised weights are others.
 DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
@@ -56,12 +57,10 @@ def _is(name: str, target: str) -> bool:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """None of a file that cannot be read: who loads it says so."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            yield from header(file).items()
-        except (OSError, ValueError):
-            continue
+    """Empty where the weights are not here yet, or will be refused when they are read."""
+    with suppress(ConfigError):
+        for name, (_, entry) in stored_tensors(folder).items():
+            yield name, entry
 
 
 def _ask(folder: Path, targets: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from lightrl.metrics.sinks import require_installed
 from lightrl.model_files import require_no_code, require_trainable
 from lightrl.system.threads import num_cores
 from lightrl.trainer.checkpoint.saved import MODEL
+from lightrl.weight_files import stored_tensors
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
@@ -177,8 +178,8 @@ def _require_directory(path: str, folder: Path, has_weights: bool) -> None:
         raise ConfigError(
             f"model.path = {path}: has no config.json, so it is not a Hugging Face model directory"
         )
-    if has_weights and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path = {path}: has no *.safetensors weights")
+    if has_weights:
+        stored_tensors(folder, path)
 
 
 def _require_on_hub(name: str) -> Path | None:

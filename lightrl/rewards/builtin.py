@@ -15,6 +15,7 @@ from typing import Any
 
 from lightrl.config.reward import VERIFIERS, Reward
 from lightrl.errors import RewardError
+from lightrl.rewards.answers import answer_text, is_answer
 from lightrl.rewards.base import Columns, RewardFunction, Sample
 from lightrl.rewards.load import import_function
 from lightrl.rewards.signatures import no_answers, wrap
@@ -23,9 +24,9 @@ from lightrl.rewards.signatures import no_answers, wrap
 def exact_match(sample: Sample) -> float | None:
     """1 if the whole response is the answer and ended by itself, else 0. None for a row without an
     answer."""
-    if sample.answer is None:
+    if answer_text(sample.answer) is None:
         return None
-    right = sample.response.strip() == str(sample.answer).strip()
+    right = is_answer(sample.response, sample.answer)
     return float(right and sample.finish_reason == "stop")
 
 
@@ -37,11 +38,11 @@ def regex_reward(pattern: str) -> Callable[[Sample], float | None]:
     def regex(sample: Sample) -> float | None:
         if not compiled.groups:
             return float(compiled.search(sample.response) is not None)
-        if sample.answer is None:
+        if answer_text(sample.answer) is None:
             return None
         matches = list(compiled.finditer(sample.response))
         found = (matches[-1][1] or "") if matches else None
-        return float(found is not None and found.strip() == str(sample.answer).strip())
+        return float(found is not None and is_answer(found, sample.answer))
 
     return regex
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.config.reward import Reward
+from lightrl.rewards.answers import GSM8K, answer_text, last_boxes
 from lightrl.rewards.builtin import BUILTIN
 
 # Around an answer, as instructions for mathematics, GSM8K, and the formats of R1 and `verifiers`
@@ -37,8 +38,6 @@ WRONG_PROGRAM = "```python\nraise SystemExit(1)\n```"
 NOTHING = "I do not know."
 ANSWER_KEYS = ("target", "answer", "ground_truth", "value")  # of an answer that is a table
 
-_GSM8K = re.compile(r"####\s*(.+?)\s*$")
-_BOX = "\\boxed{"
 _LAST = re.compile(r"[A-Za-z0-9](?=[^A-Za-z0-9]*$)")
 # What may stand in a pattern beside its group, and text that it fits.
 _BESIDE = (
@@ -115,23 +114,15 @@ def text_of(answer: Any) -> str | None:
     if isinstance(answer, list | tuple):
         return text_of(answer[0]) if answer else None
     if isinstance(answer, str | int | float):
-        return str(answer).strip() or None
+        return answer_text(answer) or None
     return None
 
 
 def _final(text: str) -> str:
     """What an answer with its derivation ends in: after "####", or in its last box."""
-    if found := _GSM8K.search(text):
+    if found := GSM8K.search(text):
         return found[1].replace(",", "")
-    start = text.rfind(_BOX)
-    if start < 0:
-        return text
-    depth = 0
-    for k in range(start + len(_BOX) - 1, len(text)):
-        depth += (text[k] == "{") - (text[k] == "}")
-        if not depth:
-            return text[start + len(_BOX) : k]
-    return text
+    return next((box for box in last_boxes(text)[-1:] if box), text)
 
 
 def altered(answer: str) -> str:

@@ -8,12 +8,15 @@ import asyncio
 import random
 import re
 from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from types import MappingProxyType
 from typing import Any
+from urllib.request import getproxies_environment, proxy_bypass
 
 import httpx
 
 from lightrl.errors import RewardError
+from lightrl.rewards.answers import answer_text
 from lightrl.rewards.base import Sample
 
 DEFAULT_PROMPT = (
@@ -84,11 +87,15 @@ class JudgeReward:
             raise RewardError(f"judge: {self._url}: {_reason(e)}") from None
 
     def _new_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers)
+        url = httpx.URL(self._url)
+        host = f"[{url.host}]" if ":" in url.host else url.host
+        direct = {f"all://{host}": None} if is_direct(url.host, url.port) else {}
+        return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers, mounts=direct)
 
     async def __call__(self, sample: Sample) -> float | None:
         """The score, or None for a reply without one. Raises RewardError if nobody replied."""
-        values = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+        answer = answer_text(sample.answer)
+        values = {"prompt": sample.prompt, "response": sample.response, "answer": answer}
         text = _FIELD.sub(lambda field: str(values[field[1]]), self._prompt)
         if self._client is None:
             self._client = self._new_client()
@@ -123,6 +130,27 @@ class JudgeReward:
             return response.json()["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
             raise _Refused(response) from None
+
+
+def is_direct(host: str, port: int | None) -> bool:
+    """Whether no proxy of the environment is asked: for this machine, and for hosts and networks
+    ("10.0.0.0/8") in no_proxy."""
+    if proxy_bypass(f"{host}:{port}" if port else host):
+        return True
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    networks = getproxies_environment().get("no", "").split(",")
+    found = any(address in network for part in networks if (network := _network(part)))
+    return found or address.is_loopback or address.is_unspecified
+
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    try:
+        return ip_network(text.strip(), strict=False)
+    except ValueError:
+        return None
 
 
 def score_of(reply: str) -> float | None:

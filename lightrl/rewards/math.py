@@ -1,32 +1,54 @@
-"""Is a mathematical answer right? The judgement is math-verify's; this file only hands it both
-sides.
+"""Is a mathematical answer right? math-verify compares; this file finds the two answers.
 
 Imported only where the reward "math" is chosen, as the library is optional and heavy.
 """
 
 import re
+from typing import Any
 
 from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
+from lightrl.rewards.answers import GSM8K, after_thinking, answer_text, last_boxes
 from lightrl.rewards.base import Sample
 
-_GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
+_CURRENCY = re.compile(r"(?:\bUS)?\\\$|\\text\{\s*\\?\$\s*\}|[€£¥]")
+_LONE_DOLLAR = re.compile(r"\A([^$]*?)(?:\bUS)?\$([^$]*)\Z", re.DOTALL)
+_DELIMITED = re.compile(r"\\boxed|\$|\\\(|\\\[")
 
 
 def math_reward(sample: Sample) -> float | None:
     """1 if the response's final answer equals the reference, else 0.
 
+    The final answer is the last \\boxed of what follows the last </think>, or what math-verify
+    finds there if nothing is boxed; a thought that is not closed has none. A reference of several
+    values may be boxed one by one, with commas between the boxes.
+
     None if there is no reference or it cannot be parsed: that is not the response's fault. The
-    reference may be plain ("42", "\\frac{1}{2}"), boxed, or GSM8K's text that ends in "#### 42".
+    reference may be plain ("42", "\\frac{1}{2}", "\\$18"), boxed, or GSM8K's text that ends in
+    "#### 42".
     """
-    if sample.answer is None:
+    if (answer := answer_text(sample.answer)) is None:
         return None
-    answer = str(sample.answer).strip()
-    if found := _GSM8K_ANSWER.search(answer):
+    if found := GSM8K.search(answer):
         answer = found[1].replace(",", "")
-    # The pool limits the time of a call; the library's own limits need signals.
-    delimited = "\\boxed" in answer or "$" in answer
-    gold = parse(answer if delimited else f"\\boxed{{{answer}}}", parsing_timeout=0)
+    answer = _LONE_DOLLAR.sub(r"\1\2", _CURRENCY.sub("", answer))
+    if boxed := last_boxes(answer):
+        answer = _in_box(boxed)
+    elif not _DELIMITED.search(answer):
+        answer = _in_box([answer])
+    gold = _parse(answer)
     if not gold:
         return None
-    return float(verify(gold, parse(sample.response, parsing_timeout=0), timeout_seconds=None))
+    text = _CURRENCY.sub("", after_thinking(sample.prompt, sample.response) or "")
+    if boxed := last_boxes(text):
+        text = _in_box(boxed if getattr(gold[0], "is_FiniteSet", False) else boxed[-1:])
+    return float(verify(gold, _parse(text), timeout_seconds=None))
+
+
+def _in_box(parts: list[str]) -> str:
+    return ", ".join(f"\\boxed{{{part}}}" for part in parts)
+
+
+def _parse(text: str) -> list[Any]:
+    # The pool limits the time of a call; the library's own limits need signals.
+    return parse(text, parsing_timeout=0)

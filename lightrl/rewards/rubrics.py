@@ -65,7 +65,7 @@ def load_environment(name: str) -> Any:
         )
     try:
         environment = load(name)
-    except Exception as e:  # code of the user's
+    except BaseException as e:  # code of the user's
         logger.exception("%s", reference)
         raise RewardError(f"{reference}: cannot be loaded: {one_line(e)}") from None
     if not isinstance(environment, single):
@@ -135,7 +135,7 @@ async def _score(parts: Sequence[_Part], samples: Sequence[Sample]) -> list[dict
     for part in parts:
         try:
             values = await _values(part, states)
-        except Exception:
+        except (Exception, SystemExit):
             if part.weight:
                 raise
             continue

@@ -7,6 +7,7 @@ alone. Runs in the reward worker only; watches no clock.
 import asyncio
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,7 +108,10 @@ class _Calls:
             if asyncio.iscoroutine(answer) or hasattr(answer, "__await__"):
                 answer = await answer
             answers = read_answers(answer, len(part)) if self.function.takes_list else [answer]
-        except Exception as e:
+        except BaseException as e:  # user code may exit or interrupt its process
+            task = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # by the time limit of the call
             self.on_error()
             for k in part:
                 self._fail(k, one_line(e))
@@ -156,4 +160,6 @@ def one_line(e: BaseException) -> str:
     lines = str(e).strip().splitlines()
     if isinstance(e, RewardError):
         return lines[0][:300]
+    if isinstance(e, SystemExit) and (said := getattr(sys.stderr, "last_line", "")):
+        lines = [f"{e.code}; the last line on stderr is {said!r}"] if e.code != str(e) else lines
     return f"{type(e).__name__}: {lines[0]}"[:300] if lines else type(e).__name__

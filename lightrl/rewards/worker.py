@@ -11,11 +11,12 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias, cast
 
 from lightrl.config.reward import Reward
 from lightrl.data.layouts import answer_of
@@ -146,6 +147,7 @@ Decode: TypeAlias = Callable[[list[int]], str]
 def main(sock: socket.socket) -> None:
     """Serves until the pool closes the pipe."""
     pipe: WorkerPipe = Pipe(sock, COMMANDS, EVENTS)
+    sys.stderr = cast("TextIO", LastLine(sys.stderr))
     try:
         commands = pipe.receive()
         setup = commands[0]
@@ -158,7 +160,7 @@ def main(sock: socket.socket) -> None:
         except RewardError as e:
             pipe.send(WorkerFailed(str(e)))
             return
-        except Exception as e:  # importing user code may raise anything
+        except BaseException as e:  # importing user code may raise anything, or exit
             logger.exception("%s: cannot be imported", named)
             pipe.send(WorkerFailed(f"{named}: cannot be imported: {one_line(e)}"))
             return
@@ -167,6 +169,20 @@ def main(sock: socket.socket) -> None:
             runner.run(_Worker(sock, pipe, setup, scorers, decode).serve(commands[1:]))
     except EOFError:
         pass  # the pool has gone
+
+
+class LastLine:
+    """A text stream with its last line: argparse writes there why it exits with status 2."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.last_line = stream, ""
+
+    def write(self, text: str) -> int:
+        self.last_line = next(iter(text.strip().splitlines()[-1:]), self.last_line)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @dataclass(frozen=True, slots=True)

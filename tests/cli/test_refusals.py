@@ -137,7 +137,7 @@ def test_a_learning_rate_that_destroys_a_model():
 
 
 def test_weights_in_eight_bits(capsys, model):
-    save_file({"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, model / "more.safetensors")
+    save_file({"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, model / "model.safetensors")
     line = refusal(capsys, f"model.path={model}")
     assert line.startswith(f"model.path = '{model}': is quantised (a.weight is F8_E4M3 in its")
 

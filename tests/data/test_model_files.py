@@ -87,7 +87,7 @@ def test_sharded_weights_must_be_complete(snapshot):
         index(a=shards[0], b=shards[1], c=shards[1])
     )
     (snapshot / shards[0]).touch()
-    with pytest.raises(ConfigError, match=f"'org/model': 1 shards are missing: {shards[1]}"):
+    with pytest.raises(ConfigError, match=f"'org/model': 1 shards .* missing: {shards[1]}$"):
         weights_folder("org/model")
     (snapshot / shards[1]).touch()
     assert weights_folder("org/model") == snapshot
@@ -103,7 +103,7 @@ def test_a_broken_index_of_shards_is_named(snapshot, text):
 def test_weights_that_are_not_safetensors_are_refused(snapshot):
     (snapshot / "pytorch_model.bin").touch()
     for path in ("org/model", str(snapshot)):
-        with pytest.raises(ConfigError, match=r"has no \*.safetensors; .* save_pretrained\(\)$"):
+        with pytest.raises(ConfigError, match=r"has neither .* save_pretrained\(\) it$"):
             weights_folder(path)
 
 

@@ -200,3 +200,41 @@ def test_nobody_at_the_address_is_one_line() -> None:
 def test_a_field_that_nobody_fills_is_refused() -> None:
     with pytest.raises(RewardError, match=r"\{question\}"):
         JudgeReward("http://127.0.0.1:1/v1", "m", "{question}")
+
+
+@pytest.mark.parametrize(
+    ("url", "no_proxy", "is_direct"),
+    [
+        ("http://127.0.0.1:8000/v1", "", True),
+        ("http://localhost:8000/v1", "", True),
+        ("http://[::1]:8000/v1", "", True),
+        ("http://0.0.0.0:8000/v1", "", True),
+        ("http://10.1.2.3:8000/v1", "", False),
+        ("http://10.1.2.3:8000/v1", "10.1.2.3", True),
+        ("http://10.1.2.3:8000/v1", "example.com, 10.0.0.0/8", True),
+        ("http://10.1.2.3:8000/v1", "192.168.0.0/16", False),
+        ("http://judge.example.com/v1", ".example.com", True),
+        ("http://judge.example.com:8000/v1", "judge.example.com:8000", True),
+        ("http://judge.example.com/v1", "other.com", False),
+        ("http://judge.example.com/v1", "*", True),
+    ],
+)
+def test_which_judges_are_asked_without_a_proxy(monkeypatch, url, no_proxy, is_direct):
+    """httpx itself knows neither networks nor that this machine needs no proxy."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", no_proxy)
+    client = JudgeReward(url, "m")._new_client()
+    transport = client._transport_for_url(httpx.URL(url))
+    assert (transport is client._transport) == is_direct
+
+
+def test_a_judge_on_this_machine_is_asked_although_a_proxy_is_set(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    assert asyncio.run(judged(lambda _: says("Score: 1"))) == 1.0
+    asyncio.run(_checked(lambda _: says("1")))

@@ -456,3 +456,48 @@ def test_a_keyword_argument_that_no_function_takes_is_said(tmp_path):
         assert str(caught.value) == (
             "reward.kwargs.scael: no function has a parameter 'scael', or **kwargs"
         )
+
+
+@pytest.mark.parametrize(
+    ("call", "failure"),
+    [
+        ("sys.exit('no licence')", "SystemExit: no licence"),
+        ("sys.exit(3)", "SystemExit: 3"),
+        ("args.parse_args([])", "SystemExit: 2; the last line on stderr is "),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise GeneratorExit('over')", "GeneratorExit: over"),
+        ("raise asyncio.CancelledError('by itself')", "CancelledError: by itself"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_call_that_would_end_its_process_has_its_reason(
+    model_files, tmp_path, call, failure, kind
+):
+    source = (
+        "import argparse, asyncio, sys\n"
+        "args = argparse.ArgumentParser()\nargs.add_argument('--weights', required=True)\n"
+        f"{kind} reward(sample):\n    if sample.row.get('ends'):\n        {call}\n    return 1.0\n"
+    )
+    jobs = [job("a", ends=True), job("b")]
+    results = run_jobs(source, jobs, model_files, tmp_path, workers=1)
+    assert results["a"].failure.startswith(failure)
+    assert "--weights" in results["a"].failure or "args" not in call
+    assert results["b"].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("import sys\nsys.exit('no licence')", "SystemExit: no licence"),
+        ("raise KeyboardInterrupt('stopped')", "KeyboardInterrupt: stopped"),
+        (
+            "import argparse\nargs = argparse.ArgumentParser()\n"
+            "args.add_argument('--weights', required=True)\nargs.parse_args([])",
+            "SystemExit: 2; the last line on stderr is .*--weights",
+        ),
+    ],
+)
+def test_an_import_that_would_end_its_process_has_its_reason(model_files, tmp_path, body, reason):
+    source = f"{body}\ndef reward(sample):\n    return 1.0\n"
+    with pytest.raises(RewardError, match=f"rewards.py:reward: cannot be imported: {reason}"):
+        run_jobs(source, [job("a")], model_files, tmp_path, workers=1)

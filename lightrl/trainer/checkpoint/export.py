@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightrl.adapters import PREFIX
 from lightrl.errors import TrainerError
-from lightrl.model_files import ADAPTER_CONFIG, ADAPTERS, WEIGHTS_INDEX, weights_folder
+from lightrl.model_files import ADAPTER_CONFIG, ADAPTERS, weights_folder
 from lightrl.system import files
 from lightrl.trainer.checkpoint.layout import (
     MODEL,
@@ -36,6 +36,7 @@ from lightrl.trainer.checkpoint.tensors import (
     read_adapters,
     read_tensors,
 )
+from lightrl.weight_files import WEIGHTS_INDEX, weight_files
 
 
 def export(
@@ -89,7 +90,7 @@ def merge(checkpoint: Path, folder: Path) -> None:
     left = read_adapters(checkpoint, layout)
     with _whole(folder) as draft:
         _finish(draft, {}, 0, checkpoint / MODEL)
-        for path in sorted(base.glob("*.safetensors")):
+        for path in weight_files(base):
             tensors = load_file(path)
             for name in tensors:
                 layer = name.removesuffix(".weight")

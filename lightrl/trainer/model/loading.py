@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 from lightrl.adapters import initial, is_adapter, public_name
 from lightrl.errors import TrainerError
 from lightrl.trainer.model.sharding import row_range
+from lightrl.weight_files import stored_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -80,26 +81,19 @@ class Files:
     """The safetensors files of a model directory: names, dtypes, and rows of tensors."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Raises TrainerError if there are none, or one cannot be read."""
+        """Raises ConfigError if they are not all there, TrainerError if they are quantised."""
         self.folder = model_dir
         self.dtypes: dict[str, torch.dtype] = {}
         self._paths: dict[str, Path] = {}
         self._open: tuple[Path, Any] | None = None
         self._num_bytes = 0  # read since it was mapped
-        paths = sorted(model_dir.glob("*.safetensors"))
-        if not paths:
-            raise TrainerError(f"{model_dir}: has no *.safetensors")
-        for path in paths:
-            file = self._opened(path)
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                self._paths[name] = path
-                kind = file.get_slice(name).get_dtype()
-                if kind not in DTYPES:
-                    raise TrainerError(
-                        f"{model_dir}: {name} is quantised ({kind}); use a model in bfloat16 or "
-                        "float32"
-                    )
-                self.dtypes[name] = DTYPES[kind]
+        for name, (path, entry) in stored_tensors(model_dir).items():
+            self._paths[name] = path
+            if (kind := entry.get("dtype")) not in DTYPES:
+                raise TrainerError(
+                    f"{model_dir}: {name} is quantised ({kind}); use a model in bfloat16 or float32"
+                )
+            self.dtypes[name] = DTYPES[kind]
 
     def __iter__(self) -> Iterator[str]:
         """In the order in which experts and layers are numbered."""

@@ -76,7 +76,11 @@ class Rollout(Section):
         default=1.0, gt=0, description="of sampling"
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1 = off")
-    top_k: int = Field(default=0, ge=0, description="0 = off")
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        description="0 = off; logprobs are those of the whole distribution, also with top_p",
+    )
     stop: Names = Field(
         default=(),
         description="texts that end a response, beside the model's stop tokens; it keeps the token "

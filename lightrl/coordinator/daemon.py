@@ -303,7 +303,7 @@ class CoordinatorDaemon:
                 record["timing_s/data"] = self._prompts.take_waited_s()
                 self._background.create_task(self._begin_when_hashed(), name="hashing")
                 self._metrics.write(step + 1, record)
-                for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):
+                for line in (*warnings(record), step_line(step + 1, record)):
                     self._report(line)
             case Report(text, is_warning):
                 self._report(text, logging.WARNING if is_warning else logging.INFO)

@@ -224,8 +224,8 @@ EngineEvent: TypeAlias = (
 
 @dataclass(slots=True)
 class Delta:
-    """Tokens that one engine step added to one response; logprobs are of the sampled
-    distribution."""
+    """Tokens that one engine step added to one response; logprobs as `sampling.sample` returns
+    them: of the whole softmax at the temperature, whatever top_k and top_p leave out."""
 
     response: str
     token_ids: list[int]
@@ -237,7 +237,7 @@ class Engine(Protocol):
     """One process, one model, many responses at once.
 
     Coupled sampling: the token at absolute position p of a response is a pure function of the
-    weights, the tokens before p, and `sampling.uniform(seed, p)`; so a response is the same
+    weights, the tokens before p, and `sampling.keys(seed, p)`; so a response is the same
     whatever ran beside it and wherever it was interrupted.
     """
 

@@ -29,7 +29,7 @@ from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.kv import Placement, RowCache
 from lightrl.engine.live import LiveTensors
 from lightrl.engine.requests import Running, accept, check_text
-from lightrl.engine.sampling import sample, uniforms
+from lightrl.engine.sampling import keys, sample
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
 from lightrl.messages.load import Load
@@ -300,7 +300,7 @@ class TorchEngine:
             logits = logits[
                 torch.from_numpy(rows).to(self.device), torch.from_numpy(ahead).to(self.device)
             ]
-        noise = uniforms(self._seed[rows], self._length[rows] + ahead)
+        noise = keys(self._seed[rows], self._length[rows] + ahead)
         flat_ids, flat_logprobs = sample(
             logits.reshape(len(rows), -1),
             noise,
@@ -365,7 +365,7 @@ class TorchEngine:
     def _draw(self, logits: torch.Tensor, start: int, end: int, deltas: list[Delta]) -> None:
         """Samples for rows start..end-1 and appends one delta for each."""
         at = slice(start, end)
-        noise = uniforms(self._seed[at], self._length[at])
+        noise = keys(self._seed[at], self._length[at])
         ids, logprobs = sample(
             logits, noise, self._temperature[at], self._top_p[at], self._top_k[at]
         )

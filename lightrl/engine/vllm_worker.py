@@ -22,7 +22,7 @@ from lightrl.engine import vllm_lora
 from lightrl.engine.base import JoinGroup, LoraSpec, ReceiveWeights
 from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
-from lightrl.engine.sampling import sample, uniforms
+from lightrl.engine.sampling import keys, sample
 from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.errors import WeightsError
@@ -65,7 +65,7 @@ def _coupled_sample(
     top_k = batch.top_k_cpu[request]
     tokens, logprobs = sample(
         logits,
-        uniforms(runner.lightrl_seeds[request], position),
+        keys(runner.lightrl_seeds[request], position),
         batch.temperature_cpu[request].astype(np.float64),
         batch.top_p_cpu[request].astype(np.float64),
         # vLLM writes "off" as the size of the vocabulary

@@ -103,7 +103,7 @@ class ResponseTokens:
     offset: Int32
     # int32
     token_ids: Tokens
-    # float32, of the distribution that was sampled from
+    # float32, of the whole softmax at the temperature, whatever top_k and top_p leave out
     logprobs: Tokens
     finish_reason: FinishReason | None = None
 

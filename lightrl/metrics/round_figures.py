@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightrl.config import schema
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.race import MIN_COMPARED, is_flat
 from lightrl.core.staleness import staleness
@@ -263,11 +262,10 @@ def eval_lines(step: int, scores: Scores, record: dict[str, float]) -> Iterator[
             )
 
 
-def warnings(record: dict[str, float], rollout: schema.Rollout) -> Iterator[str]:
+def warnings(record: dict[str, float]) -> Iterator[str]:
     """What an operator should know of a step."""
     gap = record.get("train_rollout_logprob_abs_diff", 0.0)
-    # the trainer knows of neither
-    if gap > SUSPICIOUS_GAP and rollout.top_p == 1 and rollout.top_k == 0:
+    if gap > SUSPICIOUS_GAP:
         yield f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
     skipped, made = record.get("train/skipped_nonfinite", 0), record.get("train/updates", 0)
     if skipped and not made:

@@ -24,7 +24,7 @@ from lightrl.engine.base import (
     Sleep,
     Wake,
 )
-from lightrl.engine.sampling import sample, uniforms
+from lightrl.engine.sampling import keys, sample
 from lightrl.engine.start import start_engine
 from lightrl.messages.load import Load
 from lightrl.messages.responses import Abort, Generate, ResponseRequest, Sampling, TokenChunk
@@ -76,7 +76,7 @@ class TinyModel:
         for position in range(len(prompt), len(prompt) + num):
             logits = self.models[version](torch.tensor([tokens])).logits[:, -1]
             controls = [[sampling.temperature], [sampling.top_p], [sampling.top_k]]
-            ids, logprob = sample(logits, uniforms([seed], [position]), *map(_array, controls))
+            ids, logprob = sample(logits, keys([seed], [position]), *map(_array, controls))
             tokens.append(int(ids))
             logprobs.append(float(logprob))
         return tokens[len(prompt) :], logprobs

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.checkpoint import check_fits, tensor_targets
-from lightrl.engine.sampling import sample, uniforms
+from lightrl.engine.sampling import keys, sample
 from lightrl.engine.torch import TorchEngine
 from lightrl.errors import EngineError, WeightsError
 from lightrl.history.gate import Gate
@@ -106,7 +106,7 @@ def test_equals_transformers(tmp_path, ask, name):
             got = tokens[f"g{i}#0"]
             assert len(got) == limit
             logits = model(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
-            noise = uniforms(np.full(limit, i), np.arange(len(prompt), len(prompt) + limit))
+            noise = keys(np.full(limit, i), np.arange(len(prompt), len(prompt) + limit))
             same = one.repeat(limit)
             ids, expected = sample(logits, noise, same, same, np.zeros(limit, np.int64))
             assert got == ids.tolist()

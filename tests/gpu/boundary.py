@@ -1,18 +1,18 @@
 """Where another batch drew another token: the proof that rounding has done it and nothing else.
 
 A GPU multiplies batches of different sizes by different kernels, which add up in different orders.
-So the logits of a token depend a little on its batch, and where its uniform number u lies that
-close to a boundary of the cumulative distribution F, another token is drawn. For the first token in
+So the logits of a token depend a little on its batch, and where the two first candidates of a race
+arrive that close together, another token is drawn. For the first token in
 which two runs of a response differ, all that the model has read is the same; it is checked that
 
-1. each token is the one that its own run's logits and the same u give: a noise or a position that
-   differed would show here;
+1. each token is the one that its own run's logits and the same noise give: a noise or a position
+   that differed would show here;
 2. the two runs' logits differ by no more than `rounding` allows: a wrong mask, key or position
    would show here.
 
-If logits differ by at most e, the odds F / (1 - F) change by a factor within exp(-2e)..exp(2e), so
-F by at most tanh(e / 2): hence u lies within that of the boundary between the tokens, which is
-checked as well.
+If logits differ by at most e, so does the logarithm of a candidate's time, a token's or a block's.
+The two candidates change places, hence in each run they arrive within a factor of exp(2e) of each
+other, which is checked as well.
 """
 
 import math
@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from tests.gpu.driver import Asked, Draw, Outcome
+from tests.support.race import log_times
 
 UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-24}  # rounding to nearest
 # of a layer, one after the other: norms, projections, rotation, attention, gate, sums
 ROUNDINGS = 12
 # of an error on its way through the layers above, and because roundings are not independent
 GROWTH = 2.0
-SUMMING = 2e-6  # of F, whose probabilities are float32
+SUMMING = 2e-6  # of the logarithm of a time, which is computed in float32
 
 
 def rounding(logits: Any, dtype: str, num_layers: int, widest: int) -> float:
@@ -57,7 +58,7 @@ class Difference:
     tokens: tuple[int, int]
 
     @property
-    def noise(self) -> float:
+    def noise(self) -> int:
         return self.asked.noise(self.index)
 
 
@@ -71,8 +72,8 @@ class Comparison:
     differences: list[Difference]
 
     @property
-    def wanted(self) -> frozenset[float]:
-        """The uniforms whose draws `explain` needs."""
+    def wanted(self) -> frozenset[int]:
+        """The keys whose draws `explain` needs."""
         return frozenset(d.noise for d in self.differences)
 
     def shares(self) -> dict[str, float]:
@@ -128,27 +129,18 @@ def explain(
         assert apart <= allowed, (
             f"{where}: logits differ by {apart:.3g}, rounding explains {allowed:.3g}"
         )
-        cumulatives = [_cumulative(values) for values in logits]
-        for draw, cumulative in zip(draws, cumulatives, strict=True):
-            _require_drawn(draw, cumulative, d.noise, where)
-        for cumulative in cumulatives:
-            away = abs(d.noise - cumulative[min(d.tokens)])
-            assert away <= math.tanh(allowed / 2) + SUMMING, (
-                f"{where}: {away:.3g} from the boundary"
-            )
+        for values, token in zip(logits, d.tokens, strict=True):
+            behind = _behind(values, d.noise, token)
+            assert behind <= SUMMING, f"{where}: {token} is not what its logits give"
+        away = max(_behind(v, d.noise, t) for v, t in zip(logits, d.tokens[::-1], strict=True))
+        assert away <= 2 * allowed + SUMMING, f"{where}: {away:.3g} behind the winner"
         worst = max(worst, apart / allowed)
     return worst
 
 
-def _cumulative(logits: Any) -> Any:
-    probabilities = np.exp(logits - logits.max())
-    return np.cumsum(probabilities) / probabilities.sum()
-
-
-def _require_drawn(draw: Draw | None, cumulative: Any, noise: float, where: str) -> None:
-    assert draw is not None
-    below = cumulative[draw.token - 1] if draw.token else 0.0
-    above = cumulative[draw.token]
-    assert below - SUMMING <= noise <= above + SUMMING, (
-        f"{where}: {draw.token} is not what its logits give"
-    )
+def _behind(logits: Any, noise: int, token: int) -> float:
+    """By how much later than the winner `token` arrives, in logarithms: itself, or its block."""
+    blocks, tokens = log_times(logits, noise)
+    block, place = divmod(token, tokens.shape[1])
+    late = float(blocks[block] - blocks.min())
+    return late if late > SUMMING else float(tokens[block][place] - tokens[block].min())

@@ -40,9 +40,9 @@ class Asked:
             self.name, 1, self.seed, prompt, prefix, self.num_tokens - len(self.prefix)
         )
 
-    def noise(self, index: int) -> float:
-        """The uniform number that decides token `index` of the response."""
-        return definition.uniform(self.seed, len(self.prompt) + index)
+    def noise(self, index: int) -> int:
+        """The key that decides token `index` of the response."""
+        return int(definition.keys([self.seed], [len(self.prompt) + index])[0])
 
 
 @dataclass
@@ -55,11 +55,11 @@ class Draw:
 
 @dataclass
 class Outcome:
-    """`tokens` and `logprobs` by response, `draws` by the uniform number."""
+    """`tokens` and `logprobs` by response, `draws` by the key of their noise."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
-    draws: dict[float, Draw] = field(default_factory=dict)
+    draws: dict[int, Draw] = field(default_factory=dict)
     # drafted tokens
     accepted: int = 0
     seconds: float = 0.0
@@ -67,11 +67,11 @@ class Outcome:
 
 class Watch:
     """Stands in for `sample` where an engine has imported it: keeps the draws of the wanted
-    uniforms."""
+    keys."""
 
     def __init__(self) -> None:
-        self.wanted: frozenset[float] | None = frozenset()  # None: all
-        self.draws: dict[float, Draw] = {}
+        self.wanted: frozenset[int] | None = frozenset()  # None: all
+        self.draws: dict[int, Draw] = {}
 
     @staticmethod
     def at(module: str) -> "Watch":
@@ -84,9 +84,9 @@ class Watch:
     def __call__(self, logits: Any, noise: Any, *controls: Any) -> Any:
         ids, logprobs = definition.sample(logits, noise, *controls)
         if self.wanted is None or self.wanted:
-            for row, u in enumerate(noise.tolist()):
-                if self.wanted is None or u in self.wanted:
-                    self.draws[u] = Draw(int(ids[row]), logits[row].float().cpu().numpy())
+            for row, key in enumerate(noise.tolist()):
+                if self.wanted is None or key in self.wanted:
+                    self.draws[key] = Draw(int(ids[row]), logits[row].float().cpu().numpy())
         return ids, logprobs
 
 
@@ -134,11 +134,11 @@ class Driven:
         sampling: Sampling | None = None,
         histories: tuple[PromptHistory, ...] = (),
         stop_after: int | None = None,
-        wanted: frozenset[float] | None = frozenset(),
+        wanted: frozenset[int] | None = frozenset(),
         at_once: int | None = None,
         drafts: Drafts = "none",
     ) -> Outcome:
-        """Draws are kept for the `wanted` uniforms (None: for all).
+        """Draws are kept for the `wanted` keys (None: for all).
 
         `at_once`: so many responses, then the next so many. `stop_after` steps what runs is
         aborted. `drafts`: none, whenever the history has one, or as the gate decides.

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightrl.engine.sampling import uniform
 from tests.gpu.boundary import compare, explain, rounding
 from tests.gpu.driver import Asked, Draw, Outcome
+from tests.support.race import key, winner
 
 PROMPT = (3, 1, 4, 1, 5)
 LAYERS, WIDEST = 4, 256
@@ -18,8 +18,7 @@ def logits_of(seed):
 
 
 def drawn(logits, noise):
-    p = np.exp(logits.astype(np.float64))
-    return int(np.searchsorted(np.cumsum(p) / p.sum(), noise, side="right"))
+    return winner(logits, noise)
 
 
 def outcome(logits, noise):
@@ -33,7 +32,7 @@ def two_runs():
     matter."""
     for seed in range(5000):
         asked = Asked("a#0", PROMPT, seed, 4)
-        noise = uniform(seed, len(PROMPT) + 2)
+        noise = key(seed, len(PROMPT) + 2)
         one = logits_of(seed)
         allowed = rounding(one, "bfloat16", LAYERS, WIDEST)
         other = one + np.random.default_rng(seed + 1).normal(0, allowed / 6, len(one)).astype(
@@ -41,7 +40,7 @@ def two_runs():
         )
         if drawn(one, noise) != drawn(other, noise):
             return asked, outcome(one, noise), outcome(other, noise)
-    raise AssertionError("no uniform lies near a boundary")
+    raise AssertionError("no race is close")
 
 
 def proved(asked, one, other, dtype="bfloat16"):
@@ -70,10 +69,10 @@ def test_logits_of_another_context_are_not(two_runs):
         proved(asked, one, other)
 
 
-def test_a_token_of_another_uniform_number_is_not(two_runs):
+def test_a_token_of_other_noise_is_not(two_runs):
     asked, one, _ = two_runs
     noise = asked.noise(2)
-    wrong = drawn(one.draws[noise].logits, (noise + 0.5) % 1)
+    wrong = drawn(one.draws[noise].logits, noise ^ 1)
     other = Outcome(
         tokens={"a#0": [7, 8, wrong, 9]}, draws={noise: Draw(wrong, one.draws[noise].logits)}
     )

@@ -171,10 +171,9 @@ def importance_weights(
         return Weights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
     unit = UNIT.get(algorithm.tis_level or "", ALGORITHM[algorithm.name].ratio)
     ratio = unit(old_logprobs, rollout_logprobs, mask).detach()
-    # pi_old is the whole softmax at the sampling temperature, pi_rollout what the engine drew from.
-    # With top_p < 1 or top_k > 0 that is a renormalised part of it: even where trainer and engine
-    # agree the weight of a token is not 1 but the mass that was kept at its position, and no weight
-    # makes up for the tokens that can never be drawn. The weighted gradient is biased then.
+    # Both are of the whole softmax at the sampling temperature, also with top_p < 1 or top_k > 0.
+    # Divided by the mass that the engine kept, which counts as a constant, both would be of the
+    # part that was drawn from: the ratio is the same.
     beyond = ratio > algorithm.tis_cap
     held = 0.0 if algorithm.tis_mode == "mask" else algorithm.tis_cap
     return Weights(ratio.masked_fill(beyond, held), beyond)

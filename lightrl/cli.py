@@ -26,7 +26,7 @@ from lightrl.arguments import (
 )
 from lightrl.commands import exit_with, wait_for
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.system.output import print_error, show
+from lightrl.system.output import print_error, show, spell_what_cannot_be_printed
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -381,11 +381,23 @@ def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> 
             show([line])
 
 
+def _expanded(word: str) -> str:
+    """A path, by itself or behind an option, as a shell would have expanded it without quotes."""
+    option, equals, path = word.partition("=") if word.startswith("--") else ("", "", word)
+    if not path.startswith(("~", "$")):
+        return word
+    from lightrl.config.values import expanded
+
+    return option + equals + expanded(path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """What a user can do something about is one line; anything else is a bug and shows its
     traceback."""
+    spell_what_cannot_be_printed()
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        app(arguments)
+        app([_expanded(word) for word in words])
     except LightRLError as e:
         text = " ".join(str(e).split())
         if not log.error_for_machines(text):

@@ -4,17 +4,17 @@ Owns how a set is described, for training and evaluation alike, and what it is c
 nothing. What its files hold is data/'s. Must stay importable without torch.
 """
 
+import datetime
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from lightrl.config.sections import Names, Positive, Section
-from lightrl.config.values import VERIFIERS
+from lightrl.config.values import VERIFIERS, without_compression
 
 ANSWER_KEY = "answer"
 MAX_SET_NAME = 64  # characters
@@ -30,8 +30,8 @@ class DataSet(Section):
     )
     path: str = Field(
         min_length=1,
-        description="as data.path: JSONL or parquet file, folder of them, what save_to_disk wrote, "
-        "or an HF datasets id",
+        description="as data.path: file of rows, folder of them, what save_to_disk wrote, or an HF "
+        "datasets id",
     )
     subset: str = Field(
         default="", description="configuration of an HF datasets id, or subfolder of a folder"
@@ -58,8 +58,8 @@ SomeSet = TypeVar("SomeSet", bound=DataSet)
 class Data(Section):
     path: str = Field(
         default="",
-        description="JSONL or parquet file of prompts, a folder of them, what save_to_disk wrote, "
-        "or an HF datasets id; short for one [[data.sets]]",
+        description="file of prompts (JSONL, parquet, CSV or a JSON array), a folder of them, what "
+        "save_to_disk wrote, or an HF datasets id; short for one [[data.sets]]",
     )
     subset: str = Field(
         default="", description="of data.path: configuration of an HF datasets id, or subfolder"
@@ -86,6 +86,11 @@ class Data(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="given to the chat template, e.g. {enable_thinking = false}",
+    )
+    date: datetime.date | None = Field(
+        default=None,
+        description="that chat templates write, as 2026-01-31; default: the day on which the run "
+        "begins",
     )
     continue_final: bool = Field(
         default=False,
@@ -150,7 +155,7 @@ def resolved(key: str, sets: Sequence[SomeSet], data: Data) -> tuple[SomeSet, ..
 
 def _name_of(one: DataSet) -> str:
     """Of the file, folder, id or environment, with the subset."""
-    stem = PurePath(one.path.removeprefix(VERIFIERS).partition(":")[0]).stem
+    stem = without_compression(one.path.removeprefix(VERIFIERS).partition(":")[0]).stem
     name = "-".join(part for part in (stem, one.subset) if part)
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
     return cleaned[:MAX_SET_NAME] or "data"

@@ -5,14 +5,15 @@ The functions are in rewards/. Must stay importable without torch.
 
 import re
 from collections.abc import Collection
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from lightrl.config.sections import Names, Positive, Seconds, Section
+from lightrl.config.sections import Names, Place, Positive, Seconds, Section
 from lightrl.config.values import VERIFIERS, not_plain, one_or_many
 
 Form = Literal["auto", "verl", "verl_batch", "verl_sequence", "trl", "verifiers"]
+Places = Annotated[tuple[Place, ...], BeforeValidator(one_or_many)]
 LONGEST_TEST_S = 30.0  # of the reward "code"
 
 
@@ -26,7 +27,7 @@ class Code(Section):
     memory_mb: Positive = Field(default=1024, description="of all processes of a program")
     disk_mb: Positive = Field(default=64, description="of files that a program may write")
     processes: Positive = Field(default=32, description="of a program, threads included")
-    packages: Names = Field(
+    packages: Places = Field(
         default=(), description="folders that programs may import from beside the standard library"
     )
     unisolated: bool = Field(

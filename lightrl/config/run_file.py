@@ -4,6 +4,8 @@ is wrong.
 Owns the syntax; which keys there are and what they may hold is said in schema.py.
 """
 
+import codecs
+import datetime
 import difflib
 import json
 import re
@@ -14,8 +16,8 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from lightrl.config.schema import SECTIONS, Config, keys
-from lightrl.config.values import one_or_many, shortened
+from lightrl.config.schema import SECTIONS, Config, keys, takes_text
+from lightrl.config.values import expanded, is_data_file, one_or_many, shortened
 from lightrl.errors import ConfigError
 
 CONFIG_FILE = "config.toml"  # in the directory of a run
@@ -83,7 +85,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError, one line, naming the dotted key and the value.
     """
     try:
-        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree: dict[str, Any] = tomllib.loads(_text(path.read_bytes()))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file") from None
     except OSError as e:
@@ -96,8 +98,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     _anchor(tree, Path.cwd())
     checkpoint = _table(tree, "checkpoint")
     if isinstance(folder := checkpoint.get("dir"), str) and folder:
-        checkpoint["dir"] = str(Path(folder).absolute())  # a resume may begin elsewhere
+        checkpoint["dir"] = str(Path(expanded(folder)).absolute())  # a resume may begin elsewhere
     return parse_config(tree)
+
+
+def _text(content: bytes) -> str:
+    """Without the byte order mark of editors on Windows, which may have written UTF-16."""
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_utf16 else "utf-8-sig")
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -153,11 +161,10 @@ def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _anchored(key: str, value: str, folder: Path) -> str:
     """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
+    value = expanded(value, folder)
     file, colon, rest = value.partition(".py:")
     candidate = folder / (file + ".py" if colon else value)
-    looks_local = (
-        value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
-    )
+    looks_local = value.startswith(".") or colon or is_data_file(value)
     try:
         if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
             return str(candidate.resolve()) + (f":{rest}" if colon else "")
@@ -184,6 +191,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         table[leaf] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         table[leaf] = text  # a bare word is a string
+    given: Any = table[leaf]
+    is_text = takes_text(key.strip()) and not isinstance(given, str | list | dict)
+    if is_text or isinstance(given, datetime.date | datetime.time):
+        table[leaf] = text.strip()  # a name may look like a number
 
 
 def _one_line(error: ValidationError) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args, get_origin
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -398,6 +398,15 @@ SECTIONS = tuple(info.alias or name for name, info in Config.model_fields.items(
 def keys() -> Iterator[tuple[str, str, str]]:
     """(dotted key, default, description) of every key, in file order: the config reference."""
     yield from _keys(Config, "")
+
+
+def takes_text(key: str) -> bool:
+    """Whether the value of this dotted key is text, or a list of texts."""
+    kind: Any = Config
+    for part in key.split("."):
+        fields = kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+        kind = next((f.annotation for n, f in fields.items() if (f.alias or n) == part), None)
+    return kind is str or (get_origin(kind) is not dict and str in get_args(kind))
 
 
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:

@@ -7,9 +7,9 @@ importable without torch.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from lightrl.config.values import eta_or_pair, not_greedy, one_or_many, one_or_several
+from lightrl.config.values import eta_or_pair, expanded, not_greedy, one_or_many, one_or_several
 
 
 class Section(BaseModel):
@@ -30,6 +30,7 @@ Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Place = Annotated[str, AfterValidator(expanded)]  # a path
 Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(one_or_several)]
@@ -42,7 +43,7 @@ TailBatching = Literal["off", "prompts", "both"]
 
 class Run(Section):
     name: str = Field(default="run", pattern=NAME_PATTERN, description="directory below run.dir")
-    dir: str = Field(default="runs", description="where run directories live")
+    dir: Place = Field(default="runs", description="where run directories live")
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="order of the data and noise of every sampled token"
     )

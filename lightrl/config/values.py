@@ -5,10 +5,44 @@ Owns no key. Raises ValueError with a line that schema.py passes on.
 """
 
 import math
+import os
+import re
+from pathlib import Path, PurePath
 from typing import Any, cast
 
+from lightrl.errors import ConfigError
+
 MAX_ETA = 4.0
+DATA_SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv", ".json")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 VERIFIERS = "verifiers:"  # before the name of an environment, which brings data and rewards
+
+
+def without_compression(path: str) -> PurePath:
+    """Example: "a/train.jsonl" of "a/train.jsonl.gz"."""
+    return PurePath(path.removesuffix(next(filter(path.endswith, COMPRESSED_SUFFIXES), "")))
+
+
+def is_data_file(path: str) -> bool:
+    """Whether its name is that of a file of rows, compressed or not."""
+    return without_compression(path).suffix in DATA_SUFFIXES
+
+
+def expanded(path: str, folder: Path = Path()) -> str:
+    """With the home directory for `~` and `~user`, and variables of the environment for `$NAME` and
+    `${NAME}`, as a shell has them; a file in `folder` that is called so is itself.
+
+    Raises ConfigError for a user or a variable that there is not.
+    """
+    if not (path.startswith("~") or "$" in path) or os.path.exists(folder / path):
+        return path
+    for name in re.findall(r"\$\{?([A-Za-z_]\w*)", path):
+        if name not in os.environ:
+            raise ConfigError(f"{shortened(path)}: there is no variable {name} in the environment")
+    full = os.path.expanduser(os.path.expandvars(path))
+    if full.startswith("~"):
+        raise ConfigError(f"{shortened(path)}: {full.partition('/')[0]} is not a user here")
+    return full
 
 
 def one_or_many(value: Any) -> Any:

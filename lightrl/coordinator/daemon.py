@@ -225,7 +225,7 @@ class CoordinatorDaemon:
 
     def _begin_segment(self) -> None:
         elapsed_s = time.monotonic() - self._core.started_at
-        note = self._records.note(elapsed_s, self._prompts.digest, self._core.settings)
+        note = self._records.note(elapsed_s, self._prompts.digests, self._core.settings)
         self._journaling.begin(self._core, note)
         self._timer.set()
 

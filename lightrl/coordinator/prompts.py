@@ -5,8 +5,7 @@ Owns the data sets, the position in them, and the small files of the model. Deci
 
 import asyncio
 import contextlib
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +28,12 @@ from lightrl.system.temporary import temporary_folder
 from lightrl.wire import pack_i32
 
 Result = TypeVar("Result")
+# What the parts of a digest are of.
+IN_WHAT = (
+    "the number of rows",
+    "prompts, ids or their order",
+    "what rows hold beside their ids or prompts",
+)
 
 
 class Prompts:
@@ -79,18 +84,23 @@ class Prompts:
         self.tokenizer = tokenizer
 
     @property
-    def digest(self) -> str:
-        """Of the prompts in their order: a run that goes on with other data would repeat or skip
-        some, or lack those of an evaluation that it is in."""
-        sets = (*self.train_sets, *self.eval_sets)
-        names = "\n".join(f"{one.name} {one.digest}" for one in sets)
-        return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+    def digests(self) -> dict[str, str]:
+        """Of each set, as "train/NAME" or "eval/NAME": with other rows a run that is resumed would
+        repeat or skip prompts, or score responses with rows of other prompts."""
+        named = [(f"train/{one.name}", one.digest) for one in self.train_sets]
+        return dict(named + [(f"eval/{one.name}", one.digest) for one in self.eval_sets])
 
-    def require_same(self, digest: str) -> None:
-        """Raises DataError if the data are not those of this digest."""
-        if digest != self.digest:
-            where = ", ".join(one.settings.path for one in (*self.train_sets, *self.eval_sets))
-            raise DataError(f"{where}: the prompts differ from those the run started with")
+    def require_same(self, digests: Mapping[str, str]) -> None:
+        """Raises DataError, one line, if these are not the digests of the data."""
+        sets = (*self.train_sets, *self.eval_sets)
+        for one, (name, now) in zip(sets, self.digests.items(), strict=True):
+            if (then := digests.get(name, "0 - -")) != now:
+                pairs = zip(IN_WHAT, now.split(), then.split(), strict=True)
+                what = next(what for what, a, b in pairs if a != b)
+                raise DataError(
+                    f"{one.settings.path}: the data differ from those the run started with, in "
+                    f"{what}; put the old ones back, or begin a new run with lightrl up --from"
+                )
 
     def take_waited_s(self) -> float:
         """For how long draws have waited for their prompts since it was asked last."""
@@ -114,6 +124,10 @@ class Prompts:
         """`data_source` of a prompt to evaluate on, as verl's rows have it; "" = there is none."""
         return str(self._eval[prompt].row.get("data_source") or "")
 
+    def notes(self) -> list[str]:
+        """As those of each set."""
+        return [note for one in (*self.train_sets, *self.eval_sets) for note in one.notes()]
+
     def start(self) -> None:
         self._draws.start()
 
@@ -126,6 +140,8 @@ class Prompts:
         if names := [one.name for one in self._unchecked]:
             log = logs / "data.log"
             await check_large(self._config, names, self._vocabulary, log, report)
+        for note in self.notes():
+            report(f"note: {note}")
 
     def scored_as(self, prompt: str, is_eval: bool) -> int:
         """Index into `scored_alike` of the set that a prompt is of."""

@@ -8,6 +8,7 @@ imported only where pyarrow is needed.
 """
 
 import bisect
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from lightrl.data.layouts import (
     PROMPT_COLUMNS,
+    TOOLS,
     content_key,
     explicit_id,
     id_key,
@@ -29,7 +31,7 @@ from lightrl.data.layouts import (
     text_key,
     without_nan,
 )
-from lightrl.data.rows import Keys
+from lightrl.data.rows import CHANGED, Keys
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
 
@@ -51,6 +53,10 @@ class TableRows:
         self._prompts = table.select(
             [c for c in (self._prompt_column, *PROMPT_COLUMNS[1:]) if c in self.columns]
         )
+        digest = _digest()
+        for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+            digest.update(batch.serialize())
+        self.digest = digest.hexdigest()
 
     def keys(self) -> Keys:
         batches = self._prompts.to_batches(max_chunksize=BATCH_ROWS)
@@ -79,6 +85,7 @@ class ParquetRows:
     def __init__(self, file: Path, prompt_key: str, spool: "Spool") -> None:
         self._file = file
         self._spool = spool
+        self.digest = _digest_of(file)
         parquet = _open(file)
         self.num_rows = int(parquet.metadata.num_rows)
         self.columns = tuple(parquet.schema_arrow.names)
@@ -121,6 +128,8 @@ class ParquetRows:
                 for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
                     yield _decoded(batch)
                     done += batch.num_rows
+            if columns is None and _digest_of(self._file) != self.digest:
+                raise DataError(f"{self._file}: {CHANGED}")
         except (OSError, pa.ArrowException) as e:
             raise DataError(
                 f"{self._file}, row {done + 1} or soon after: cannot be read: {first_line(e)}"
@@ -207,6 +216,18 @@ def num_rows(file: Path) -> int:
     return int(_open(file).metadata.num_rows)
 
 
+def _digest() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=8)
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, _digest).hexdigest()
+    except OSError as e:
+        raise DataError(f"{file}: cannot be read: {e.strerror or e}") from None
+
+
 def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
@@ -264,7 +285,7 @@ def _without_dictionaries(field: pa.Field) -> pa.Field:
 
 def _leaves(schema: pa.Schema, prompt: str) -> list[str]:
     """Names of the columns that prompts and their ids are in, as parquet names what is nested."""
-    named = [name for name in (prompt, "id") if name in schema.names]
+    named = [name for name in (prompt, "id", TOOLS) if name in schema.names]
     if "extra_info" in schema.names:
         kind = schema.field("extra_info").type
         if pa.types.is_struct(kind) and kind.get_field_index("index") >= 0:

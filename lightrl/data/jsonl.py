@@ -1,8 +1,10 @@
-"""Rows of a JSONL file, by their number.
+"""Rows of a JSONL file, by their number. What formats.py makes lines of JSON is read from a
+temporary file with those.
 
-Owns where its lines begin; keeps nothing else of them.
+Owns where lines begin and a checksum of each: a row that changes while a run reads it is an error.
 """
 
+import hashlib
 import json
 import os
 from array import array
@@ -12,24 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column
+from lightrl.data.formats import BLANK, other_lines
+from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column, text_key
 from lightrl.data.open_files import OpenFiles
-from lightrl.data.rows import Keys
+from lightrl.data.rows import CHANGED, Keys
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
 
 
 class JsonlRows:
-    """Implements `rows.Rows`. Reads the file once when it is opened: every line must be JSON."""
+    """Implements `rows.Rows`. Reads the file once when it is opened: every row must be JSON."""
 
     def __init__(self, file: Path, prompt_key: str, files: OpenFiles) -> None:
         self._file = file
         self._files = files
         self._starts = array("q")
         self._lines = array("q")  # numbers of lines, which begin at 1; empty ones are no rows
+        self._sums = array("Q")  # of each row
+        self._unit = "line"
+        self._is_spooled = False  # the lines are in a temporary file
+        digest = hashlib.blake2b(digest_size=8)
         names: dict[str, None] = {}
         ids, has_id, contents = array("Q"), bytearray(), array("Q")
-        for row in self._index():
+        for line, row in self._index():
+            digest.update(line.strip(BLANK) + b"\n")
             names.update(dict.fromkeys(row))
             own = explicit_id(row)
             ids.append(0 if own is None else id_key(own))
@@ -37,6 +45,7 @@ class JsonlRows:
             contents.append(content_key(row.get(prompt_column(row, prompt_key))))
         self.num_rows = len(self._lines)
         self.columns = tuple(names)
+        self.digest = digest.hexdigest()
         self._keys = Keys(
             np.frombuffer(ids, np.uint64),
             np.frombuffer(bytes(has_id), np.bool_),
@@ -47,15 +56,20 @@ class JsonlRows:
         return self._keys
 
     def where(self, index: int) -> str:
-        return f"{self._file}, line {self._lines[index]}"
+        return self._where(self._lines[index])
 
     def read(self, index: int) -> dict[str, Any]:
         try:
             size = self._starts[index + 1] - self._starts[index]
-            lines = os.pread(self._files.descriptor(self._file), size, self._starts[index])
+            files, is_spooled = self._files, self._is_spooled
+            file = files.spool.fileno() if is_spooled else files.descriptor(self._file)
+            lines = os.pread(file, size, self._starts[index])
         except OSError as e:
             raise DataError(f"{self._file}: cannot be read: {e.strerror}") from None
-        return self._row(lines.partition(b"\n")[0], self._lines[index])  # empty ones may follow
+        line = lines.partition(b"\n")[0]  # empty ones may follow
+        if text_key(line) != self._sums[index]:
+            raise DataError(f"{self.where(index)}: {CHANGED}")
+        return self._row(line, self._lines[index])
 
     read_prompt = read
 
@@ -66,23 +80,35 @@ class JsonlRows:
     def get_ready(self) -> None:
         """It is."""
 
-    def _index(self) -> Iterator[dict[str, Any]]:
+    def _index(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         try:
             descriptor = self._files.descriptor(self._file)
             with open(descriptor, "rb", closefd=False) as file:
-                start = 0
-                for number, line in enumerate(file, 1):
-                    if line.strip():
+                lines, start = enumerate(file, 1), 0
+                if (other := other_lines(self._file, file)) is not None:
+                    self._unit, lines = other
+                    self._is_spooled, start = True, self._files.spool.seek(0, os.SEEK_END)
+                for number, line in lines:
+                    if line.strip(BLANK):
                         self._starts.append(start)
                         self._lines.append(number)
-                        yield self._row(line, number)
+                        self._sums.append(text_key(line.rstrip(b"\n")))
+                        yield line, self._row(line, number)
+                    if self._is_spooled:
+                        line = line.rstrip(b"\n") + b"\n"
+                        self._files.spool.write(line)
                     start += len(line)
                 self._starts.append(start)  # the end
+                if self._is_spooled:
+                    self._files.spool.flush()
         except OSError as e:
-            raise DataError(f"{self._file}: cannot be read: {e.strerror}") from None
+            raise DataError(f"{self._file}: cannot be read: {e.strerror or e}") from None
+
+    def _where(self, number: int) -> str:
+        return f"{self._file}, {self._unit} {number}"
 
     def _row(self, line: bytes, number: int) -> dict[str, Any]:
-        where = f"{self._file}, line {number}"
+        where = self._where(number)
         try:
             row = json.loads(line, parse_constant=_constant if b"NaN" in line else None)
         except json.JSONDecodeError as e:  # its own text counts lines from this one

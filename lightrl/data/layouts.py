@@ -7,6 +7,7 @@ Owns nothing of files, templates or tokens.
 import hashlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +17,12 @@ from lightrl.errors import DataError
 from lightrl.model_files import first_line
 from lightrl.wire import to_json
 
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")  # that are text
 MAX_ID = 128  # characters
 ANSWER_COLUMNS = ("reward_model", "reward_spec", "ground_truth", "solution")
+TOOLS = "tools"  # descriptions of functions, for the chat template
 # What a prompt is made of, beside the column that has it.
-PROMPT_COLUMNS = ("question", "id", "extra_info")
+PROMPT_COLUMNS = ("question", "id", "extra_info", TOOLS)
 
 
 def prompt_column(row: Mapping[str, Any], prompt_key: str) -> str:
@@ -41,6 +44,39 @@ def prompt_of(where: str, row: Mapping[str, Any], prompt_key: str) -> Any:
         kind = "missing (null or NaN)" if prompt is None else type(prompt).__name__
         raise DataError(f"{where}: {key!r} is {kind}, expected text or a list of chat messages")
     return prompt
+
+
+def messages_of(where: str, prompt: Any) -> Any:
+    """The messages that a prompt holds as JSON; any other prompt as it is. Raises DataError for
+    text that begins as messages do and is not JSON, as pandas writes lists into CSV."""
+    if not isinstance(prompt, str) or not prompt.lstrip().startswith(("[", "{")):
+        return prompt
+    found = _parsed(prompt)
+    messages = [found] if isinstance(found, dict) else found
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return messages
+    if found is prompt and MESSAGES.match(prompt):
+        raise DataError(f"{where}: the prompt is the text of chat messages, but not as JSON")
+    return prompt
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """The descriptions of functions that a column holds, perhaps as JSON; None if it has none."""
+    found = _parsed(value)
+    tools = list(map(_parsed, found)) if isinstance(found, list) else []
+    return _without_none(tools) if tools and all(isinstance(t, dict) for t in tools) else None
+
+
+def _parsed(value: Any) -> Any:
+    """Text that is JSON; anything else is the same object."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def answer_of(row: Mapping[str, Any], answer_key: str) -> Any:
@@ -108,6 +144,13 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(v) for v in value]
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _without_none(value: Any) -> Any:
+    """Without keys whose value is None: parquet gives all objects of a column the same keys."""
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
 def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:

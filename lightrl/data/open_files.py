@@ -7,10 +7,13 @@ an event loop: those that are set aside for the journal are not used up for data
 
 import errno
 import os
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 MOST = 32  # of a set
 PATIENCE_S = 60.0  # for a descriptor: strangers who hold the last ones are cut off within seconds
@@ -33,6 +36,14 @@ class OpenFiles:
     def __del__(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
+        if "spool" in self.__dict__:
+            self.spool.close()
+
+    @cached_property
+    def spool(self) -> IO[bytes]:
+        """A temporary file without a name, for rows that no file has as they are. Raises OSError if
+        there is no room."""
+        return tempfile.TemporaryFile()
 
     def descriptor(self, file: Path) -> int:
         """Good until the next call; not to be closed. Raises OSError, also for another file that

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lightrl.config.data import Data, DataSet, TrainSet
 from lightrl.data.layouts import (
     ANSWER_COLUMNS,
+    TOOLS,
     answer_of,
     content_id,
     explicit_id,
@@ -73,7 +74,9 @@ class PromptSet:
         self._column = prompt_column(dict.fromkeys(self.columns), settings.prompt_key)
         self._needed = frozenset({self._column, settings.answer_key})
         # those of rows whose own id nobody else has
-        self._has_own_id, self._numbers, self.digest = _peculiarities(self.rows)
+        self._has_own_id, self._numbers, keys = _peculiarities(self.rows)
+        # number of rows, a digest of their ids or prompts, and one of all that they hold
+        self.digest = f"{self._num} {keys} {self.rows.digest}"
         # what is known of the rows so far
         self.states = bytearray(self._num)
         self._max_prompt_length = data.max_prompt_length
@@ -158,6 +161,10 @@ class PromptSet:
                 f"data.max_prompt_length = {self._max_prompt_length} tokens"
             )
 
+    def notes(self) -> list[str]:
+        """What is hardly meant of the prompts that have been looked at, one line each."""
+        return [f"{self.name}: {note}" for note in self._template.notes()]
+
     def dropped_line(self) -> str:
         """How many are left out, for people; "" if none is, as far as is known."""
         if not (num := self.num_dropped):
@@ -180,7 +187,8 @@ class PromptSet:
                 prompt_of(where, row, self.settings.prompt_key)
                 for where, row in zip(wheres, rows[part], strict=True)
             ]
-            templated = self._template.apply(list(zip(wheres, prompts, strict=True)))
+            tools = [row.get(TOOLS) for row in rows[part]]
+            templated = self._template.apply(list(zip(wheres, prompts, tools, strict=True)))
             for index, row, where, prompt, made in zip(
                 indices[part], rows[part], wheres, prompts, templated, strict=True
             ):

@@ -6,11 +6,17 @@ Owns the protocol, and several files as one. How a file is read is said in jsonl
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+CHANGED = (
+    "has changed since it was read first; put the old file back, and lightrl resume continues the "
+    "run"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class Rows(Protocol):
     num_rows: int
     # those that any row has
     columns: tuple[str, ...]
+    # of all that the rows hold, in their order
+    digest: str
 
     def keys(self) -> Keys: ...
 
@@ -69,6 +77,8 @@ class JoinedRows:
         self._ends = list(accumulate(part.num_rows for part in parts))
         self.num_rows = self._ends[-1] if parts else 0
         self.columns = tuple(dict.fromkeys(name for part in parts for name in part.columns))
+        digests = "".join(part.digest for part in parts)
+        self.digest = blake2b(digests.encode(), digest_size=8).hexdigest()
 
     def keys(self) -> Keys:
         keys = [part.keys() for part in self._parts]

@@ -1,4 +1,4 @@
-"""Which files a data set is, and what reads them: JSONL, parquet, folders, the hub.
+"""Which files a data set is, and what reads them: JSONL and its like, parquet, folders, the hub.
 
 Owns how path, subset and split are understood. Every problem is one line that names the set's path.
 Must not import numpy, datasets or pyarrow before they are needed: whoever starts a run imports this
@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.config.data import DataSet
 from lightrl.config.evaluation import EvalSet
+from lightrl.config.values import is_data_file, without_compression
 from lightrl.errors import DataError, DataUnreachable
 from lightrl.model_files import HUB_ID, first_line
 
 if TYPE_CHECKING:
     from lightrl.data.rows import Rows
 
-SUFFIXES = (".jsonl", ".parquet")
+# Of the files of a folder those of the first kind that it has: others may describe them.
+KINDS = ((".jsonl", ".parquet"), (".csv", ".tsv"), (".json",))
 DEFAULT_SPLIT = "train"
 # What names of files say of their split, as those of data sets on the hub do.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -36,14 +38,14 @@ def open_rows(one: DataSet) -> "Rows":
         return _saved_rows(saved, one.prompt_key)
     if place.exists():
         return JoinedRows(list(_rows_of_files(files(one), one.prompt_key)))
-    if not HUB_ID.fullmatch(path) or place.suffix in (*SUFFIXES, ".json"):
+    if not HUB_ID.fullmatch(path) or is_data_file(path):
         raise DataError(f"{path}: no such file")
     return _hub_rows(one, path, split)
 
 
 def count_rows(one: DataSet) -> int | None:
-    """Without reading more than lines and footers; None of a set that is not here yet, or cannot be
-    counted without pyarrow. Raises DataError."""
+    """Without reading more than lines and footers, where files have those; None of a set that is
+    not here yet, or cannot be counted without pyarrow. Raises DataError."""
     path, split = _path_and_split(one)
     place = Path(path)
     if not place.exists():
@@ -69,7 +71,7 @@ def require_there(one: DataSet) -> None:
         empty = [file for file in files(one) if not file.stat().st_size]
         if empty:
             raise DataError(f"{empty[0]}: the file is empty")
-    elif local or place.suffix in (*SUFFIXES, ".json") or not HUB_ID.fullmatch(path):
+    elif local or is_data_file(path) or not HUB_ID.fullmatch(path):
         raise DataError(f"{path}: no such file")
     elif not split:
         _default_split(one, ())
@@ -88,11 +90,13 @@ def files(one: DataSet) -> list[Path]:
         return [place]
     if one.subset:
         place = _subset(place, one.subset)
-    found = [file for file in sorted(place.rglob("*")) if _is_data(file, place)]
+    there = [file for file in sorted(place.rglob("*")) if _is_data(file, place)]
+    kinds = ([file for file in there if _suffix(file) in kind] for kind in KINDS)
+    found = next(filter(None, kinds), [])
     if not found:
         subsets = ", ".join(sorted(d.name for d in place.iterdir() if d.is_dir()))
         only = f", only {subsets}" if subsets else ""
-        raise DataError(f"{place}: holds no {' or '.join(SUFFIXES)} file{only}")
+        raise DataError(f"{place}: holds no file of rows (.jsonl, .parquet, .csv, .json){only}")
     return _of_split(one, place, found, split)
 
 
@@ -119,7 +123,20 @@ def _path_and_split(one: DataSet) -> tuple[str, str]:
 
 def _is_data(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
-    return file.suffix in SUFFIXES and file.is_file() and not hidden
+    return is_data_file(str(file)) and file.is_file() and not hidden
+
+
+def _suffix(file: Path) -> str:
+    return without_compression(str(file)).suffix
+
+
+def _is_parquet(file: Path) -> bool:
+    """By its first bytes, whatever its name is."""
+    try:
+        with file.open("rb") as content:
+            return file.suffix == ".parquet" or content.read(4) == b"PAR1"
+    except OSError as e:
+        raise DataError(f"{file}: cannot be read: {e.strerror}") from None
 
 
 def _subset(folder: Path, subset: str) -> Path:
@@ -151,7 +168,11 @@ def _of_split(one: DataSet, folder: Path, found: list[Path], split: str) -> list
             "are meant? Set split, or move it elsewhere"
         )
     wanted = split or _default_split(one, named)
-    chosen = [file for file, s in splits.items() if s == wanted or file.stem == wanted]
+    chosen = [
+        file
+        for file, s in splits.items()
+        if s == wanted or wanted in (file.stem, without_compression(file.name).stem)
+    ]
     if not chosen:
         raise _no_split(str(folder), wanted, named)
     return chosen
@@ -173,7 +194,7 @@ def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
 
     opened, spool = OpenFiles(), None
     for file in files:
-        if file.suffix != ".parquet":
+        if not _is_parquet(file):
             yield JsonlRows(file, prompt_key, opened)
             continue
         arrow = _arrow(str(file))
@@ -185,11 +206,14 @@ def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
 
 
 def _count(file: Path) -> int:
-    if file.suffix == ".parquet":
+    from lightrl.data.formats import other_lines
+
+    if _is_parquet(file):
         return _arrow(str(file)).num_rows(file)
     try:
-        with file.open("rb") as lines:
-            return sum(1 for line in lines if line.strip())
+        with file.open("rb") as content:
+            _, lines = other_lines(file, content) or ("", enumerate(content))
+            return sum(1 for _, line in lines if line.strip())
     except OSError as e:
         raise DataError(f"{file}: cannot be read: {e.strerror}") from None
 

@@ -4,12 +4,15 @@ Owns what a prompt may be and what is refused, one line each with file and row. 
 transformers: whoever loads the tokenizer does.
 """
 
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, time
 from typing import Any
 
 from lightrl.config.data import Data
+from lightrl.data.layouts import TOOLS, messages_of, tools_of
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
 
@@ -25,6 +28,10 @@ TEMPLATE_ERRORS = (
 # Whoever speaks last before the assistant answers.
 LAST_ROLES = ("user", "tool")
 ASSISTANT = "assistant"
+TEXT_PARTS = ("text", "input_text", "output_text")  # of a message whose content is a list
+DATE = "strftime_now"  # by which templates write the date
+# A tag at the end of a prompt, behind which a model thinks.
+THINKS = re.compile(r"[<\[◁][\w|:]*(think|thought|reason)[\w|:]*[>\]▷]$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +52,24 @@ class Template:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._bos = _expected_bos(tokenizer)
+        given = tokenizer.chat_template or ""
+        self._source = "\n".join(given.values()) if isinstance(given, dict) else given
+        self._kwargs = dict(data.chat_template_kwargs)
+        if DATE in self._source:
+            day = datetime.combine(data.date or date.today(), time())
+            self._kwargs.setdefault(DATE, day.strftime)
+        # of the prompts so far
+        self._has_texts = self._ignores_tools = False
+        self._begins_answer: bool | None = None  # without a chat it is not known
+        self._tag = ""  # with which one ends
 
-    def apply(self, prompts: Sequence[tuple[str, Any]]) -> list[Templated]:
-        """Of (where, text or messages) each; the tokens of many at once. Raises DataError."""
-        texts = [self._text(where, prompt) for where, prompt in prompts]
+    def apply(self, prompts: Sequence[tuple[str, Any, Any]]) -> list[Templated]:
+        """Of (where, text or messages, descriptions of functions or None) each; the tokens of many
+        at once. Raises DataError."""
+        texts = [self._text(*prompt) for prompt in prompts]
         encoded = self._tokenizer([t for t, _ in texts], add_special_tokens=False)["input_ids"]
         templated: list[Templated] = []
-        for (where, _), (text, is_chat), ids in zip(prompts, texts, encoded, strict=True):
+        for (where, *_), (text, is_chat), ids in zip(prompts, texts, encoded, strict=True):
             # a template writes its own
             if self._bos is not None and not is_chat and ids[:1] != [self._bos]:
                 ids = [self._bos, *ids]
@@ -75,12 +93,15 @@ class Template:
             )
         return num > most
 
-    def _text(self, where: str, prompt: Any) -> tuple[str, bool]:
+    def _text(self, where: str, prompt: Any, tools: Any) -> tuple[str, bool]:
         """And whether it is a chat."""
+        prompt = messages_of(where, prompt)
         if not prompt:
             raise DataError(f"{where}: the prompt is empty")
         if isinstance(prompt, str):
             if not self._data.as_chat:
+                self._has_texts = True
+                self._look_at(prompt, bool(tools))
                 return prompt, False
             prompt = [{"role": "user", "content": prompt}]
         messages = [_message(where, m) for m in prompt]
@@ -94,7 +115,47 @@ class Template:
         system = self._data.system_prompt
         if system and all(m["role"] != "system" for m in messages):
             messages = [{"role": "system", "content": system}, *messages]
-        return self._apply_chat_template(where, messages, continues), True
+        known = tools_of(tools)
+        text = self._apply_chat_template(where, messages, known, continues)
+        self._look_at(text, bool(tools) and (not known or TOOLS not in self._source))
+        if self._begins_answer is None and not continues:
+            bare = self._apply_chat_template(where, messages, known, False, begins=False)
+            self._begins_answer = bare != text
+        return text, True
+
+    def _look_at(self, text: str, ignores_tools: bool) -> None:
+        self._ignores_tools |= ignores_tools
+        if not self._tag and (tag := THINKS.search(text[-64:].rstrip())):
+            self._tag = tag[0]
+
+    def notes(self) -> Iterator[str]:
+        """What is hardly meant of the prompts that have come so far, one line each."""
+        kwargs = self._data.chat_template_kwargs
+        parts = {
+            "the model's chat template": self._source,
+            "data.system_prompt": self._data.system_prompt,
+            "data.chat_template_kwargs": kwargs,
+        }
+        for name in (name for name, given in parts.items() if given and self._has_texts):
+            yield f"{name} does nothing to plain-text prompts; data.as_chat = true makes them chats"
+        for key in kwargs if self._source else ():
+            if not re.search(rf"\b{re.escape(key)}\b", self._source):
+                yield f"data.chat_template_kwargs: the model's chat template does not use {key!r}"
+        if self._ignores_tools:
+            yield "the column 'tools' does nothing: the chat template has no place for it"
+        if self._tag:
+            yield (
+                f"a prompt ends with {self._tag}, of the chat template or the data: no response "
+                "begins with it, and reward functions get what follows it"
+            )
+        if self._begins_answer is False:
+            yield (
+                "the model's chat template begins no answer (add_generation_prompt does nothing): "
+                "responses begin behind the last message"
+            )
+        if self._begins_answer is not None and DATE in self._source:
+            day = self._data.date or date.today()
+            yield f"the chat template writes the date: {day} during the whole run (data.date)"
 
     def _require_last(self, where: str, last: dict[str, Any]) -> bool:
         """Whether its message is to be continued. Raises DataError if it cannot be the last."""
@@ -114,7 +175,12 @@ class Template:
         return role == ASSISTANT
 
     def _apply_chat_template(
-        self, where: str, messages: list[dict[str, Any]], continues: bool
+        self,
+        where: str,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        continues: bool,
+        begins: bool = True,
     ) -> str:
         from jinja2 import TemplateError
 
@@ -122,9 +188,9 @@ class Template:
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
-                add_generation_prompt=not continues,
+                add_generation_prompt=begins and not continues,
                 continue_final_message=continues,
-                **self._data.chat_template_kwargs,
+                **{TOOLS: tools, **self._kwargs},
             )
         except (TemplateError, *TEMPLATE_ERRORS) as e:
             raise DataError(
@@ -146,7 +212,25 @@ def _message(where: str, message: Any) -> dict[str, Any]:
             f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not "
             f"{str(message)[:80]!r}"
         )
-    return {k: v for k, v in message.items() if v is not None or k == "content"}
+    known = {k: v for k, v in message.items() if v is not None or k == "content"}
+    return {**known, "content": _text_of(where, message["content"])}
+
+
+def _text_of(where: str, content: Any) -> str | None:
+    """Of a message; texts of a list of parts on lines of their own, as vLLM joins them."""
+    if content is None or isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if isinstance(part, dict) and kind in TEXT_PARTS else part
+        if not isinstance(text, str):
+            raise DataError(
+                f"{where}: the content of a chat message has a part of the type {kind!r}; models "
+                "here read text alone"
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _expected_bos(tokenizer: Any) -> int | None:

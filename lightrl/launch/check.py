@@ -198,7 +198,7 @@ def _rewards(config: Config) -> Iterator[Finding]:
     from lightrl.rewards.trial import doubts
 
     try:
-        tried = try_rewards(config)
+        tried, notes = try_rewards(config)
     except DataUnreachable as e:
         yield Finding("data", "warn", f"{e}: no reward was tried")
         return
@@ -206,6 +206,7 @@ def _rewards(config: Config) -> Iterator[Finding]:
         subject = "rewards" if isinstance(e, RewardError) else "config"
         yield Finding("data" if isinstance(e, DataError) else subject, "fail", str(e))
         return
+    yield from (Finding("data", "warn", note) for note in notes)
     for each in tried:
         try:
             lines = doubts(config.reward, each)

@@ -40,7 +40,7 @@ class RunResult:
 def result_of(run_dir: Path) -> RunResult:
     """Raises ConfigError, one line, for a folder that is no run's."""
     try:
-        settings = dict(_flat(tomllib.loads((run_dir / "config.toml").read_text())))
+        settings = dict(_flat(tomllib.loads((run_dir / "config.toml").read_text("utf-8"))))
     except FileNotFoundError:
         raise ConfigError(f"{run_dir}: is no run directory: it has no config.toml") from None
     except (OSError, ValueError) as e:

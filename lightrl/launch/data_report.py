@@ -58,6 +58,8 @@ class SetReport:
     columns: list[str]
     # that no reward function sees
     unportable: list[str]
+    # what is hardly meant of its prompts
+    notes: list[str]
     prompts: list[ShownPrompt]
 
 
@@ -120,6 +122,7 @@ def _report(
         num_unanswered,
         list(one.columns),
         [name for name in one.columns if name not in one.portable],
+        one.notes(),
         examples,
     )
 
@@ -150,6 +153,7 @@ def _lines(report: SetReport) -> Iterator[str]:
         yield _line("", f"left out, since JSON cannot carry them: {names}")
     if report.num_unanswered:
         yield _line("answers", f"{report.num_unanswered:,} prompts have none")
+    yield from (_line("note", note) for note in report.notes)
     for prompt in report.prompts:
         yield _line("prompt", f"{prompt.id} ({prompt.where})")
         yield _line("  text", json.dumps(_cut(prompt.text), ensure_ascii=False))

@@ -19,15 +19,16 @@ from lightrl.rewards.trial import Trials, Tried, doubts
 from lightrl.system.temporary import temporary_folder
 
 
-def try_rewards(config: Config) -> list[Tried]:
-    """What came of the first row of each set, those of the evaluation last.
+def try_rewards(config: Config) -> tuple[list[Tried], list[str]]:
+    """What came of the first row of each set, those of the evaluation last; and what is hardly
+    meant of their prompts, in lines.
 
     Raises ConfigError, DataError or RewardError, one line, for what a run would not begin with.
     """
     prompts = Prompts(config)
     try:
         with temporary_folder("check") as folder:
-            return asyncio.run(_try_rows(config, prompts, folder))
+            return asyncio.run(_try_rows(config, prompts, folder)), prompts.notes()
     finally:
         prompts.close()
 
@@ -61,11 +62,10 @@ def describe(config: Config) -> Iterator[str]:
     """For a dry run; each line with a label of twelve columns. Raises as `try_rewards`, and
     RewardError after all lines."""
     try:
-        tried = try_rewards(config)
+        tried, notes = try_rewards(config)
     except DataUnreachable as e:
         yield f"{'note':12}{e}: no reward was tried"
         return
-    notes: list[str] = []
     errors: list[RewardError] = []
     for each in tried:
         yield f"{'rewards':12}{each.sentence()}"

@@ -6,12 +6,14 @@ over (trainer/checkpoint/initial.py). Starts nothing, changes nothing, and must 
 """
 
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from lightrl.client.address import relative, run_folder
 from lightrl.config.model import Lora
 from lightrl.config.schema import Config
+from lightrl.data.template import DATE
 from lightrl.errors import ConfigError, ProtocolError
 from lightrl.launch.folder import CONFIG_FILE
 from lightrl.trainer.checkpoint.saved import (
@@ -26,6 +28,7 @@ from lightrl.trainer.checkpoint.saved import (
 from lightrl.wire import from_json
 
 KEY = "checkpoint.initial_load_path"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 # Of config.json: what the shapes of tensors, or what is computed with them, depend on.
 SHAPES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
@@ -46,8 +49,12 @@ def begun_from(config: Config, target: str) -> Config:
 
 
 def settled(config: Config) -> Config:
-    """With the newest checkpoint in place of a run to begin from. Raises ConfigError, one line, if
-    there is none, or if it is not one of this model and optimizer."""
+    """With today as `data.date` where the chat template writes the date, and the newest checkpoint
+    in place of a run to begin from. Raises ConfigError, one line, if there is none, or if it is not
+    one of this model and optimizer."""
+    if config.data.date is None and _writes_date(config.model.path):
+        data = config.data.model_copy(update={"date": date.today()})
+        config = config.model_copy(update={"data": data})
     if not config.checkpoint.initial_load_path:
         return config
     folder = Path(config.checkpoint.initial_load_path)
@@ -59,6 +66,13 @@ def settled(config: Config) -> Config:
             f"{KEY} = {folder}: {e.filename or folder} cannot be read: {e.strerror}"
         ) from None
     return _with(config, checkpoint)
+
+
+def _writes_date(model_path: str) -> bool:
+    """Of a model that is here."""
+    folder = Path(model_path) if Path(model_path).is_dir() else _cached(model_path)
+    files = [folder / name for name in TEMPLATE_FILES] if folder is not None else []
+    return any(DATE.encode() in file.read_bytes() for file in files if file.is_file())
 
 
 def begins_with(config: Config) -> Iterator[str]:

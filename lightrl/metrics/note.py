@@ -22,8 +22,8 @@ class RecordsNote:
     evals: list[tuple[int, Scores]]
     rl_wall_s: float
     elapsed_s: float
-    # digest of the prompts
-    data: str
+    # set -> digest of its rows: see `coordinator/prompts.py`
+    data: dict[str, str]
     bias: BiasNote
     # whose rounds are in it
     bias_steps: int

@@ -231,7 +231,7 @@ class Records:
 
     # Across processes
 
-    def note(self, elapsed_s: float, data: str, settings: Settings) -> bytes:
+    def note(self, elapsed_s: float, data: dict[str, str], settings: Settings) -> bytes:
         """Of steps that are `hashed`."""
         sizes = {one.name: one.num_prompts for one in settings.eval_sets}
         return to_json(

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightrl.config.reward import Form
-from lightrl.data.layouts import prompt_column
+from lightrl.data.layouts import messages_of, prompt_column
 from lightrl.errors import RewardError
 from lightrl.rewards.base import CallLog, Columns, RewardFunction, Sample, TrainerState
 
@@ -231,7 +231,8 @@ def _array(values: Sequence[Any]) -> Any:
 
 def conversation(sample: Sample, columns: Columns) -> Any:
     """The prompt as TRL's functions know it: text, or the messages that the model was given."""
-    prompt = sample.row.get(prompt_column(sample.row, columns.prompt_key), sample.prompt)
+    column = prompt_column(sample.row, columns.prompt_key)
+    prompt = messages_of(column, sample.row.get(column, sample.prompt))
     if isinstance(prompt, str) and columns.as_chat:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and columns.system_prompt and not _has_system(prompt):

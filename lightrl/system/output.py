@@ -8,6 +8,7 @@ that it is printed on. How a line of a log looks is said in ../log.py.
 """
 
 import atexit
+import codecs
 import contextlib
 import io
 import os
@@ -24,6 +25,7 @@ MAX_WAITING_BYTES = 256 << 10  # for each descriptor that is not read
 LAST_WORDS_S = 1.0  # how long a process that ends waits for whoever reads it
 
 _WHITE = "\t\n\r"
+SPELLED = "lightrl.spelled"  # what encoders do with characters that they lack
 
 
 def plain(text: str) -> str:
@@ -67,6 +69,14 @@ def is_behind() -> bool:
     return not flush(0.0)
 
 
+def spell_what_cannot_be_printed() -> None:
+    """From now on no character fails to be printed: one that the encoding of stdout or stderr lacks
+    is spelled as JSON does it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=SPELLED)
+
+
 def never_fail() -> None:
     """From now on whatever prints in this process, others' code too, loses what it cannot print."""
     for name in ("stdout", "stderr"):
@@ -75,7 +85,7 @@ def never_fail() -> None:
             raw = _Lossy(descriptor, "w", closefd=False)
             raw.label = name
             atexit.register(raw.end)
-            text = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True)  # pyright: ignore[reportArgumentType]
+            text = io.TextIOWrapper(raw, stream.encoding, SPELLED, write_through=True)  # pyright: ignore[reportArgumentType]
             setattr(sys, name, text)
 
 
@@ -217,6 +227,10 @@ class _Writer:
             return data
 
 
+codecs.register_error(
+    SPELLED,
+    lambda e: ("".join(map(_spelled, e.object[e.start : e.end])), e.end),  # pyright: ignore
+)
 _take: Callable[[str, str], None] | None = None
 _writers: dict[int, _Writer] = {}  # by descriptor
 os.register_at_fork(after_in_child=_writers.clear)  # threads stay behind, with what waits for them

@@ -192,7 +192,7 @@ def test_an_evaluation_goes_on_with_the_prompts_that_it_began_with(tmp_path: Pat
             await run.silence()
         rows = (tmp_path / "once.jsonl").read_text().splitlines(True)
         (tmp_path / "once.jsonl").write_text("".join(rows[:-1]))
-        with pytest.raises(DataError, match="the prompts differ from those the run started with"):
+        with pytest.raises(DataError, match="the data differ from those the run started with"):
             async with a_run(tmp_path, resume=True, **sections):
                 pass
 

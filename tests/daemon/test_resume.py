@@ -134,7 +134,7 @@ def test_other_data_is_refused_in_one_line(tmp_path: Path):
             "".join(reversed((QUICKSTART / "train.jsonl").read_text().splitlines(True)))
         )
         other = {"data": {"path": str(shuffled)}}
-        with pytest.raises(DataError, match="the prompts differ from those the run started with"):
+        with pytest.raises(DataError, match="the data differ from those the run started with"):
             async with a_run(tmp_path, resume=True, **SLOW, **other):
                 pass
         assert DOORKEEPER._sock is None  # nobody listens any more

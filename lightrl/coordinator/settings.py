@@ -9,6 +9,7 @@ from lightrl.config.schema import Config
 from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError, DataError
+from lightrl.weights.canary import TOLERANCES, tolerance
 from lightrl.wire import from_json
 
 
@@ -25,7 +26,8 @@ def core_settings(
         _require_enough(config, sizes)
     num_prompts = sum(sizes.values())
     settings = settings_of(config, num_prompts, eval_sizes, vocabulary, stop_ids)
-    return replace(settings, num_trainers=config.train.nodes)
+    most = {dtype: tolerance(config.weights.canary, dtype) for dtype in TOLERANCES}
+    return replace(settings, num_trainers=config.train.nodes, canary_tolerances=most)
 
 
 def _require_enough(config: Config, sizes: Mapping[str, int]) -> None:

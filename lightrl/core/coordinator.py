@@ -80,7 +80,7 @@ class Coordinator:
         )
         self.trainer_feed = self.steps.trainer_feed
         self.ending = ending = Ending(settings, fleet, self.steps, out)
-        self.versions = Versions(fleet, self.steps, ending, out)
+        self.versions = Versions(settings, fleet, self.steps, ending, out)
         self.sides = sides = Sides(settings, fleet, table, predictor)
         self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
         next_kind = self.steps.next_kind

@@ -23,6 +23,7 @@ from lightrl.core.trainers import Trainers
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.weights import (
     BadSource,
+    Canary,
     DeltaOffer,
     PublishWeights,
     WeightsEndpoint,
@@ -51,7 +52,10 @@ class Fleet:
         self.published: PublishedVersion | None = None
         self.offers = Offers(settings)
         self.broadcasts = Broadcasts(settings, self.nodes, self.offers, outbox)
-        self.digests: dict[int, str] = {}  # of the newest versions
+        # Of the newest versions. The last one is current; those before it were replaced by versions
+        # trained again, and tokens sampled under them may still come.
+        self.digests: dict[int, tuple[str, ...]] = {}
+        self.canaries: dict[int, Canary] = {}  # of these versions
         self.num_joined = 0
         self.num_preemptible = 0  # of `nodes`
         self.ghosts = Ghosts()
@@ -258,10 +262,20 @@ class Fleet:
             self._offer(node)
 
     def publish_again(self, message: PublishWeights) -> None:
-        """The newest version is to be had where it was not before; nodes without it are told so."""
+        """The newest version is to be had where it was not before; nodes without it are told so. If
+        it was trained again with another digest, no node has it."""
+        published, version = self.published, message.policy_version
+        is_other = published is not None and published.digest != message.digest
         self._announce(message)
+        for node in self.nodes.values() if is_other else ():
+            if node.policy_version == version:
+                node.policy_version = None
+            if node.name in self.ready:
+                self._move(node, NodeState.UPDATING)
+            else:
+                self.offers.place(node)
         if self.trainer is not None:
-            self.broadcasts.taken(self.trainer, message.policy_version)
+            self.broadcasts.taken(self.trainer, version)
         for node in self.nodes.values():
             if not self.offers.serves_newest(node):
                 node.weights_failures = 0
@@ -288,9 +302,24 @@ class Fleet:
         """This version is the newest from now on."""
         self.published = published
         self.offers.begin(published, deltas)
-        version = published.policy_version
-        self.digests[version] = published.digest
-        self.digests.pop(version - self._settings.max_staleness - VERSIONS_REMEMBERED, None)
+        self._remember(published)
+
+    def know_again(self, retrained: PublishedVersion) -> None:
+        """This version, the newest or one before it, was trained again with another digest."""
+        if self.published and retrained.policy_version == self.published.policy_version:
+            self.know(retrained)
+        else:
+            self._remember(retrained)
+
+    def _remember(self, version: PublishedVersion) -> None:
+        number, digest = version.policy_version, version.digest
+        others = (d for d in self.digests.get(number, ()) if d != digest)
+        self.digests[number] = (*others, digest)
+        if version.canary is not None:
+            self.canaries[number] = version.canary
+        oldest = number - self._settings.max_staleness - VERSIONS_REMEMBERED
+        self.digests.pop(oldest, None)
+        self.canaries.pop(oldest, None)
 
     def trainer_is_behind(self, policy_version: int) -> None:
         """It has come back with an older version than the newest, which only others may have."""
@@ -375,6 +404,8 @@ class Fleet:
         if ready.policy_version != published.policy_version:
             return  # the newer one is on its way
         if ready.digest != published.digest:
+            if ready.digest in self.digests[ready.policy_version]:
+                return  # replaced meanwhile: the current one is on its way
             reason = f"digest {ready.digest} is not the published {published.digest}"
             self.refuse(name, WeightsFailed(ready.policy_version, reason))
             return

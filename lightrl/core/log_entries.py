@@ -27,7 +27,7 @@ class SnapshotBegan:
     """Where a run stands, its open rounds left out: the first entry of every segment of a journal.
     The groups that were put off follow, one entry each, oldest first: they hold tokens.
 
-    Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: "9f3a..."})
+    Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: ("9f3a...",)})
     """
 
     # in journals
@@ -44,12 +44,12 @@ class SnapshotBegan:
     evaluated: int | None = None
     # the one published last
     version: int | None = None
-    # of the newest versions
-    digests: dict[int, str] = field(default_factory=dict[int, str])
+    # of the newest versions, as Fleet has them
+    digests: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    canaries: dict[int, Canary] = field(default_factory=dict[int, Canary])
     # of the newest one, as in VersionPublished
     num_bytes: int = 0
     manifest_bytes: int = 0
-    canary: Canary | None = None
     base: WeightsBase | None = None
     counters: Counters = field(default_factory=Counters)
     # of lengths
@@ -118,6 +118,27 @@ class VersionPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionRetrained:
+    """A version was trained again after a restart of the trainer, with other bits, and replaces the
+    one with digest `replaced`. Tokens sampled under that one are kept.
+
+    Example: VersionRetrained(7, "9f3a...", "a01c...", largest=3e-6, mean=4e-7)
+    """
+
+    version: int
+    replaced: str
+    digest: str
+    # absolute differences of the canary's logprobs, in nats; None = there was no canary to compare
+    largest: float | None = None
+    mean: float | None = None
+    # as in VersionPublished
+    num_bytes: int = 0
+    manifest_bytes: int = 0
+    canary: Canary | None = None
+    base: WeightsBase | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ShardSent:
     """A trainer gets it when this is durable, not before. Index 0 begins its step anew."""
 
@@ -145,6 +166,7 @@ LogEntry: TypeAlias = (
     | TokensTaken
     | ResponseScored
     | VersionPublished
+    | VersionRetrained
     | ShardSent
     | StepDone
     | ShellNote

@@ -75,13 +75,15 @@ class Offers:
     # What is there
 
     def begin(self, published: PublishedVersion, deltas: Iterable[DeltaOffer] = ()) -> None:
-        """A version is published, or published again: nobody has been told of it so."""
+        """A version is published, or published again: nobody has been told of it so. One that was
+        trained again with another digest replaces the one that nodes hold."""
         before, self._published = self._published, published
         self._deltas.add(published.digest, deltas)
         self.told.clear()
         self.waiting.clear()
-        if before is None or before.policy_version != published.policy_version:
-            self._before = "" if before is None else before.digest
+        is_next = before is None or before.policy_version != published.policy_version
+        if before is None or is_next or before.digest != published.digest:
+            self._before = before.digest if before is not None and is_next else ""
             self.whole.clear()
             self.bad.begin_version()
 

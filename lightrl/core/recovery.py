@@ -26,6 +26,7 @@ from lightrl.core.log_entries import (
     SnapshotEnded,
     TokensTaken,
     VersionPublished,
+    VersionRetrained,
 )
 from lightrl.core.offers import PublishedVersion
 from lightrl.core.state import (
@@ -73,9 +74,9 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         evaluated=steps.evaluated,
         version=published.policy_version if published is not None else None,
         digests=dict(core.fleet.digests),
+        canaries=dict(core.fleet.canaries),
         num_bytes=published.num_bytes if published is not None else 0,
         manifest_bytes=published.manifest_bytes if published is not None else 0,
-        canary=published.canary if published is not None else None,
         base=published.base if published is not None else None,
         counters=replace(core.table.counters),
         memory=core.predictor.memory(),
@@ -141,6 +142,9 @@ class _Recovery:
                     PublishedVersion(version, digest, num_bytes, manifest_bytes, canary, base)
                 )
                 core.steps.published(self._now)
+            case VersionRetrained():
+                what = entry.num_bytes, entry.manifest_bytes, entry.canary, entry.base
+                core.fleet.know_again(PublishedVersion(entry.version, entry.digest, *what))
             case StepDone():
                 core.steps.on_step_done(entry)
             case ShardSent() | ShellNote():
@@ -195,11 +199,10 @@ class _Recovery:
         core.sides.recall(stood.sides)
         core.sizes.recall(stood.planner)
         core.fleet.digests.update(stood.digests)
-        if stood.version is not None:
-            digest = stood.digests[stood.version]
-            sizes = stood.num_bytes, stood.manifest_bytes
-            known = PublishedVersion(stood.version, digest, *sizes, stood.canary, stood.base)
-            core.fleet.know(known)
+        core.fleet.canaries.update(stood.canaries)
+        if (version := stood.version) is not None:
+            what = stood.num_bytes, stood.manifest_bytes, stood.canaries.get(version), stood.base
+            core.fleet.know(PublishedVersion(version, stood.digests[version][-1], *what))
 
     def _set_up(self, entry: RoundSnapshot) -> None:
         """A round that was open. While it is being filled, nothing is drawn for it and it does not

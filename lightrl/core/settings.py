@@ -1,6 +1,6 @@
 """What the core must know of the configuration. Values only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightrl.core.worth import Prices
@@ -91,6 +91,9 @@ class Settings:
     mini_batch_order: Literal["random", "arrival"] = "random"
     # predicted lengths order the work; off only for comparison
     foresight: bool = True
+    # by how much the canary's logprobs of a version that is trained again may differ from those
+    # before, by the dtype in which they were computed; of another dtype: by any amount
+    canary_tolerances: dict[str, float] = field(default_factory=dict[str, float])
     # nodes may get a version as the difference to one that they hold
     deltas: bool = True
     # who gets a version by broadcast

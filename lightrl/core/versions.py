@@ -1,19 +1,39 @@
 """Where a version becomes official: what the trainer says that it has, and whether it can be so.
 
 Owns that; who is told of a version, and gets it from whom, is decided in `fleet.py`.
+
+After a restart the trainer trains the steps since its checkpoint again. On GPUs sums may round
+otherwise, so that a version comes out with another digest. With `run.deterministic` that fails the
+run. Without it the new version replaces the old one, as long as the logprobs that both give the
+canary are within its tolerance: nodes load it, and tokens sampled under the old one are kept.
 """
 
+import math
+
+from lightrl.core.arrays import decode
 from lightrl.core.commands import Outbox
 from lightrl.core.ending import Ending
 from lightrl.core.fleet import Fleet
-from lightrl.core.log_entries import VersionPublished
+from lightrl.core.log_entries import VersionPublished, VersionRetrained
+from lightrl.core.offers import version_of
 from lightrl.core.round_scheduler import RoundScheduler
+from lightrl.core.settings import Settings
 from lightrl.core.state import RunState
-from lightrl.messages.weights import PublishWeights
+from lightrl.messages.weights import Canary, PublishWeights
+
+GO_BACK = "lightrl resume --from-checkpoint goes back to the last checkpoint"
 
 
 class Versions:
-    def __init__(self, fleet: Fleet, steps: RoundScheduler, ending: Ending, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        steps: RoundScheduler,
+        ending: Ending,
+        outbox: Outbox,
+    ) -> None:
+        self._settings = settings
         self._fleet = fleet
         self._steps = steps
         self._feed = steps.trainer_feed
@@ -22,7 +42,7 @@ class Versions:
 
     def publish(self, name: str, message: PublishWeights, now: float) -> None:
         """The trainer has a version: a new one, or after it has come (back) where it stands."""
-        version, digest = message.policy_version, message.digest
+        version = message.policy_version
         published, stood_at = self._fleet.published, self._feed.stands_at
         if name != self._fleet.trainer:
             return
@@ -41,14 +61,16 @@ class Versions:
                 "still open: ignored"
             )
             return
-        if (problem := self._why_wrong(version, digest)) is not None:
+        problem = self._steps.why_not_at(version) if stood_at is None else None
+        problem = problem or self._retrain(message)
+        if problem is not None:
             self._ending.begin(RunState.FAILED, problem)
             return
         self._feed.stands_at = version
         if published is None or version > published.policy_version:
             m = message
             sizes, what = (m.num_bytes, m.manifest_bytes), (m.canary, m.base, m.replicas)
-            self._outbox.record(VersionPublished(version, digest, m.portions, *sizes, *what))
+            self._outbox.record(VersionPublished(version, m.digest, m.portions, *sizes, *what))
             self._fleet.publish(message, now)
             self._steps.published(now)
         elif version == published.policy_version:
@@ -62,13 +84,55 @@ class Versions:
         if self._ending.has_begun:
             self._ending.dismiss_trainer()
 
-    def _why_wrong(self, version: int, digest: str) -> str | None:
-        """Why this version cannot be the trainer's, in one line."""
-        known = self._fleet.digests.get(version, digest)
-        if known != digest:
-            return (
-                f"version {version} was trained again and came out different (digest {digest}, "
-                f"published was {known}): lightrl resume --from-checkpoint goes back to the last "
-                "checkpoint"
-            )
-        return self._steps.why_not_at(version) if self._feed.stands_at is None else None
+    def _retrain(self, message: PublishWeights) -> str | None:
+        """Takes note of a version that differs from the one known under its number. Returns why it
+        cannot replace that one, in one line."""
+        m, version = message, message.policy_version
+        known = self._fleet.digests.get(version, (m.digest,))[-1]
+        if known == m.digest:
+            return None
+        digests = f"(digest {m.digest}, published was {known})"
+        if version <= self._settings.first_step:
+            return f"version {version} was loaded again and is different {digests}: restore the model"
+        what = f"version {version} was trained again and came out different"
+        if self._settings.deterministic:
+            return f"{what} {digests}: {GO_BACK}"
+        before, apart = self._fleet.canaries.get(version), None
+        if before is not None and m.canary is not None:
+            apart = _apart(before, m.canary)
+            tolerance = self._settings.canary_tolerances.get(m.canary.dtype, math.inf)
+            if apart is not None and not apart[0] <= tolerance:
+                return (
+                    f"{what}: logprobs of the canary differ by up to {apart[0]:.3g} (mean "
+                    f"{apart[1]:.3g}), more than {tolerance:g} (weights.canary): {GO_BACK}"
+                )
+        largest, mean = apart or (None, None)
+        sizes = m.num_bytes, m.manifest_bytes
+        self._outbox.record(
+            VersionRetrained(version, known, m.digest, largest, mean, *sizes, m.canary, m.base)
+        )
+        by = "there is no canary to compare"
+        if apart is not None:
+            by = f"logprobs of the canary differ by up to {largest:.3g}, by {mean:.3g} on average"
+        published = self._fleet.published
+        if published is not None and version < published.policy_version:
+            self._fleet.know_again(version_of(m))
+            self._outbox.report(f"{what}: {by}")
+        else:
+            self._outbox.warn(f"{what}: {by}; nodes load it instead of the one before")
+        return None
+
+
+def _apart(one: Canary, other: Canary) -> tuple[float, float] | None:
+    """Largest and mean absolute difference of the logprobs, in nats; infinite if one is no finite
+    number. Of the tokens before the first in which the texts differ: each was drawn by its own
+    weights. None if there are none."""
+    texts = zip(decode("i", one.token_ids), decode("i", other.token_ids), strict=False)
+    num_same = next((i for i, (a, b) in enumerate(texts) if a != b), len(one.token_ids) // 4)
+    logprobs = zip(decode("f", one.logprobs), decode("f", other.logprobs), strict=False)
+    found = [abs(a - b) for a, b in list(logprobs)[: max(0, num_same - 1)]]
+    if not found:
+        return None
+    if not all(map(math.isfinite, found)):
+        return math.inf, math.inf
+    return max(found), math.fsum(found) / len(found)

@@ -114,7 +114,7 @@ class Replay:
         for (step, is_training), told in self._rounds.items():
             told.is_done |= is_training and step < core.step
             if is_training:
-                told.digest = core.fleet.digests.get(step + 1, told.digest)
+                told.digest = core.fleet.digests.get(step + 1, (told.digest,))[-1]
         published = core.fleet.published
         self.version = published.policy_version if published is not None else None
         self.steps_done = core.step

@@ -77,6 +77,7 @@ class Driver:
         self.drawn = 0
         self.opens_endpoints = True  # every node that joins, at once
         self.disk_is_slow = False  # nobody says that shards have left
+        self.digests: dict[int, str] = {}  # of versions that the trainer trained again, otherwise
         self.reads_slowly = False  # prompts are drawn by `answer_draw`, not at once
         self.unanswered: deque[DrawPrompts] = deque()
         self.is_step_over = False  # and the next segment has not begun
@@ -195,10 +196,18 @@ class Driver:
         return self.feed(EndpointOpened(name, endpoint_of(name, incarnation)))
 
     def publish(self, version: int, trainer: str = "t") -> list[Command]:
-        return self.feed(WeightsPublished(trainer, publication(version)))
+        return self.feed(WeightsPublished(trainer, self.publication(version)))
+
+    def publication(self, version: int) -> PublishWeights:
+        digest = self.digests.get(version, f"digest-{version}")
+        return replace(publication(version), digest=digest)
+
+    def digest(self, version: int) -> str:
+        """The one that is current."""
+        return self.core.fleet.digests.get(version, (f"digest-{version}",))[-1]
 
     def confirm(self, node: str, version: int, digest: str | None = None) -> list[Command]:
-        digest = f"digest-{version}" if digest is None else digest
+        digest = self.digest(version) if digest is None else digest
         return self.feed(WeightsConfirmed(node, WeightsReady(version, digest)))
 
     def start(self, *rollouts: str, slots: int = 0) -> list[Command]:

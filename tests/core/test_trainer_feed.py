@@ -95,8 +95,8 @@ def test_nodes_are_not_disturbed_by_versions_that_are_trained_again():
     assert (node, [s.node for s in offer.sources]) == ("late", ["a", "t"])
 
 
-def test_version_that_comes_out_different_fails_the_run_and_is_never_served():
-    d = trained(2)
+def test_version_that_comes_out_different_fails_a_deterministic_run_and_is_never_served():
+    d = trained(2, deterministic=True)
     d.feed(NodeLost("t", "gone"))
     come_back(d, 1)
     other = PublishWeights(2, "digest-other", num_bytes=1000, manifest_bytes=10)

@@ -36,7 +36,7 @@ from lightrl.messages.responses import ResponseTokens, TokenChunk
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
 from lightrl.messages.weights import BadSource, PublishWeights, WeightsEndpoint, WeightsFailed
 from lightrl.tickets import pull_ticket
-from tests.core.conftest import Driver, ids, logprobs, of_kind, publication, sent
+from tests.core.conftest import Driver, ids, logprobs, of_kind, sent
 from tests.core.world_broadcasts import WorldBroadcasts
 from tests.core.world_sharing import WorldSharing
 
@@ -73,6 +73,7 @@ class World:
         self.has_trainer = True
         self.stands_at = 0  # the trainer trains this step next
         self.checkpoint = 0  # and may have to begin again from here
+        self.forgets = False  # it seldom has a checkpoint
         self.to_train: deque[int] = deque()  # steps that the trainer has all of
         self.shards: dict[int, list[TrainShard]] = {}  # what the trainer got, and the journal holds
         self.untaken: deque[TrainShard] = deque()  # at the trainer, which has not begun with them
@@ -360,7 +361,9 @@ class World:
         self, name: str, items: list[ResponseTokens], version: int | None = None
     ) -> None:
         version = self.driver.version_at(name) if version is None else version
-        self.remember(TokensArrived(name, TokenChunk(version, f"digest-{version}", tuple(items))))
+        known = self.core.fleet.digests.get(version, (f"digest-{version}",))
+        chunk = TokenChunk(version, known[len(items) % len(known)], tuple(items))
+        self.remember(TokensArrived(name, chunk))
 
     def remember(self, event: Event) -> None:
         self.past.append(event)
@@ -401,10 +404,10 @@ class World:
             self.untaken.clear()
             self.stands_at = step + 1
             self.sharing.park()
-            self.remember(WeightsPublished("t", publication(step + 1)))
+            self.remember(WeightsPublished("t", self.driver.publication(step + 1)))
             metrics = {"timing_s/forward_backward": self.train_s, "timing_s/optimizer": 0.0}
             self.remember(StepTrained("t", StepDone(step, step + 1, metrics)))
-            if self.rng.random() < 0.4:
+            if self.rng.random() < 0.4 and not self.forgets:
                 self.checkpoint = step + 1
 
     def take(self) -> None:
@@ -436,9 +439,18 @@ class World:
             if self.rng.random() < 0.5:
                 self.incarnation += 1
                 self.sharing.lose_devices()  # they start in the host's memory
-            if self.rng.random() < 0.5:
+            if self.rng.random() < 0.5 or self.forgets:
                 self.stands_at = self.checkpoint
+                self.round_otherwise()
             self.greet_trainer()
+
+    def round_otherwise(self) -> None:
+        """Half of the versions that the trainer trains again come out different."""
+        published = self.core.fleet.published
+        if published is not None and not self.core.settings.deterministic:
+            for version in range(self.checkpoint + 1, published.policy_version + 1):
+                if self.dice(f"round {self.num_replays}", str(version)) % 3:
+                    self.driver.digests[version] = f"digest-{version}-{self.num_replays}"
 
     def greet_trainer(self) -> None:
         """What it held of a step it has forgotten; what it said last, it says again.

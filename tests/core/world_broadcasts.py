@@ -148,7 +148,7 @@ class WorldBroadcasts:
                 world.give_up(name)
             self.num_received += 1
             self.fed[name] = version
-            ready = WeightsReady(version, f"digest-{version}", broadcast_s=0.1)
+            ready = WeightsReady(version, world.driver.digest(version), broadcast_s=0.1)
             world.feed(lambda: world.driver.feed(WeightsConfirmed(name, ready)))
 
     def _failed(self, group: str) -> BroadcastFailed:

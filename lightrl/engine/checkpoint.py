@@ -5,6 +5,7 @@ Owns the check that a version of the weights fits the model; loads no weights. I
 transformers.
 """
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile, decode, read_encoded, require_digest
 from lightrl.weights.version.tensors import served_dtype
 
+UNFIT = 3  # as in launch/model_check.py, which must not import this
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,18 +41,30 @@ def resolve_dtype(name: str, config: Any, device: str) -> torch.dtype:
 
 
 def build_model(
-    config: Any, dtype: torch.dtype, device: str, lora: AdapterSettings | None = None
+    config: Any,
+    dtype: torch.dtype,
+    device: str,
+    lora: AdapterSettings | None = None,
+    attention: str | None = "sdpa",
 ) -> torch.nn.Module:
     """The model with arbitrary weights (device "meta": with none), and adapters if there are any.
+    `attention` None: whichever its family has, for a model that computes nothing.
     Raises EngineError, ConfigError."""
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
     except ValueError as e:
-        reason = str(e).splitlines()[0]
-        raise EngineError(f"{config.model_type}: not a decoder-only model: {reason}") from None
+        reason = f"cannot be built: {str(e).splitlines()[0]}"
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            reason = "not a decoder-only model: transformers has no causal language model for it"
+        elif "attention" in str(e) and attention is not None:
+            reason = (
+                f"transformers has no {attention} attention for this family, which the torch "
+                "engine computes with: use rollout.engine = 'vllm'"
+            )
+        raise EngineError(f"{config.model_type}: {reason}") from None
     if lora is not None:
         add_adapters(model, lora)
         model.to(dtype)
@@ -140,3 +154,20 @@ def attention_windows(config: object) -> dict[str, int | None]:
             f'the torch engine knows no {sorted(unknown)[0]} layers; use engine = "vllm"'
         )
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def main(folder: Path) -> int:
+    """The exit status of a process that must know whether the torch engine can compute a model: its
+    output is the reason where it cannot."""
+    try:
+        config = read_config(folder)
+        build_model(config, torch.float32, "meta")
+        attention_windows(config.get_text_config())
+    except EngineError as e:
+        print(e)
+        return UNFIT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -86,7 +86,9 @@ class VllmEngine:
 
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
-        self._targets = tensor_targets(build_model(config, dtype, "meta", spec.lora))
+        self._targets = tensor_targets(
+            build_model(config, dtype, "meta", spec.lora, attention=None)
+        )
         self._layouts, self._lora = VersionLayouts(self._targets), spec.lora
         self._vocabulary = int(config.get_text_config().vocab_size)
         self._max_length = spec.max_model_length

@@ -1,10 +1,12 @@
 """What the headers of a model's files say before any rank has loaded it: whether they are
-quantised, and whether it has the layers that `model.lora.targets` names.
+quantised, whether it has the layers that `model.lora.targets` names, and whether the torch engine
+can compute its family.
 
-Reads no weights and must not import torch: where the names in the files do not settle it, a process
-asks transformers, whose names may be others (trainer/model/targets.py).
+Reads no weights and must not import torch: where files do not settle it, a process asks
+transformers (trainer/model/targets.py, engine/checkpoint.py).
 """
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ from lightrl.weight_files import stored_tensors
 
 # As safetensors names them; those of quantised weights are others.
 DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
-NO_LAYERS = 3  # exit status of the process for names that the model does not have
+UNFIT = 3  # exit status of a process that finds layers or attention missing
 ASKED_S = 120.0
 
 
@@ -41,7 +43,7 @@ def require_targets(folder: Path, targets: Sequence[str]) -> None:
     layers = {name for name in names if _is_layer(name)}
     is_plain = not any(name.endswith(".c_attn") for name in names)  # GPT-2's own kind of layer
     if not is_plain or not all(any(_is(name, t) for name in layers) for t in targets):
-        _ask(folder, targets)
+        _ask("lightrl.trainer.model.targets", folder, *targets)
 
 
 def _is_layer(name: str) -> bool:
@@ -63,12 +65,26 @@ def _tensors(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, entry
 
 
-def _ask(folder: Path, targets: Sequence[str]) -> None:
-    """Raises ConfigError if the process finds no such layers. What else it says, ranks say, too."""
-    command = (sys.executable, "-P", "-m", "lightrl.trainer.model.targets", str(folder), *targets)
+def require_engine(model_path: str, folder: Path, model_type: str) -> None:
+    """Raises ConfigError for a family that the torch engine cannot compute. A process builds the
+    model, unless the source of its family in transformers has a causal model with SDPA."""
+    spec = importlib.util.find_spec("transformers")
+    family = model_type.replace("-", "_").removesuffix("_text")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        with suppress(OSError):
+            source = Path(place, "models", family, f"modeling_{family}.py").read_text()
+            if "_supports_sdpa = True" in source and "CausalLM" in source:
+                return
+    _ask("lightrl.engine.checkpoint", folder, prefix=f"model.path = {model_path!r}: ")
+
+
+def _ask(module: str, folder: Path, *arguments: str, prefix: str = "") -> None:
+    """Raises ConfigError if the process finds that the model does not do. Its other errors are left
+    to ranks and engines, which find them again."""
+    command = (sys.executable, "-P", "-m", module, str(folder), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASKED_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return
-    if done.returncode == NO_LAYERS:
-        raise ConfigError(done.stdout.strip())
+    if done.returncode == UNFIT:
+        raise ConfigError(prefix + done.stdout.strip())

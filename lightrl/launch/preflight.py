@@ -6,6 +6,7 @@ One clear line for each. Runs no user code and reads no data: the daemons do tha
 
 import ast
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from lightrl.config.values import VERIFIERS
 from lightrl.coordinator.descriptors import require_room
 from lightrl.coordinator.settings import require_context
 from lightrl.data.sources import require_there
+from lightrl.engine.start import resolve_engine
 from lightrl.errors import ConfigError, DataError
 from lightrl.launch.folder import is_new
-from lightrl.launch.model_check import require_dtypes, require_targets
+from lightrl.launch.model_check import require_dtypes, require_engine, require_targets
 from lightrl.messages.nodes import Role
 from lightrl.metrics.sinks import require_installed
 from lightrl.model_files import require_no_code, require_trainable
@@ -163,7 +165,11 @@ def _require_model(config: Config) -> None:
     require_no_code(path, folder)
     require_trainable(path, folder)
     require_dtypes(path, folder)
-    require_context({"config.json": (folder / "config.json").read_bytes()}, config)
+    stored = (folder / "config.json").read_bytes()
+    require_context({"config.json": stored}, config)
+    rollout = config.rollout
+    if (rollout.nodes or rollout.engine == "torch") and resolve_engine(rollout.engine) == "torch":
+        require_engine(path, folder, str(json.loads(stored).get("model_type")))
     if config.model.lora.rank:
         require_targets(folder, config.model.lora.targets)
 

@@ -332,3 +332,29 @@ def test_a_merged_export_has_the_files_of_its_model(capsys):
     assert lightrl("export", "step_1", "out", "--merge", "--shard-mb", "5") == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("lightrl: --shard-mb 5: with --merge the files are those of the model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model_type": "bloom"}, "bloom: transformers has no sdpa attention for this family"),
+        ({"model_type": "gptj"}, "gptj: transformers has no sdpa attention for this family"),
+        ({"model_type": "vit"}, "vit: not a decoder-only model: transformers has no causal"),
+    ],
+)
+def test_a_family_that_the_torch_engine_cannot_compute(capsys, tmp_path, settings, reason):
+    sizes = {"hidden_size": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **settings}))
+    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    line = refusal(capsys, f"model.path={tmp_path}", "rollout.engine=torch")
+    assert line.startswith(f"model.path = '{tmp_path}': {reason}")
+
+
+def test_vllm_gives_names_of_tensors_of_any_family():
+    from transformers import BloomConfig
+
+    from lightrl.engine.checkpoint import build_model, tensor_targets
+
+    config = BloomConfig(n_layer=1, n_head=2, hidden_size=8, vocab_size=32)
+    targets = tensor_targets(build_model(config, torch.float32, "meta", attention=None))
+    assert "transformer.h.0.self_attention.dense.weight" in targets

@@ -2,7 +2,7 @@
 and without its weights.
 
 A process of its own, `python -m lightrl.trainer.model.targets FOLDER TARGET ...`, for whoever must
-not import torch. Its exit status is NO_LAYERS, and its output the line, if it does not.
+not import torch. Its exit status is UNFIT, and its output the line, if it does not.
 """
 
 import sys
@@ -15,7 +15,7 @@ from lightrl.adapters import require_layers
 from lightrl.errors import ConfigError
 from lightrl.trainer.model import loading
 
-NO_LAYERS = 3  # as in launch/model_check.py, which must not import this
+UNFIT = 3  # as in launch/model_check.py, which must not import this
 
 
 def main(folder: Path, targets: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def main(folder: Path, targets: Sequence[str]) -> int:
         require_layers(module, targets)
     except ConfigError as e:
         print(e)
-        return NO_LAYERS
+        return UNFIT
     return 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightrl import rope
 from lightrl.config.schema import Config
 from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
@@ -54,17 +55,21 @@ def _require_enough(config: Config, sizes: Mapping[str, int]) -> None:
 def require_context(files: Mapping[str, bytes], config: Config) -> None:
     """`files`: of the model, config.json at least. Raises ConfigError if a prompt with its response
     may be longer than what the model reads."""
-    longest = _text_config(files).get("max_position_embeddings")
-    if not isinstance(longest, int) or config.max_model_length <= longest:
+    text = _text_config(files)
+    longest = rope.context(text)
+    if longest is None or config.max_model_length <= longest:
         return
     limit = config.data.max_prompt_length
     default = " (the default)" if "max_prompt_length" not in config.data.model_fields_set else ""
     key, tokens = "rollout.max_response_length", config.rollout.max_response_length
     if config.max_trained_length <= longest:
         key, tokens = config.eval.longest(tokens)
+    said = "max_position_embeddings"
+    if longest != text[said]:
+        said += " and its scaling"
     raise ConfigError(
         f"data.max_prompt_length = {limit}{default} and {key} = {tokens} add up to "
-        f"{limit + tokens:,} tokens, but the model's context (max_position_embeddings) is "
+        f"{limit + tokens:,} tokens, but the model's context ({said}) is "
         f"{longest:,}; lower one of them"
     )
 

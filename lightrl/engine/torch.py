@@ -34,6 +34,7 @@ from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
 from lightrl.messages.load import Load
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
+from lightrl.rope import settle
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile
 
@@ -57,6 +58,7 @@ class TorchEngine:
         if spec.is_deterministic and self.device == "cuda":
             self.notes = (UNEVEN,)
         config = read_config(Path(spec.model_dir))
+        settle(config, spec.max_model_length)
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self.dtype = str(dtype).removeprefix("torch.")
         self._model = build_model(config, dtype, self.device, spec.lora).requires_grad_(False)

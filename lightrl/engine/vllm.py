@@ -9,6 +9,7 @@ been read in the sources of several releases, not run.
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
 from lightrl.messages.load import Load
 from lightrl.messages.responses import FinishReason, PromptHistory, ResponseRequest, Sampling
+from lightrl.rope import settle, settled
 from lightrl.system.imports import importing
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
@@ -50,6 +52,9 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # only the V1 runner's sampler is replaced by ours
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # A context is as long as lightrl/rope.py finds; vLLM refuses one token more, which no response
+    # has, and since 0.32 YaRN that config.json does not count in.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "HF_HUB_OFFLINE": "1",
 }
 # for several GPUs: this process has asked CUDA already
@@ -85,6 +90,7 @@ class VllmEngine:
             from lightrl.engine.live import VersionLayouts
 
         config = read_config(Path(spec.model_dir))
+        is_settled = settle(config, spec.max_model_length)
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self._targets = tensor_targets(
             build_model(config, dtype, "meta", spec.lora, attention=None)
@@ -101,6 +107,8 @@ class VllmEngine:
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
         if spec.gpu_memory and self.device == "cuda":
             args |= shared_memory_args(spec, config, self._targets, args)
+        if is_settled:
+            args.setdefault("hf_overrides", partial(settled, max_length=spec.max_model_length))
         args["trust_remote_code"] = False
         self._core = self._api.build(args)
         self.dtype = computing_dtype(self._core.vllm_config)

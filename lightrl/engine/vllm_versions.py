@@ -96,7 +96,7 @@ ARGUMENTS = (
         "kv_cache_memory_bytes",
         "gpu_memory_utilization",
     ),
-    "max_num_batched_tokens",
+    *("max_num_batched_tokens", "hf_overrides"),
 )
 SAMPLING = (
     *("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs"),

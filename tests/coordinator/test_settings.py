@@ -100,6 +100,19 @@ def test_a_context_that_is_too_small_names_the_length_of_prompts(tmp_path):
         require_context(files, config)
 
 
+def test_a_context_reaches_as_far_as_its_scaling(tmp_path):
+    """YaRN as Qwen's model cards add it."""
+    rope = b'{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}'
+    text = b'{"vocab_size": 9, "max_position_embeddings": 256, "rope_scaling": ' + rope + b"}"
+    longest = {"max_response_length": 512}
+    config = make_config(tmp_path, data={"max_prompt_length": 512}, rollout=longest)
+    require_context({"config.json": text}, config)
+    config = make_config(tmp_path, data={"max_prompt_length": 513}, rollout=longest)
+    said = r"context \(max_position_embeddings and its scaling\) is 1,024; lower one of them$"
+    with pytest.raises(ConfigError, match=said):
+        require_context({"config.json": text}, config)
+
+
 def test_a_context_that_is_too_small_for_an_evaluation_names_its_set(tmp_path):
     sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_response_length": 4096}]
     config = make_config(tmp_path, eval={"sets": sets})

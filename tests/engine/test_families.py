@@ -39,18 +39,41 @@ OF_FAMILY = {"llama": {"num_key_value_heads": 2}, "opt": {"word_embed_proj_dim":
 VARIANTS = {"glm4_moe-unpadded": {"moe_intermediate_size": 32}}
 
 
+def longrope(original: int, **more: object) -> dict[str, object]:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.5 + 0.5 * i for i in range(16)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **more}
+    return {"original_max_position_embeddings": original, "rope_parameters": rope}
+
+
+def scaled(kind: str, **more: object) -> dict[str, object]:
+    """Beyond a context of 64 tokens. Qwen's model cards add YaRN like this."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 8.0, **more}
+    return {"max_position_embeddings": 64, "rope_parameters": rope}
+
+
+# Rotary embeddings with a threshold that most responses of LENGTHS pass; of engines for MAX_LENGTH.
+ROPES = {
+    "phi3-long": longrope(64),
+    "phi3-factor": longrope(64, factor=4.0),
+    "phi3-short": longrope(MAX_LENGTH),
+    "llama-dynamic": scaled("dynamic"),
+    "qwen2-yarn": scaled("yarn", original_max_position_embeddings=64),
+}
+
+
 @pytest.fixture
 def new_rank(tmp_path: Path) -> Callable[[str], Rank]:
     """A rank in this process that trains a model of the family."""
 
     def make(family: str) -> Rank:
-        base = family.removesuffix("-unpadded")
-        settings = PACKED[base] | WIDE | OF_FAMILY.get(base, {}) | VARIANTS.get(family, {})
+        base = family.partition("-")[0]
+        settings = PACKED.get(base, {}) | WIDE | OF_FAMILY.get(base, {})
+        settings |= VARIANTS.get(family, {}) | ROPES.get(family, {})
         folder = saved(tmp_path / "model", base, settings)
         config = parse_config(
             {
                 "model": {"path": "unused"},
-                "data": {"path": "unused"},
+                "data": {"path": "unused", "max_prompt_length": MAX_LENGTH - 80},
                 "rollout": {"max_response_length": 80},
                 "train": {"optim": {"lr": 1e-2}},
             }
@@ -103,7 +126,7 @@ def assert_agrees(engine: EngineClient, rank: Rank, ask: Callable) -> None:
         assert metrics["train_rollout_logprob_abs_diff"] <= MOST
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ROPES])
 def test_the_torch_engine_serves_what_was_published(start, new_rank, ask, family):
     rank = new_rank(family)
     engine = start("torch", model_dir=Path(rank.start.model_dir))
@@ -112,7 +135,7 @@ def test_the_torch_engine_serves_what_was_published(start, new_rank, ask, family
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS, *ROPES])
 def test_vllm_serves_what_was_published(start, new_rank, ask, family):
     rank = new_rank(family)
     engine = start("vllm", model_dir=Path(rank.start.model_dir))

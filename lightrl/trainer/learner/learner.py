@@ -62,7 +62,10 @@ class Learner:
         # With adapters the model without them is the reference: see `_reference_logprobs`.
         if self.algorithm.kl_coef > 0 and not self.policy.has_adapters:
             is_offloaded = config.train.offload == "all"
-            self.reference = load_reference(model_dir, device, world, replicas, is_offloaded)
+            longest = config.max_model_length
+            self.reference = load_reference(
+                model_dir, device, world, replicas, is_offloaded, longest
+            )
         is_last = self._sums_late()
         self.late = LateSums(self.policy, is_last, replicas) if is_last or replicas > 1 else None
         self._flops = TrainingFlops(self.policy.module, self.policy.module.config.get_text_config())
@@ -216,6 +219,7 @@ class Learner:
             train.replicas,
             is_offloaded,
             self.config.model.lora if self.config.model.lora.rank else None,
+            self.config.max_model_length,
         )
 
     def _sums_late(self) -> bool:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.adapters import AdapterSettings, add_adapters, is_adapter, public_name
 from lightrl.errors import TrainerError
+from lightrl.rope import settle
 from lightrl.trainer.model import forward, loading
 from lightrl.trainer.model.collate import Batch
 from lightrl.trainer.model.sharding import (
@@ -78,16 +79,26 @@ def load_policy(
     replicas: int = 1,
     is_offloaded: bool = False,
     lora: AdapterSettings | None = None,
+    max_length: int = 0,
 ) -> Policy:
     """The model in a local HF directory, to be trained. A collective of the `world` ranks.
 
     `served`: `model.dtype` of the config; "auto" as engines on this kind of device understand it.
     `replicas`, `is_offloaded`: see `Placement`. `lora`: adapters are trained, and the model stays
-    as it is stored. Raises TrainerError, one line, if there is none that transformers can load,
+    as it is stored. `max_length`: tokens of the longest sequence, for rotary embeddings that depend
+    on it (lightrl/rope.py); 0 = as transformers does. Raises TrainerError, one line, if there is none that transformers can load,
     ConfigError for targets that it does not have.
     """
     placement = Placement(device, world, replicas, is_offloaded)
-    return _load(model_dir, placement, activation_checkpointing, served, is_frozen=False, lora=lora)
+    return _load(
+        model_dir,
+        placement,
+        activation_checkpointing,
+        served,
+        is_frozen=False,
+        lora=lora,
+        max_length=max_length,
+    )
 
 
 def load_reference(
@@ -96,12 +107,13 @@ def load_reference(
     world: int = 1,
     replicas: int = 1,
     is_offloaded: bool = False,
+    max_length: int = 0,
 ) -> Policy:
     """The same model without gradients, 2 bytes a parameter among the ranks of a replica: in
     bfloat16 on CUDA, and on a processor if its files are; there it is computed in float32 all the
     same, as the policy is. Collective and errors as with `load_policy`."""
     placement = Placement(device, world, replicas, is_offloaded)
-    return _load(model_dir, placement, False, "auto", is_frozen=True)
+    return _load(model_dir, placement, False, "auto", is_frozen=True, max_length=max_length)
 
 
 def load_served(
@@ -123,12 +135,15 @@ def _load(
     is_frozen: bool,
     lora: AdapterSettings | None = None,
     is_alone: bool = False,
+    max_length: int = 0,
 ) -> Policy:
     if not (model_dir / "config.json").is_file():  # transformers would ask the hub
         raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
     device = placement.device
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        if max_length:
+            settle(config, max_length)
         dtype_served = served_dtype(served, config, device.type)
         module = loading.build(config)
         files = loading.Files(model_dir)

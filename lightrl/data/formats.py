@@ -50,17 +50,19 @@ def other_lines(file: Path, raw: io.BufferedReader) -> tuple[str, Lines] | None:
     if opened is raw and not is_csv and not is_array:
         return None
     text = io.TextIOWrapper(opened, "utf-8-sig", newline="")
+    lines = ((number, line.encode()) for number, line in enumerate(text, 1))
     if is_csv:
         delimiter = max(DELIMITERS, key=first.decode(errors="replace").count)
-        return "line", _readable(file, _csv_lines(file, text, delimiter))
-    if is_array:
-        return "row", _readable(file, _array_lines(text))
-    return "line", _readable(file, ((n, line.encode()) for n, line in enumerate(text, 1)))
+        lines = _csv_lines(file, text, delimiter)
+    elif is_array:
+        lines = _array_lines(text)
+    return "row" if is_array and not is_csv else "line", _readable(file, text, lines)
 
 
-def _readable(file: Path, lines: Lines) -> Lines:
+def _readable(file: Path, text: IO[str], lines: Lines) -> Lines:
     try:
-        yield from lines
+        with text:
+            yield from lines
     except BROKEN as e:
         raise DataError(f"{file}: cannot be read (cut off?): {first_line(e)}") from None
 

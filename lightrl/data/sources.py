@@ -206,14 +206,14 @@ def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
 
 
 def _count(file: Path) -> int:
-    from lightrl.data.formats import other_lines
+    from lightrl.data.formats import BLANK, other_lines
 
     if _is_parquet(file):
         return _arrow(str(file)).num_rows(file)
     try:
         with file.open("rb") as content:
             _, lines = other_lines(file, content) or ("", enumerate(content))
-            return sum(1 for _, line in lines if line.strip())
+            return sum(1 for _, line in lines if line.strip(BLANK))
     except OSError as e:
         raise DataError(f"{file}: cannot be read: {e.strerror}") from None
 

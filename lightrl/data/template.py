@@ -137,7 +137,7 @@ class Template:
             "data.chat_template_kwargs": kwargs,
         }
         for name in (name for name, given in parts.items() if given and self._has_texts):
-            yield f"{name} does nothing to plain-text prompts; data.as_chat = true makes them chats"
+            yield f"{name} does nothing to plain-text prompts; data.as_chat makes them chats"
         for key in kwargs if self._source else ():
             if not re.search(rf"\b{re.escape(key)}\b", self._source):
                 yield f"data.chat_template_kwargs: the model's chat template does not use {key!r}"

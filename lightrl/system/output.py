@@ -74,7 +74,8 @@ def spell_what_cannot_be_printed() -> None:
     is spelled as JSON does it."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=SPELLED)
+            with contextlib.suppress(OSError):  # it has been put onto a pipe behind Python's back
+                stream.reconfigure(errors=SPELLED)
 
 
 def never_fail() -> None:

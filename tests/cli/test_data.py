@@ -1,11 +1,14 @@
 """`lightrl data`: sets, counts, lengths, and prompts as the model sees them."""
 
 import json
+import os
+import shutil
+import subprocess
 
 import pytest
 
 from lightrl.cli import main
-from tests.support.cli import QUICKSTART
+from tests.support.cli import DEADLINE_S, QUICKSTART, arguments
 
 
 def lightrl(*arguments: object) -> int:
@@ -81,3 +84,52 @@ def test_an_environment_is_no_file_that_is_missing(capsys, tmp_path, monkeypatch
     out = capsys.readouterr().out
     assert "verifiers:sums (not counted)" in out
     assert 'response "10" gets 1 (right 1), the wrong one "11" gets 0 (right 0)' in out
+
+
+def said_in_ascii(tmp_path, *words: object) -> str:
+    """By a process whose output has no other characters."""
+    done = subprocess.run(
+        arguments(*map(str, words)),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert b"Traceback" not in done.stderr
+    return done.stdout.decode("ascii")
+
+
+def test_what_an_encoding_lacks_is_spelled(tmp_path):
+    """Those that neither `data` nor `check` prints itself, too: \\u0394 is in the model's name."""
+    model = tmp_path / "\u0394"
+    shutil.copytree(QUICKSTART.parent / "model", model)
+    (tmp_path / "d\u00e9.jsonl").write_text('{"prompt": "1%2=", "answer": "\u00e9\U0001f600"}\n')
+    config = (
+        QUICKSTART,
+        f"model.path={model}",
+        f"data.path={tmp_path}/d\u00e9.jsonl",
+        "eval.path=",
+    )
+    said = said_in_ascii(tmp_path, "data", *config)
+    assert '  answer    "\\u00e9\\ud83d\\ude00"' in said.splitlines()
+    [report] = json.loads(said_in_ascii(tmp_path, "data", *config, "--json"))
+    assert report["prompts"][0]["answer"] == "\u00e9\U0001f600"
+    assert "\\u00e9" in said_in_ascii(tmp_path, "check", *config)
+    assert "\\u0394" in said_in_ascii(tmp_path, "up", *config, "--dry-run")
+
+
+def test_what_is_hardly_meant_of_prompts_is_noted_before_a_run(capsys, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(QUICKSTART.parent / "model", model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    config = (QUICKSTART, f"model.path={model}", "eval.path=", "data.system_prompt=1+1=")
+    for command, begin in (
+        (("data", *config), "note        train: "),
+        (("check", *config), "warn  data           train: "),
+        (("up", *config, "--dry-run"), "note        train: "),
+    ):
+        assert lightrl(*command) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for what in ("data.system_prompt", "the model's chat template"):
+            assert [x for x in lines if x.startswith(f"{begin}{what} does nothing to plain-text")]

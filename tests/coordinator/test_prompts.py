@@ -65,11 +65,32 @@ def test_a_coordinator_that_comes_later_goes_on_with_the_same_prompts(tmp_path):
 
 def test_other_data_than_a_run_began_with_are_refused(tmp_path):
     prompts = Prompts(config_of(tmp_path))
-    prompts.require_same(Prompts(config_of(tmp_path, answer="2")).digest)  # not another prompt
-    with pytest.raises(
-        DataError, match=r"tens.jsonl, .*: the prompts differ from those the run start"
+    prompts.require_same(Prompts(config_of(tmp_path)).digests)
+    same_ids = Prompts(config_of(tmp_path, answer="2")).digests
+    more = Prompts(config_of(tmp_path, num=13)).digests
+    renamed = {k: v.replace(v.split()[1], "0") for k, v in prompts.digests.items()}
+    for digests, what in (
+        (same_ids, "what rows hold beside their ids or prompts"),
+        (more, "the number of rows"),
+        (renamed, "prompts, ids or their order"),
     ):
-        prompts.require_same(Prompts(config_of(tmp_path, num=13)).digest)
+        with pytest.raises(
+            DataError, match=f"ones.jsonl: the data differ from .* started with, in {what};"
+        ):
+            prompts.require_same(digests)
+
+
+def test_rows_that_change_during_a_run_end_it(tmp_path):
+    """Prompts that are ready are drawn as they were; no other row is taken for one of them."""
+    config = config_of(tmp_path, num=600)
+    prompts = Prompts(config)
+    for name in ("ones", "tens"):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(reversed(file.read_text().splitlines(True))))
+    prompts.start()
+    with pytest.raises(DataError, match=r"line \d+: has changed since it was read first"):
+        asyncio.run(prompts.draw("train", 400))
+    prompts.close()
 
 
 def test_draws_say_how_long_they_have_waited(tmp_path):

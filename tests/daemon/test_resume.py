@@ -2,6 +2,7 @@
 once."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -126,13 +127,22 @@ def test_journal_that_ends_between_a_question_and_its_answer_is_gone_on_from(tmp
     asyncio.run(scenario())
 
 
-def test_other_data_is_refused_in_one_line(tmp_path: Path):
+def backwards(lines: list[str]) -> list[str]:
+    return lines[::-1]
+
+
+def with_another_answer(lines: list[str]) -> list[str]:
+    first = json.loads(lines[0])
+    return [json.dumps({**first, "answer": "other"}) + "\n", *lines[1:]]
+
+
+@pytest.mark.parametrize("change", [backwards, with_another_answer])
+def test_other_data_is_refused_in_one_line(tmp_path: Path, change):
     async def scenario():
         await interrupted(tmp_path, 1)
         shuffled = tmp_path / "other.jsonl"
-        shuffled.write_text(
-            "".join(reversed((QUICKSTART / "train.jsonl").read_text().splitlines(True)))
-        )
+        lines = (QUICKSTART / "train.jsonl").read_text().splitlines(True)
+        shuffled.write_text("".join(change(lines)))
         other = {"data": {"path": str(shuffled)}}
         with pytest.raises(DataError, match="the data differ from those the run started with"):
             async with a_run(tmp_path, resume=True, **SLOW, **other):

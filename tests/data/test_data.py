@@ -149,7 +149,7 @@ def test_an_empty_id_is_none(tmp_path, plain):
     assert len({load_prompts(path, settings(), plain)[0].id for path in paths}) == 1
 
 
-def test_other_prompts_or_ids_are_other_data_and_other_answers_are_not(tmp_path, plain):
+def test_other_prompts_ids_or_answers_are_other_data(tmp_path, plain):
     """What a resumed run compares."""
 
     def digest(*rows):
@@ -157,7 +157,10 @@ def test_other_prompts_or_ids_are_other_data_and_other_answers_are_not(tmp_path,
 
     rows = [{"prompt": "ab"}, {"prompt": "cd"}, {"prompt": "a", "id": 3}]
     known = digest(*rows)
-    assert known == digest(*(row | {"answer": "x"} for row in rows))
+    assert known == digest(*rows, b"")
+    *same, values = digest(*(row | {"answer": "x"} for row in rows)).split()
+    assert same == known.split()[:2]
+    assert values != known.split()[2]
     assert known != digest({"prompt": "ab"}, {"prompt": "cc"}, rows[2])
     assert known != digest(*rows[:2], {"prompt": "a", "id": 4})
     assert known != digest(rows[1], rows[0], rows[2])
@@ -173,7 +176,7 @@ def test_other_prompts_or_ids_are_other_data_and_other_answers_are_not(tmp_path,
         ([{"prompt": "a"}, b"", b"{oops"], r"line 3: not valid JSON: Expecting property name"),
         ([b'{"prompt": '], r"line 1: not valid JSON: Expecting value at column 11$"),
         ([{"prompt": "a"}, b"\xff\xfe{}"], "line 2: not valid JSON"),
-        ([b'["a"]'], "line 1: expected a JSON object, found list"),
+        ([{"prompt": "a"}, b'["a"]'], "line 2: expected a JSON object, found list"),
         (
             [{"prompt": "a"}, {"text": "a", "answer": "b"}],
             r"line 2: no 'prompt' \(data.prompt_key\); its keys are text, answer",
@@ -233,7 +236,9 @@ def test_paths_that_lead_nowhere(tmp_path, plain):
         load_prompts(str(tmp_path / "nowhere.jsonl"), settings(), plain)
     with pytest.raises(DataError, match=r"data/nowhere.jsonl: no such file"):  # looks like a hub id
         load_prompts("data/nowhere.jsonl", settings(), plain)
-    with pytest.raises(DataError, match=r"holds no .jsonl or .parquet file$"):
+    with pytest.raises(
+        DataError, match=r"holds no file of rows \(.jsonl, .parquet, .csv, .json\)$"
+    ):
         load_prompts(str(tmp_path), settings(), plain)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil, inf
 
 from lightrl.config.data import DataSet, TrainSet
+from lightrl.config.reward import LONGEST_TEST_S
 from lightrl.config.schema import LORA_ARGS, Config
 from lightrl.config.sections import Optim, Train
 from lightrl.data.sources import count_rows
@@ -184,13 +185,6 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
         yield from _overlap_notes(config, responses)
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
-    races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
-    if config.run.deterministic and (races_by_clock or config.async_.max_staleness):
-        what = "round.race = clock" if races_by_clock else "async.max_staleness"
-        yield (
-            f"run.deterministic only fixes the order of sums: with {what} the samples depend "
-            "on timing"
-        )
 
 
 def _rollout(config: Config, slots: int) -> str:
@@ -252,6 +246,8 @@ def _optimizer(optim: Optim) -> str:
 
 def key_notes(config: Config) -> Iterator[str]:
     """Keys that have no effect, or hardly the one that was meant."""
+    if config.run.deterministic:
+        yield from _determinism_notes(config)
     if config.train.engine != "emulated":
         yield from _algorithm_notes(config)
         yield from _optimizer_notes(config)
@@ -262,6 +258,22 @@ def key_notes(config: Config) -> Iterator[str]:
         )
 
 
+def _determinism_notes(config: Config) -> Iterator[str]:
+    """What a run that is to repeat bit for bit does not repeat."""
+    but = "run.deterministic does not cover"
+    if config.round.tail_batching != "off" and config.round.race == "clock":
+        yield f"{but} round.race = 'clock': which responses are trained depends on timing"
+    if most := config.async_.max_staleness:
+        yield f"{but} async.max_staleness = {most}: what samples a token depends on timing"
+    if "judge" in (functions := config.reward_functions):
+        yield f"{but} the reward 'judge': its model may answer the same question differently"
+    tests = f", nor tests of 'code' that take {LONGEST_TEST_S:g} s" if "code" in functions else ""
+    limit = f"reward.timeout_s = {config.reward.timeout_s:g}"
+    yield f"{but} time-outs of rewards ({limit}): a slow call has no score{tests}"
+    if config.train.deterministic is False:
+        yield "train.deterministic = false cannot act: run.deterministic includes it"
+
+
 def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -> Iterator[str]:
     """Keys that have no effect on the devices here, of which `gpus` says who gets which."""
     train = config.train
@@ -270,6 +282,11 @@ def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -
         yield (
             f"train.offload = {train.offload!r} cannot act: ranks here have no GPU, and all is in "
             "the memory of the host"
+        )
+    if train.deterministic is True and (is_on_cpu or train.engine == "emulated"):
+        yield (
+            "train.deterministic = true cannot act: ranks here have no GPU, and sums on a CPU have "
+            "one order"
         )
 
 

@@ -95,10 +95,7 @@ class Config(Section):
             raise ValueError(f"data.chat_template_kwargs: {problem}")
         if not all(self.rollout.stop):
             raise ValueError("rollout.stop = '': is in every text; leave it out")
-        sets = (*data.all_sets, *self.eval_sets)
-        self.reward.require_use(
-            {name for one in sets for name in one.reward or self.reward.functions}
-        )
+        self.reward.require_use(self.reward_functions)
         return self
 
     @model_validator(mode="after")
@@ -336,6 +333,18 @@ class Config(Section):
         if self.checkpoint.dir:
             run_dir = Path(self.checkpoint.dir).resolve() / self.run.name
         return run_dir / CHECKPOINTS
+
+    @property
+    def reward_functions(self) -> set[str]:
+        """Of all sets of prompts."""
+        sets = (*self.data.all_sets, *self.eval_sets)
+        return {name for one in sets for name in one.reward or self.reward.functions}
+
+    @property
+    def orders_attention(self) -> bool:
+        """Whether ranks on GPUs use the deterministic backward pass of attention."""
+        wanted = self.train.deterministic
+        return self.run.deterministic or (self.journal.enabled if wanted == "auto" else wanted)
 
     @property
     def speculates(self) -> bool:

@@ -181,6 +181,12 @@ class Train(Section):
     activation_checkpointing: bool | Literal["auto"] = Field(
         default="auto", description="less memory, slower; auto = on GPUs"
     )
+    deterministic: bool | Literal["auto"] = Field(
+        default="auto",
+        description="on GPUs, sum the gradients of attention in a fixed order, which is slower: a "
+        "step that is trained again after a restart then gives the same weights; auto = if "
+        "journal.enabled; run.deterministic includes it",
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         default="none",
         description="to the memory of the host: the optimizer's state, or weights and gradients "

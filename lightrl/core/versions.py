@@ -93,7 +93,7 @@ class Versions:
             return None
         digests = f"(digest {m.digest}, published was {known})"
         if version <= self._settings.first_step:
-            return f"version {version} was loaded again and is different {digests}: restore the model"
+            return f"version {version} was loaded again, and the model has changed {digests}"
         what = f"version {version} was trained again and came out different"
         if self._settings.deterministic:
             return f"{what} {digests}: {GO_BACK}"

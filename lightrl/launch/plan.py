@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil, inf
 
 from lightrl.config.data import DataSet, TrainSet
+from lightrl.config.reward import LONGEST_TEST_S
 from lightrl.config.schema import LORA_ARGS, Config
 from lightrl.config.sections import Optim, Train
 from lightrl.data.sources import count_rows
@@ -219,17 +220,6 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
         yield "round.race = clock has no effect without round.tail_batching"
     if config.round.tail_batching == "off" and config.round.deferred is not None:
         yield f"round.deferred = {config.deferred} has no effect without round.tail_batching"
-    races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
-    depends = {
-        "round.race = clock": races_by_clock,
-        "round.deferred = continue": config.continues,
-        "async.max_staleness": config.async_.max_staleness > 0,
-    }
-    if config.run.deterministic and (what := " and ".join(k for k, on in depends.items() if on)):
-        yield (
-            f"run.deterministic only fixes the order of sums: with {what} the samples depend "
-            "on timing"
-        )
 
 
 def _rollout(config: Config, slots: int) -> str:
@@ -291,6 +281,8 @@ def _optimizer(optim: Optim) -> str:
 
 def key_notes(config: Config) -> Iterator[str]:
     """Keys that have no effect, or hardly the one that was meant."""
+    if config.run.deterministic:
+        yield from _determinism_notes(config)
     if config.train.engine != "emulated":
         yield from _algorithm_notes(config)
         yield from _optimizer_notes(config)
@@ -306,6 +298,24 @@ def key_notes(config: Config) -> Iterator[str]:
         )
 
 
+def _determinism_notes(config: Config) -> Iterator[str]:
+    """What a run that is to repeat bit for bit does not repeat."""
+    but = "run.deterministic does not cover"
+    if config.round.tail_batching != "off" and config.round.race == "clock":
+        yield f"{but} round.race = 'clock': which responses are trained depends on timing"
+    if config.continues:
+        yield f"{but} round.deferred = 'continue': how far a response came depends on timing"
+    if most := config.async_.max_staleness:
+        yield f"{but} async.max_staleness = {most}: what samples a token depends on timing"
+    if "judge" in (functions := config.reward_functions):
+        yield f"{but} the reward 'judge': its model may answer the same question differently"
+    tests = f", nor tests of 'code' that take {LONGEST_TEST_S:g} s" if "code" in functions else ""
+    limit = f"reward.timeout_s = {config.reward.timeout_s:g}"
+    yield f"{but} time-outs of rewards ({limit}): a slow call has no score{tests}"
+    if config.train.deterministic is False:
+        yield "train.deterministic = false cannot act: run.deterministic includes it"
+
+
 def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -> Iterator[str]:
     """Keys that have no effect on the devices here, of which `gpus` says who gets which."""
     train = config.train
@@ -314,6 +324,11 @@ def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -
         yield (
             f"train.offload = {train.offload!r} cannot act: ranks here have no GPU, and all is in "
             "the memory of the host"
+        )
+    if train.deterministic is True and (is_on_cpu or train.engine == "emulated"):
+        yield (
+            "train.deterministic = true cannot act: ranks here have no GPU, and sums on a CPU have "
+            "one order"
         )
 
 

@@ -41,7 +41,10 @@ from lightrl.trainer.checkpoint.saved import (
 from lightrl.trainer.checkpoint.seal import damage
 
 # how a model and its batches lie on devices: the same result, up to rounding
-HOW_IT_LIES = ("max_tokens_per_gpu", "activation_checkpointing", "offload", "replicas", "sync")
+HOW_IT_LIES = (
+    *("max_tokens_per_gpu", "activation_checkpointing", "offload", "replicas", "sync"),
+    "deterministic",
+)
 # Steps that are saved do not depend on these: see `_require_all_saved`. All else was promised when
 # the run began.
 MAY_CHANGE = (

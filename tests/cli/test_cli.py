@@ -122,7 +122,7 @@ keeps the first 32 x 8 by tokens
             about 8 short rounds + 1 long
             length bias: none by selection
             speculation off, for run.deterministic
-            note        run.deterministic only fixes the order of sums: with round.race = clock""",
+            note        run.deterministic does not cover round.race = 'clock': which responses""",
         ),
         (
             "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",

@@ -315,6 +315,39 @@ def test_memory_that_is_the_hosts_anyway(capsys, what):
     assert not list(device_notes(config(), NO_GPUS))
 
 
+def test_deterministic_attention_is_for_gpus(capsys):
+    some = config("train.deterministic=true")
+    [line] = device_notes(some, NO_GPUS)
+    assert line.startswith("train.deterministic = true cannot act: ranks here have no GPU")
+    assert not list(device_notes(some, Assignment(ranks=("0",))))
+    for acts in ("train.deterministic=false", "train.deterministic=auto"):
+        assert not list(device_notes(config(acts), NO_GPUS))
+
+
+CODE = ("reward.functions=code", "reward.timeout_s=60")
+JUDGE = ("reward.functions=judge", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m")
+TIMEOUTS = "time-outs of rewards (reward.timeout_s = "
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ((), [TIMEOUTS + "10): a slow call has no score"]),
+        (CODE, [TIMEOUTS + "60): a slow call has no score, nor tests of 'code' that take 30 s"]),
+        (JUDGE, ["the reward 'judge'", TIMEOUTS]),
+        (("round.race=clock",), [TIMEOUTS]),
+        (("round.race=clock", "round.tail_batching=prompts"), ["round.race = 'clock'", TIMEOUTS]),
+        (("async.max_staleness=2",), ["async.max_staleness = 2", TIMEOUTS]),
+    ],
+)
+def test_what_a_deterministic_run_does_not_cover_is_named(capsys, given, names):
+    found = list(key_notes(config("run.deterministic=true", *given)))
+    assert len(found) == len(names)
+    for line, name in zip(found, names, strict=True):
+        assert line.startswith(f"run.deterministic does not cover {name}")
+    assert not [n for n in key_notes(config(*given)) if "deterministic" in n]
+
+
 def test_notes_are_in_the_dry_run_and_in_the_check(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     some = ("train.offload=all", "train.sync=last")

@@ -32,6 +32,8 @@ PADDING_SHARE = 0.125
 # Releases of torch differ in what they take: what one lacks is done without it.
 _VARLEN = frozenset(signature(varlen_attn).parameters)
 
+_orders_backward = False
+
 
 @dataclass(frozen=True)
 class Block:
@@ -70,6 +72,25 @@ def packing(lengths: Sequence[int], device: torch.device) -> Packing:
     """Of sequences of these lengths, in this order: neighbours should be of about the same one."""
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return Packing(tuple(lengths), moved(borders, device))
+
+
+def order_backward(wanted: bool) -> None:
+    """From now on, whether the backward pass adds up in a fixed order, on CUDA.
+
+    The kernels of FlashAttention and of memory-efficient attention have no argument for that: when
+    they run, ATen reads the flag of `torch.use_deterministic_algorithms` (attention_backward.cu).
+    It is on during their backward pass alone.
+    """
+    global _orders_backward
+    _orders_backward = wanted
+
+
+def _ordered(out: Tensor) -> Tensor:
+    """`out` must be what the kernel returned: a view would have another node in the graph."""
+    if _orders_backward and (node := out.grad_fn) is not None:
+        node.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
+        node.register_hook(lambda *_: torch.use_deterministic_algorithms(False))
+    return out
 
 
 def register() -> None:
@@ -163,7 +184,7 @@ def _varlen(
         q, k, v, borders, borders, length, length, scale=scaling, window_size=(before, 0), **more
     )
     assert isinstance(out, Tensor)
-    return out
+    return _ordered(out)
 
 
 def _attend_block(
@@ -191,7 +212,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | 
         mask = (behind >= 0) & (behind < window)
     if groups > 1 and mask is not None:  # the fused kernels take one of the two
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         q,
         k,
         v,
@@ -200,6 +221,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | 
         is_causal=mask is None,
         enable_gqa=groups > 1 and mask is None,
     )
+    return _ordered(out)
 
 
 def _blocks(lengths: Sequence[int], device: torch.device) -> Iterator[Block]:

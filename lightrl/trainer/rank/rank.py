@@ -25,6 +25,7 @@ from lightrl.trainer.checkpoint.saver import Saver
 from lightrl.trainer.group import join
 from lightrl.trainer.learner import out_of_memory
 from lightrl.trainer.learner.learner import Learner
+from lightrl.trainer.model import attention
 from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
@@ -96,7 +97,7 @@ class Rank:
         self.device = _device(start)
         self._sender = Sender(self.device)
         torch.set_num_threads(self.config.train.threads)
-        _order_sums(self.config.run.deterministic)
+        _order_sums(self.config, self.device)
         # Before the ranks wait for each other: it may take as long as a download.
         self.model_dir = weights_folder(start.model_dir)
         if start.world > 1 or self.device.type == "cuda":
@@ -275,13 +276,18 @@ def _device(start: StartRank) -> torch.device:
     return torch.device("cpu")
 
 
-def _order_sums(deterministic: bool) -> None:
+def _order_sums(config: Config, device: torch.device) -> None:
     """`run.deterministic` is for the daemon to keep, by sending the same micro-batches in the same
     order whatever the timing. What remains are kernels that add up by atomics, on CUDA: they are
-    replaced by slower ones, or the rank fails and names the one that has no other.
+    replaced by slower ones, or the rank fails and names the one that has no other. With
+    `train.deterministic` alone only the backward pass of attention is replaced: nothing else of a
+    step adds up by atomics, and no kernel that lacks a deterministic form fails.
     """
-    if deterministic:
+    deterministic = config.run.deterministic
+    is_attention = config.orders_attention and device.type == "cuda" and not deterministic
+    if deterministic or is_attention:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    attention.order_backward(is_attention)
     torch.use_deterministic_algorithms(deterministic)
     # On by default with the above. It is for finding reads of memory that nobody wrote, and costs
     # time.

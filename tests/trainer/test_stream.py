@@ -87,7 +87,9 @@ def test_any_order_of_arrival_gives_the_same_step_up_to_rounding(new_rank, group
     rng = random.Random(seed)
 
     def weights(steps):
-        rank = new_rank(algorithm={"name": "dapo", "tis_cap": 2.0}, train={"optim": {"lr": 1e-3}})
+        rank = new_rank(
+            algorithm={"name": "dapo", "tis_bounds": (0, 2.0)}, train={"optim": {"lr": 1e-3}}
+        )
         train(rank, steps)
         return torch.cat([p.detach().flatten() for p in rank.learner.policy.module.parameters()])
 
@@ -171,7 +173,7 @@ def trainer_config(model_dir, ranks, steps):
             "data": {"path": "unused", **SHORT["data"]},
             "rollout": SHORT["rollout"],
             "run": {"deterministic": True},
-            "algorithm": {"name": "dapo", "tis_cap": 2.0},
+            "algorithm": {"name": "dapo", "tis_bounds": (0, 2.0)},
             "train": {
                 "steps": steps,
                 "ranks": ranks,

@@ -356,3 +356,44 @@ def test_advantages_count_responses_that_were_not_computed(new_rank, samples):
     assert metrics["advantage/max"] == pytest.approx(max(values))
     assert metrics["perf/host_memory_gib"] > 0.05
     assert 0 <= metrics["perf/padding_share"] < 1
+
+
+def test_engine_against_trainer_is_compared_as_verl_does(new_rank, samples):
+    """`calculate_debug_metrics` and `compute_offpolicy_metrics` of verl, over tokens of any
+    version; differences of logprobs only over those of the newest one."""
+    rank, rng = new_rank(), random.Random(3)
+    module = rank.learner.policy.module
+    some, ours, engine, current = [], [], [], []
+    for k, s in enumerate(samples[:8]):
+        prompt, response = unpack_i32(s.prompt), unpack_i32(s.token_ids)
+        with torch.no_grad():
+            every = module(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        exact = every.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+        told = [x + rng.uniform(-0.3, 0.0) for x in exact.tolist()]
+        num_stale = k % min(3, len(response))
+        some.append(replace(s, rollout_logprobs=pack_f32(told), num_stale=num_stale))
+        ours += exact.tolist()
+        engine += told
+        current += [j >= num_stale for j in range(len(response))]
+    _, metrics = run_step(rank, [(tuple(some[:3]), tuple(some[3:]))], some)
+    a, b = torch.tensor(ours, dtype=torch.float64), torch.tensor(engine, dtype=torch.float64)
+    probabilities, logs = (a.exp() - b.exp()).abs(), (a - b).abs()[torch.tensor(current)]
+    expected = {
+        "train_rollout_prob_abs_diff": probabilities.mean(),
+        "train_rollout_prob_abs_diff_max": probabilities.max(),
+        "train_rollout_prob_abs_diff_std": probabilities.std(),
+        "train_rollout_logprob_abs_diff": logs.mean(),
+        "train_rollout_logprob_abs_diff_max": logs.max(),
+        "mismatch_kl/all": ((a - b).exp() - (a - b) - 1).mean(),
+    }
+    assert 0 < sum(current) < len(current)
+    for key, value in expected.items():
+        assert metrics[key] == pytest.approx(value.item(), rel=1e-4), key
+
+
+def test_the_largest_advantages_have_finite_figures(new_rank, samples):
+    huge = [replace(s, advantage=(-1.0) ** k * 3e38) for k, s in enumerate(samples[:4])]
+    _, metrics = run_step(new_rank(), [(tuple(huge),)], huge)
+    assert metrics["advantage/std"] == pytest.approx(3e38, rel=1e-4)
+    assert abs(metrics["advantage/mean"]) < 1e33
+    assert metrics["advantage/max"] == pytest.approx(3e38)

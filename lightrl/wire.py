@@ -59,6 +59,9 @@ class Codec(Generic[T]):
             raise ProtocolError(f"undecodable frame: {e}") from None
 
 
+LARGEST_F32 = (2 - 2**-23) * 2.0**127
+
+
 def _tag(kind: type) -> str:
     """What a class is called in a frame: its name, or the one it had when the format was made."""
     return getattr(kind, "TAG", kind.__name__)
@@ -144,6 +147,11 @@ def unpack_i32(data: bytes) -> list[int]:
 def pack_f32(values: Sequence[float]) -> bytes:
     """Logprobs as little-endian float32."""
     return encode(array("f", values))
+
+
+def fits_f32(value: float) -> bool:
+    """Whether it is a finite float32, but for rounding."""
+    return abs(value) <= LARGEST_F32
 
 
 def unpack_f32(data: bytes) -> list[float]:

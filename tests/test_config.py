@@ -332,8 +332,8 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"async": {"staleness": 1}}, ("async.staleness: unknown key", "async.max_staleness")),
         ({"async_": {"max_staleness": 1}}, ("async_: unknown key", "[async]")),
         (
-            {"async": {"max_staleness": 2}, "algorithm": {"tis_cap": 0}},
-            ("algorithm.tis_cap = 0", "async.max_staleness = 2", "biased"),
+            {"async": {"max_staleness": 2}, "algorithm": {"tis_bounds": "off"}},
+            ("algorithm.tis_bounds = 'off'", "async.max_staleness = 2", "biased"),
         ),
         (
             {
@@ -351,28 +351,36 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"algorithm": {"name": "ppo"}}, ("algorithm.name = 'ppo'", "'reinforce++-baseline'")),
         ({"algorithm": {"clip_low": -0.1}}, ("algorithm.clip_low = -0.1", "greater than or")),
         ({"algorithm": {"clip_high": "x"}}, ("algorithm.clip_high = 'x'", "number")),
-        ({"algorithm": {"tis_cap": -1}}, ("algorithm.tis_cap = -1", "greater than or equal")),
+        ({"algorithm": {"tis_bounds": 2}}, ("algorithm.tis_bounds = 2", "[low, high]", "off")),
+        ({"algorithm": {"tis_bounds": [-1, 2]}}, ("tis_bounds = [-1, 2]", "[low, high]")),
+        ({"algorithm": {"tis_bounds": [0, 0.5]}}, ("tis_bounds = [0, 0.5]", "low <= 1 <= high")),
+        ({"algorithm": {"tis_bounds": [0, "x"]}}, ("tis_bounds = [0, 'x']", "[low, high]")),
+        ({"algorithm": {"tis_bounds": "on"}}, ("tis_bounds = 'on'", "off")),
+        ({"algorithm": {"tis_cap": 2}}, ("algorithm.tis_cap: unknown", "algorithm.tis_bounds")),
+        ({"algorithm": {"clip_ratio_c": 3}}, ("clip_ratio_c: unknown", "algorithm.clip_dual")),
+        ({"algorithm": {"clip_dual": 0.5}}, ("algorithm.clip_dual = 0.5", "above 1", "0 = off")),
+        ({"algorithm": {"clip_dual": -3}}, ("algorithm.clip_dual = -3", "greater than or equal")),
         (
             {"train": {"prompts_per_step": 32, "mini_batches": 3}},
             ("train.mini_batches = 3", "divide train.prompts_per_step = 32"),
         ),
         (
-            {"algorithm": {"old_logprobs": "rollout", "tis_cap": 2}},
-            ("algorithm.tis_cap = 2", "old_logprobs = 'rollout'", "leave it out"),
+            {"algorithm": {"old_logprobs": "rollout", "tis_bounds": [0, 2]}},
+            ("algorithm.tis_bounds = [0.0, 2.0]", "old_logprobs = 'rollout'", "leave it out"),
         ),
         (
-            {"algorithm": {"old_logprobs": "rollout", "tis_level": "token"}},
-            ("algorithm.tis_level = 'token'", "old_logprobs = 'rollout'"),
+            {"algorithm": {"old_logprobs": "rollout", "tis_level": "sequence"}},
+            ("algorithm.tis_level = 'sequence'", "old_logprobs = 'rollout'"),
         ),
         ({"algorithm": {"tis_mode": "drop"}}, ("algorithm.tis_mode = 'drop'", "'mask'")),
         ({"algorithm": {"tis_level": "group"}}, ("algorithm.tis_level = 'group'", "'sequence'")),
         (
-            {"algorithm": {"tis_cap": 0, "tis_mode": "mask"}},
-            ("algorithm.tis_mode = 'mask'", "algorithm.tis_cap = 0"),
+            {"algorithm": {"tis_bounds": "off", "tis_mode": "mask"}},
+            ("algorithm.tis_mode = 'mask'", "algorithm.tis_bounds = 'off'"),
         ),
         (
-            {"algorithm": {"tis_cap": 0, "tis_level": "token"}},
-            ("algorithm.tis_level = 'token'", "algorithm.tis_cap = 0"),
+            {"algorithm": {"tis_bounds": "off", "tis_level": "sequence"}},
+            ("algorithm.tis_level = 'sequence'", "algorithm.tis_bounds = 'off'"),
         ),
         (
             {"algorithm": {"name": "rloo", "loss_norm": "token"}},
@@ -456,19 +464,24 @@ def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written
 @pytest.mark.parametrize(
     ("sections", "exact", "rounded"),
     [
-        ({}, 0, 2),
-        ({"async": {"max_staleness": 0}}, 0, 2),
-        ({"async": {"max_staleness": 1}}, 2, 2),
-        ({"async": {"max_staleness": 1}, "algorithm": {"tis_cap": 5.0}}, 5, 5),
-        ({"algorithm": {"tis_cap": 0}}, 0, 0),
-        ({"rollout": {"engine_args": {"kv_cache_dtype": "fp8"}}}, 2, 2),
+        ({}, None, (0, 2)),
+        ({"async": {"max_staleness": 0}}, None, (0, 2)),
+        ({"async": {"max_staleness": 1}}, (0, 2), (0, 2)),
+        (
+            {"async": {"max_staleness": 1}, "algorithm": {"tis_bounds": [0.5, 5]}},
+            (0.5, 5),
+            (0.5, 5),
+        ),
+        ({"algorithm": {"tis_bounds": "off"}}, None, None),
+        ({"algorithm": {"old_logprobs": "rollout"}}, None, None),
+        ({"rollout": {"engine_args": {"kv_cache_dtype": "fp8"}}}, (0, 2), (0, 2)),
     ],
 )
 def test_tokens_are_weighted_unless_they_come_from_the_trained_probabilities(
     sections, exact, rounded
 ):
     made = config(**sections)
-    assert (made.tis_cap(is_float32=True), made.tis_cap(is_float32=False)) == (exact, rounded)
+    assert (made.tis_bounds(is_float32=True), made.tis_bounds(is_float32=False)) == (exact, rounded)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

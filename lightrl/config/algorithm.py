@@ -4,11 +4,12 @@ The formulas are in trainer/algorithm/. Must stay importable without torch.
 """
 
 from math import inf
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from lightrl.config.sections import NotNegative, Positive, Section
+from lightrl.config.values import weight_bounds
 
 Algorithm = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
@@ -51,20 +52,28 @@ class AlgorithmSection(Section):
         "(rollout.max_response_length for each response) or a number of tokens for each response; "
         "default: what the algorithm prescribes",
     )
-    tis_cap: NotNegative | None = Field(
+    clip_dual: float = Field(
+        default=0.0,
+        ge=0,
+        description="where the advantage A is negative, the loss of a token is at most "
+        "clip_dual * |A|, whatever its ratio (dual clip); above 1, 3 is usual; 0 = off",
+    )
+    tis_bounds: Annotated[
+        Literal["off"] | tuple[float, float] | None, BeforeValidator(weight_bounds)
+    ] = Field(
         default=None,
-        description="cap of the importance weights that correct for what engines sampled from; "
-        "0 = off; default 2, off if trainer and engines compute in float32 and "
+        description="[low, high] of the importance weights that correct for what engines sampled "
+        'from, or "off"; default [0, 2], off if trainer and engines compute in float32 and '
         "async.max_staleness = 0",
     )
     tis_mode: Literal["truncate", "mask"] = Field(
         default="truncate",
-        description="a weight above the cap is held to it (truncate), or is 0 (mask)",
+        description="a weight outside tis_bounds becomes the nearer bound (truncate), or 0 (mask)",
     )
-    tis_level: Literal["token", "sequence"] | None = Field(
-        default=None,
-        description="one weight for each token, or for each response (the product of those of its "
-        "tokens); default: as the ratios of the algorithm",
+    tis_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="one weight for each token, or one for each response: the product of those of "
+        "its tokens",
     )
     entropy_coef: float = Field(
         default=0.0, ge=0, description="of a bonus for the entropy of each token's distribution"
@@ -75,7 +84,7 @@ class AlgorithmSection(Section):
         "count in their group",
     )
     overlong_penalty: float = Field(
-        default=1.0, ge=0, description="what the whole overlong_buffer costs of the reward"
+        default=1.0, ge=0, le=1e30, description="what the whole overlong_buffer costs of the reward"
     )
     overlong_buffer: int = Field(
         default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off"

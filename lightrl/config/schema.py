@@ -36,7 +36,7 @@ from lightrl.config.sections import (
 from lightrl.config.values import not_plain
 
 CHECKPOINTS = "checkpoints"  # in the run directory
-DEFAULT_TIS_CAP = 2.0
+DEFAULT_TIS_BOUNDS = (0.0, 2.0)
 ROUNDING_ARGS = frozenset({"dtype", "quantization", "kv_cache_dtype"})  # of vLLM
 LORA_ARGS = frozenset({"enable_lora", "max_lora_rank", "max_loras"})  # likewise
 
@@ -143,17 +143,17 @@ class Config(Section):
                 f"checkpoint.interval = {interval}; give a multiple of it"
             )
         is_held_to_own = self.algorithm.old_logprobs == "trainer"
-        if self.continues and self.algorithm.tis_cap == 0 and is_held_to_own:
+        if self.continues and self.algorithm.tis_bounds == "off" and is_held_to_own:
             raise ValueError(
-                "algorithm.tis_cap = 0: responses that were put off are continued and have tokens of "
-                "older versions, which is biased without importance weights; leave it out, or set "
+                "algorithm.tis_bounds = 'off': deferred responses continue with tokens of older "
+                "versions, which is biased without importance weights; leave it out, or set "
                 "round.deferred = 'restart'"
             )
-        if self.async_.max_staleness and self.algorithm.tis_cap == 0 and is_held_to_own:
+        if self.async_.max_staleness and self.algorithm.tis_bounds == "off" and is_held_to_own:
             raise ValueError(
-                f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains "
-                "tokens of older versions, which is biased without importance weights; leave it "
-                "out"
+                "algorithm.tis_bounds = 'off': async.max_staleness = "
+                f"{self.async_.max_staleness} trains tokens of older versions, which is biased "
+                "without importance weights; leave it out"
             )
         limit = self.rollout.max_response_length
         has_memory = self.train.engine != "emulated"
@@ -194,19 +194,24 @@ class Config(Section):
                 f"algorithm.overlong_penalty = {algorithm.overlong_penalty:g}: penalises nothing "
                 "with algorithm.overlong_buffer = 0"
             )
-        if algorithm.old_logprobs == "rollout" and algorithm.tis_cap:
+        bounds = algorithm.tis_bounds
+        if algorithm.old_logprobs == "rollout" and isinstance(bounds, tuple):
             raise ValueError(
-                f"algorithm.tis_cap = {algorithm.tis_cap:g}: with algorithm.old_logprobs = "
-                "'rollout' the ratios themselves are to what engines sampled from, and nothing is "
-                "left to weigh; leave it out"
+                f"algorithm.tis_bounds = {list(bounds)}: with algorithm.old_logprobs = 'rollout' "
+                "the ratios themselves are to what engines sampled from, and nothing is left to "
+                "weigh; leave it out"
             )
-        if self.tis_cap(is_float32=False) == 0 and (
-            algorithm.tis_mode == "mask" or algorithm.tis_level
-        ):
-            key = "tis_level" if algorithm.tis_level else "tis_mode"
+        if self.tis_bounds(is_float32=False) is None:
+            for key, default in (("tis_level", "token"), ("tis_mode", "truncate")):
+                if (value := getattr(algorithm, key)) != default:
+                    raise ValueError(
+                        f"algorithm.{key} = {value!r}: there are no weights with "
+                        "algorithm.tis_bounds = 'off' or algorithm.old_logprobs = 'rollout'"
+                    )
+        if 0 < algorithm.clip_dual <= 1:
             raise ValueError(
-                f"algorithm.{key} = {getattr(algorithm, key)!r}: there are no weights with "
-                "algorithm.tis_cap = 0 or algorithm.old_logprobs = 'rollout'"
+                f"algorithm.clip_dual = {algorithm.clip_dual:g}: must be above 1, the ratio of an "
+                "unchanged policy, or 0 = off"
             )
         return self
 
@@ -377,17 +382,18 @@ class Config(Section):
         """Whether differences between versions are found; not between adapters, which are small."""
         return self.weights.delta == "auto" and not self.model.lora.rank
 
-    def tis_cap(self, is_float32: bool) -> float:
-        """`algorithm.tis_cap`, or its default; 0 = off. `is_float32`: the trainer computes in
+    def tis_bounds(self, is_float32: bool) -> tuple[float, float] | None:
+        """`algorithm.tis_bounds`, or its default; None = off. `is_float32`: the trainer computes in
         float32, and that is what it publishes. Engines that round otherwise, or sample from older
         weights, never agree with it exactly."""
-        if self.algorithm.old_logprobs == "rollout":  # ratios are to what they sampled from
-            return 0.0
-        if self.algorithm.tis_cap is not None:
-            return self.algorithm.tis_cap
+        given = self.algorithm.tis_bounds
+        if self.algorithm.old_logprobs == "rollout" or given == "off":
+            return None  # ratios are to what engines sampled from
+        if given is not None:
+            return given
         is_exact = is_float32 and not ROUNDING_ARGS.intersection(self.rollout.engine_args)
         is_fresh = not self.async_.max_staleness and not self.continues
-        return 0.0 if is_exact and is_fresh else DEFAULT_TIS_CAP
+        return None if is_exact and is_fresh else DEFAULT_TIS_BOUNDS
 
     @property
     def max_trained_length(self) -> int:

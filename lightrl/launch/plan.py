@@ -6,6 +6,7 @@ Pure text; reads no more than how many rows the data has.
 from collections.abc import Iterator, Sequence
 from math import ceil, inf
 
+from lightrl.config.algorithm import CLIP
 from lightrl.config.data import DataSet, TrainSet
 from lightrl.config.reward import LONGEST_TEST_S
 from lightrl.config.schema import LORA_ARGS, Config
@@ -175,8 +176,7 @@ def _staleness(config: Config) -> str:
     most = config.async_.max_staleness
     if not most and not config.continues:
         return "synchronous: every trained token is sampled by the newest version"
-    cap = config.tis_cap(is_float32=True)
-    weighted = f"weighted by at most {cap:g} (algorithm.tis_cap)"
+    weighted = f"{_weights(config, is_float32=True)} (algorithm.tis_bounds)"
     if config.algorithm.old_logprobs == "rollout":
         weighted = "their ratios are to what sampled them (algorithm.old_logprobs)"
     if not most:
@@ -376,26 +376,38 @@ def _algorithm(config: Config) -> Iterator[str]:
         return
     low, high = config.algorithm.clip
     span = f"above {1 + high:g}" if low == inf else f"to {max(0.0, 1 - low):g} ... {1 + high:g}"
-    exact, rounded = config.tis_cap(is_float32=True), config.tis_cap(is_float32=False)
-    weights = f"importance weights of at most {rounded:g}" if rounded else "no importance weights"
-    if exact != rounded:
+    weights = _weights(config, is_float32=False)
+    if _weights(config, is_float32=True) != weights:
         weights += ", none where trainer and engines compute in float32"
     to = "the weights before the step"
     if config.algorithm.old_logprobs == "rollout":
         to = "what engines sampled from"
-    yield f"ratios to {to} are clipped {span}; {weights}"
+    dual = config.algorithm.clip_dual
+    limit = f", the loss of a negative advantage at {dual:g} times it" if dual else ""
+    yield f"ratios to {to} are clipped {span}{limit}; {weights}"
+
+
+def _weights(config: Config, is_float32: bool) -> str:
+    if (bounds := config.tis_bounds(is_float32)) is None:
+        return "no importance weights"
+    low, high = bounds
+    return f"importance weights of {f'{low:g} to' if low else 'at most'} {high:g}"
 
 
 def _algorithm_notes(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     keys = [k for k in ("clip_low", "clip_high") if getattr(algorithm, k) is not None]
-    is_one = config.train.mini_batches == 1 and algorithm.old_logprobs == "trainer"
-    if keys and is_one:
+    keys += ["clip_dual"] if algorithm.clip_dual else []
+    what = f"algorithm.{' and '.join(keys)}" if keys else ""
+    if not keys and algorithm.name in CLIP:  # by which it differs from others
+        what = f"algorithm.name = {algorithm.name!r}: its clipping"
+    if what and config.train.mini_batches == 1 and algorithm.old_logprobs == "trainer":
         yield (
-            f"algorithm.{' and '.join(keys)} cannot act: a step is one update, and its ratios to "
-            "the weights before it are all 1; raise train.mini_batches, or set "
-            "algorithm.old_logprobs = 'rollout'"
+            f"{what} cannot act: a step is one update, and its ratios to the weights before it are "
+            "all 1; raise train.mini_batches, or set algorithm.old_logprobs = 'rollout'"
         )
+    if algorithm.clip_dual and algorithm.name == "cispo":
+        yield "algorithm.clip_dual cannot act: cispo clips the weight of a token, not its loss"
     if algorithm.kl_type != "k3" and not algorithm.kl_coef:
         yield (
             f"algorithm.kl_type = {algorithm.kl_type!r} cannot act: there is no penalty with "

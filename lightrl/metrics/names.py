@@ -1,7 +1,10 @@
 """Every name in metrics.jsonl: what it means, in which unit, and what verl and TRL call it.
 
 Owns the words, none of the values. `lightrl config --metrics` prints it, and a test compares it
-with what runs write. A name of theirs is about the same thing, not always by the same formula.
+with what runs write. A name of verl's is given where its `compute_data_metrics`,
+`calculate_debug_metrics`, `compute_offpolicy_metrics`, timers or losses (0.8, `loss_agg_mode`
+token-mean) compute the same quantity. Where the meaning speaks of trained tokens, verl takes
+responses without an advantage in, too, which are not computed here.
 """
 
 import re
@@ -23,19 +26,28 @@ class Metric:
 _TOKENS, _S, _SHARE, _NATS = "tokens", "s", "share", "nats"
 
 METRICS: tuple[Metric, ...] = (
-    Metric("step", "optimizer steps done", "", "training/global_step", "step"),
-    Metric("epoch", "prompts drawn, divided by those of the data", "", "training/epoch", "epoch"),
+    Metric("step", "steps done, each of train.mini_batches updates", "", "training/global_step"),
+    Metric("epoch", "prompts drawn, divided by those of the data", "", "", "epoch"),
     Metric("policy_version", "of the weights after the step"),
     Metric("num_tokens_total", "prompts and responses trained so far", _TOKENS, "", "num_tokens"),
     # rewards
-    Metric("reward/mean", "of the trained responses", "", "critic/score/mean", "reward"),
+    Metric(
+        "reward/mean",
+        "of the trained responses, without algorithm.overlong_penalty",
+        "",
+        "critic/score/mean",
+        "reward",
+    ),
+    Metric("reward/scored", "mean of all scored responses of the round, trained or not"),
+    Metric("data/<set>/reward", "mean of the trained responses to prompts of a data set"),
+    Metric("data/<set>/reward_scored", "mean of all scored ones, trained or not"),
     Metric("reward/std", "of the trained responses", "", "", "reward_std"),
     Metric("reward/min", "of the trained responses", "", "critic/score/min"),
     Metric("reward/max", "of the trained responses", "", "critic/score/max"),
     Metric("reward/frac_zero_std", "groups without signal", _SHARE, "", "frac_reward_zero_std"),
     Metric("reward/failures", "responses without a score"),
     Metric("reward/timeouts", "of these, because the function took too long"),
-    Metric("reward/score_s", "of one response, mean", _S, "timing_s/reward"),
+    Metric("reward/score_s", "of one response, mean", _S),
     Metric(
         "reward/<name>",
         "mean of one function of several, or of a figure that a function returned",
@@ -43,7 +55,7 @@ METRICS: tuple[Metric, ...] = (
         "",
         "rewards/<name>/mean",
     ),
-    Metric("advantage/mean", "of responses", "", "critic/advantages/mean"),
+    Metric("advantage/mean", "of responses, whatever their length"),
     Metric("advantage/std", "of responses"),
     Metric("advantage/min", "of responses", "", "critic/advantages/min"),
     Metric("advantage/max", "of responses", "", "critic/advantages/max"),
@@ -81,25 +93,37 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "response_length/clip_ratio",
-        "of the trained responses: cut at the limit",
+        "of the trained responses: cut at the limit (verl: also those that end there)",
         _SHARE,
         "response_length/clip_ratio",
         "completions/clipped_ratio",
     ),
     # the update
-    Metric("loss/policy", "as it is normalised, mean over updates", "", "actor/pg_loss"),
-    Metric("loss/kl", "KL term as it is normalised, without kl_coef", "", "actor/kl_loss"),
-    Metric("kl/ref", "to the reference, of a trained token", _NATS, "", "kl"),
-    Metric("entropy", "of the policy at trained tokens", _NATS, "actor/entropy", "entropy"),
+    Metric("loss/policy", "as it is normalised, mean over updates"),
+    Metric("loss/kl", "KL term as it is normalised, importance weights in it, without kl_coef"),
+    Metric("kl/ref", "to the reference, mean over response tokens", _NATS, "", "kl"),
+    Metric(
+        "entropy",
+        "of the policy, mean over response tokens; of those without an advantage estimated by the "
+        "logprobs they were sampled with",
+        _NATS,
+        "actor/entropy",
+        "entropy",
+    ),
     Metric("entropy/sampled", "minus the logprob of sampled tokens, all responses", _NATS),
     Metric("ratio/mean", "to the old policy, of trained tokens"),
     Metric("ratio/min", "to the old policy, of trained tokens"),
     Metric("ratio/max", "to the old policy, of trained tokens"),
     Metric(
-        "clip_frac", "trained tokens clipped", _SHARE, "actor/pg_clipfrac", "clip_ratio/region_mean"
+        "clip_frac",
+        "response tokens clipped",
+        _SHARE,
+        "actor/pg_clipfrac",
+        "clip_ratio/region_mean",
     ),
     Metric("clip_frac/low", "from below", _SHARE, "", "clip_ratio/low_mean"),
     Metric("clip_frac/high", "from above", _SHARE, "", "clip_ratio/high_mean"),
+    Metric("clip_frac/dual", "by algorithm.clip_dual", _SHARE, "actor/pg_clipfrac_lower"),
     Metric("grad_norm", "before clipping, mean over updates", "", "actor/grad_norm", "grad_norm"),
     Metric("lr", "learning rate", "", "actor/lr", "learning_rate"),
     Metric("num_tokens", "response tokens of the step", _TOKENS),
@@ -123,33 +147,43 @@ METRICS: tuple[Metric, ...] = (
         "train_rollout_logprob_abs_diff",
         "engine against trainer, mean over tokens that the newest version sampled",
         _NATS,
-        "training/rollout_probs_diff_mean",
+        "",
         "sampling/sampling_logp_difference/mean",
     ),
     Metric(
         "train_rollout_logprob_abs_diff_max",
         "the largest",
         _NATS,
-        "training/rollout_probs_diff_max",
+        "",
         "sampling/sampling_logp_difference/max",
     ),
-    Metric("mismatch_kl/mean", "engine to trainer, k3, over these", _NATS, "rollout_corr/k3_kl"),
+    Metric(
+        "train_rollout_prob_abs_diff",
+        "the same of probabilities, over trained tokens of any version, mean",
+        "",
+        "training/rollout_probs_diff_mean",
+    ),
+    Metric("train_rollout_prob_abs_diff_max", "the largest", "", "training/rollout_probs_diff_max"),
+    Metric(
+        "train_rollout_prob_abs_diff_std",
+        "standard deviation, n - 1",
+        "",
+        "training/rollout_probs_diff_std",
+    ),
+    Metric("mismatch_kl/mean", "engine to trainer, k3, over tokens of the newest version", _NATS),
     Metric("mismatch_kl/max", "the largest of a token", _NATS),
+    Metric("mismatch_kl/all", "over trained tokens of any version", _NATS, "rollout_corr/k3_kl"),
     Metric(
         "tis/mean",
-        "importance weight",
+        "importance weight of a token, within algorithm.tis_bounds",
         "",
         "",
         "sampling/importance_sampling_ratio/mean",
     ),
-    Metric(
-        "tis/max",
-        "importance weight",
-        "",
-        "",
-        "sampling/importance_sampling_ratio/max",
-    ),
-    Metric("tis/truncated_share", "tokens whose weight is held to algorithm.tis_cap", _SHARE),
+    Metric("tis/min", "the smallest", "", "", "sampling/importance_sampling_ratio/min"),
+    Metric("tis/max", "the largest", "", "", "sampling/importance_sampling_ratio/max"),
+    Metric("tis/truncated_share", "tokens whose weight was outside algorithm.tis_bounds", _SHARE),
+    Metric("tis/ess", "effective sample size (sum w)^2 / (n sum w^2) of n tokens", _SHARE),
     Metric("off_policy/span", "versions in a response"),
     Metric("off_policy/span_max", "versions in a response"),
     Metric("off_policy/newest_gap", "trained version minus the newest of a response"),
@@ -198,11 +232,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/<name>", "see lightrl/weights/README.md"),
     # where time and devices go
     Metric("timing_s/step", "rollout + train_after_rollout + weights", _S, "timing_s/step"),
-    Metric("timing_s/rollout", "until the round closed", _S, "timing_s/gen"),
+    Metric("timing_s/rollout", "until the round closed, scores included", _S),
     Metric("timing_s/train_after_rollout", "training not hidden behind it", _S),
     Metric("timing_s/weights", "until a node served the new version", _S),
     Metric("timing_s/data", "waiting for prompts that were not ready", _S),
-    Metric("timing_s/forward_backward", "passes of the ranks", _S, "timing_s/update_actor"),
+    Metric("timing_s/forward_backward", "passes of the ranks", _S),
     Metric("timing_s/reference", "of these, the reference's", _S, "timing_s/ref"),
     Metric("timing_s/optimizer", "updates", _S),
     Metric("timing_s/publish", "writing the version", _S),
@@ -219,16 +253,9 @@ METRICS: tuple[Metric, ...] = (
         "tokens/s",
         "perf/throughput",
     ),
-    Metric("perf/mfu", "of forward and backward passes, on known GPUs", _SHARE, "perf/mfu/actor"),
-    Metric(
-        "perf/peak_memory_gib",
-        "allocated by torch on the fullest GPU of the ranks",
-        "GiB",
-        "perf/max_memory_allocated_gb",
-    ),
-    Metric(
-        "perf/host_memory_gib", "resident, all ranks together", "GiB", "perf/cpu_memory_used_gb"
-    ),
+    Metric("perf/mfu", "of forward and backward passes, on known GPUs", _SHARE),
+    Metric("perf/peak_memory_gib", "allocated by torch in the step, on the fullest GPU", "GiB"),
+    Metric("perf/host_memory_gib", "resident, all ranks together", "GiB"),
     Metric("perf/padding_share", "of the tokens that ranks computed", _SHARE),
     Metric("perf/micro_batches", "of the rank with the most"),
     Metric("offload/<name>", "devices that sample and train: see lightrl/core/README.md"),
@@ -249,7 +276,6 @@ METRICS: tuple[Metric, ...] = (
         "eval/<set>/pass@<k>",
         "one of k responses is correct, its reward 1 or more; k: 1, 2, 4 ... samples; unbiased",
         _SHARE,
-        "val-core/<source>/reward/best@<k>/mean",
     ),
     Metric("eval/<set>/length", "of responses, mean", _TOKENS, "", "eval_completions/mean_length"),
     Metric(
@@ -267,9 +293,7 @@ METRICS: tuple[Metric, ...] = (
         "",
         "val-core/<source>/reward/mean@<k>",
     ),
-    Metric(
-        "eval/<set>/<source>/pass@<k>", "likewise", _SHARE, "val-core/<source>/reward/best@<k>/mean"
-    ),
+    Metric("eval/<set>/<source>/pass@<k>", "likewise", _SHARE),
     Metric("eval/<set>/<source>/length", "likewise", _TOKENS),
     Metric("eval/<set>/<source>/clip_ratio", "likewise", _SHARE),
     Metric("eval/<set>/<source>/failures", "likewise"),

@@ -31,7 +31,7 @@ SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 do
 
 # Figures reward/... that there are whatever functions return.
 OF_ALL_FUNCTIONS = frozenset(
-    {"mean", "std", "min", "max", "frac_zero_std", "failures", "timeouts", "score_s"}
+    {"mean", "scored", "std", "min", "max", "frac_zero_std", "failures", "timeouts", "score_s"}
 )
 
 
@@ -87,6 +87,7 @@ def step_figures(round: Round) -> dict[str, float]:
     flat = sum(len(g.kept) >= min(MIN_COMPARED, g.size) for g in dropped)
     return {
         "reward/mean": mean(rewards),
+        **_scored_figures(round, responses),
         "reward/std": deviation(rewards),
         "reward/min": min(rewards, default=0.0),
         "reward/max": max(rewards, default=0.0),
@@ -107,6 +108,19 @@ def step_figures(round: Round) -> dict[str, float]:
         **off_policy_figures(round),
         **foresight_figures(round),
     }
+
+
+def _scored_figures(round: Round, trained: Sequence[Response]) -> dict[str, float]:
+    """Mean rewards of all that was scored in the round, dropped and deferred groups included, and,
+    by data set, of that beside what is trained."""
+    every = [r for g in round.groups.values() for r in g.responses if r.reward is not None]
+    figures = {"reward/scored": mean([r.reward or 0.0 for r in every])}
+    for key, responses in (("reward", trained), ("reward_scored", every)):
+        rewards: dict[str, list[float]] = {}
+        for r in responses:
+            rewards.setdefault(r.group.set, []).append(r.reward or 0.0)
+        figures |= {f"data/{name}/{key}": mean(values) for name, values in rewards.items()}
+    return figures
 
 
 def off_policy_figures(round: Round) -> dict[str, float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightrl.errors import RewardError
+from lightrl.wire import fits_f32
 
 # of a dict that a function returns; verl takes "score", whatever else there is
 SCORE_KEYS = ("score", "reward")
@@ -115,7 +116,7 @@ def read_answers(answer: Any, count: int) -> list[Any]:
 
 
 class Answer(NamedTuple):
-    """What a function says of one sample. `texts`: what of it is no finite number, for people."""
+    """What a function says of one sample. `texts`: what of it is no finite float32, for people."""
 
     score: float | None
     figures: dict[str, float]
@@ -138,7 +139,7 @@ def read_answer(answer: Any) -> Answer:
     for name, value in answer.items():
         if name != key:
             number = _number(value)
-            if number is not None and math.isfinite(number):
+            if number is not None and fits_f32(number):
                 figures[str(name)] = number
             else:
                 texts[str(name)] = value
@@ -151,9 +152,16 @@ def _score_number(value: Any) -> float | None:
     number = _number(value)
     if number is None:
         raise RewardError(f"returned {type(value).__name__}, not a number, dict or None")
-    if not math.isfinite(number):
-        raise RewardError(f"returned {number}, which is not finite")
+    require_score(number, "returned")
     return number
+
+
+def require_score(number: float, what: str) -> None:
+    """Raises RewardError for one that cannot be trained. Example: "returned nan, which is not
+    finite"."""
+    if not fits_f32(number):
+        why = "is outside the range of float32" if math.isfinite(number) else "is not finite"
+        raise RewardError(f"{what} {number}, which {why}")
 
 
 def _number(value: Any) -> float | None:
@@ -162,5 +170,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
+    except OverflowError:  # an int
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError, RuntimeError):  # an array of several elements
         return None

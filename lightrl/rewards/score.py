@@ -20,8 +20,10 @@ from lightrl.rewards.base import (
     TrainerState,
     read_answer,
     read_answers,
+    require_score,
 )
 from lightrl.rewards.no_loop import no_running_loop
+from lightrl.wire import fits_f32
 
 NO_SCORE = "no score"  # every function said None
 MAX_EXTRA = 200  # characters of a value that a function logs beside its scores
@@ -68,6 +70,11 @@ async def score(
             each.reward = None
         elif each.reward is None:
             each.failure = NO_SCORE
+        else:
+            try:
+                require_score(each.reward, f"the sum of {', '.join(f.name for f in functions)} is")
+            except RewardError as e:
+                each.reward, each.failure = None, str(e)
     return scores
 
 
@@ -124,7 +131,7 @@ class _Calls:
         try:
             value, figures, texts = read_answer(answer)
         except RewardError as e:
-            self._fail(k, str(e))
+            self._fail(k, f"{self.function.name}: {e}")
             return
         mine = self.scores[k]
         if value is not None:
@@ -137,7 +144,7 @@ class _Calls:
     def _log(self, log: CallLog, part: list[int]) -> None:
         """A metric is one of every sample of the call, so that its mean is the mean."""
         for name, values in log.metrics.items():
-            if not (finite := [value for value in values if math.isfinite(value)]):
+            if not (finite := [value for value in values if fits_f32(value)]):
                 continue
             mean = math.fsum(finite) / len(finite)
             for k in part:

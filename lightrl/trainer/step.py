@@ -7,13 +7,13 @@ is `trainer.portions`' business, how they are packed `trainer.batch`'s, what the
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightrl.config.schema import Config
 from lightrl.messages.message import Message
 from lightrl.messages.training import ShardsTaken, TrainGroup, TrainShard
 from lightrl.trainer.algorithm.advantage import train_samples
-from lightrl.trainer.batch import streamed, total_tokens, useful
+from lightrl.trainer.batch import streamed, surprisal_of_rest, total_tokens, useful
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.portions import Portions
 from lightrl.trainer.protocol import (
@@ -146,6 +146,15 @@ class Step:
             "timing_s/finish": asyncio.get_running_loop().time() - finish_begun_at,
         }
 
+    def entropy(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Mean over all response tokens of the step [nats]: `metrics` of the ranks has the mean
+        over those that they computed, the rest is estimated by its surprisal."""
+        computed, rest = metrics.get("num_trained_tokens", 0.0), self._num_rest
+        if "entropy" not in metrics or not computed + rest:
+            return {}
+        total = metrics["entropy"] * computed + self._surprisal_of_rest
+        return {"entropy": total / (computed + rest)}
+
     async def close(self) -> None:
         await self._replicas.close()
 
@@ -153,6 +162,7 @@ class Step:
         config, train = self._config, self._config.train
         self.queue = ShardQueue(step)
         full = self._replicas.num_ranks * train.max_tokens_per_gpu
+        self._surprisal_of_rest, self._num_rest = 0.0, 0
         self._is_held_up = False  # some groups only wait for a replica that is free
         self._portions = Portions(train.replicas, full, config.run.deterministic)
 
@@ -184,6 +194,9 @@ class Step:
 
     def _compute(self, replica: int, groups: Sequence[list[TrainSample]]) -> None:
         config, num = self._config, self._replicas.num_ranks
+        surprisal, num_rest = surprisal_of_rest(groups, config.algorithm)
+        self._surprisal_of_rest += surprisal
+        self._num_rest += num_rest
         most, in_order = config.train.max_tokens_per_gpu, config.run.deterministic
         batches_R = streamed(useful(groups, config), num, most, in_order, self._is_packed)
         is_last = self.queue.has_whole and not self.queue.held

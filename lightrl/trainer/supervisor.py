@@ -336,7 +336,8 @@ class Trainer:
         self._say(self._standing)
         self.devices.published()
         finished, *_ = await ranks.replies(StepFinished)
-        self._step_done = StepDone(step, version, finished.metrics | whole.times(begun_at))
+        metrics = finished.metrics | whole.times(begun_at) | whole.entropy(finished.metrics)
+        self._step_done = StepDone(step, version, metrics)
         self._say(self._step_done)
         self._nonfinite.count(step, finished.metrics)
         self._done = version

@@ -128,7 +128,7 @@ keeps the first 32 x 8 by tokens
             "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",
             """32 prompts x 12 responses = 384
             staleness   asynchronous: up to 1 more rounds start before a step is trained
-            weighted by at most 2 (algorithm.tis_cap)""",
+            importance weights of at most 2 (algorithm.tis_bounds)""",
         ),
         (
             "round.tail_batching=prompts train.prompts_per_step=250 rollout.slots=3",
@@ -146,8 +146,19 @@ importance weights of at most 2, \
 none where trainer and engines compute in float32""",
         ),
         (
-            "algorithm.name=gspo algorithm.tis_cap=0",
-            "the step are clipped to 0.9997 ... 1.0004; no importance weights\n",
+            "algorithm.name=gspo algorithm.tis_bounds=off",
+            """the step are clipped to 0.9997 ... 1.0004; no importance weights
+            note        algorithm.name = 'gspo': its clipping cannot act: a step is one update""",
+        ),
+        (
+            "algorithm.name=cispo algorithm.clip_dual=3 train.mini_batches=4",
+            "note        algorithm.clip_dual cannot act: cispo clips the weight of a token",
+        ),
+        (
+            "algorithm.clip_dual=3 algorithm.tis_bounds=[0.5,2]",
+            """clipped to 0.8 ... 1.2, the loss of a negative advantage at 3 times it; \
+importance weights of 0.5 to 2
+            note        algorithm.clip_dual cannot act: a step is one update""",
         ),
         (
             "algorithm.name=cispo async.max_staleness=1 algorithm.clip_high=3",

@@ -71,7 +71,7 @@ def test_bytes_memory_and_seconds_follow_from_the_model(config):
             ],
         ),
         (
-            ["rollout.nodes=1", "async.max_staleness=1", "algorithm.tis_cap=2"],
+            ["rollout.nodes=1", "async.max_staleness=1", "algorithm.tis_bounds=[0,2]"],
             [
                 "the node here maps the trainer's file and moves nothing; those of other machines "
                 "pull it, first from each other: async.max_staleness > 0, broadcasts would hold up "

@@ -595,6 +595,15 @@ def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str
 
 def test_lengths_and_sampled_entropy_by_hand():
     figures = step_figures(SHORT)
+    # a keeps 1 and 0, b 1 and 1; c is put off with one response that has 0.5
+    assert (figures["reward/mean"], figures["reward/scored"]) == (0.75, 0.7)
+    assert {k: v for k, v in figures.items() if k.startswith("data/")} == {
+        "data/a/reward": 0.5,
+        "data/b/reward": 1.0,
+        "data/a/reward_scored": 0.5,
+        "data/b/reward_scored": 1.0,
+        "data/c/reward_scored": 0.5,
+    }
     trained = [r for g in SHORT.accepted for r in g.kept]
     lengths = [len(r.tokens) for r in trained]
     assert figures["response_length/min"] == min(lengths)
@@ -642,3 +651,21 @@ def test_tokens_of_a_run_are_counted_on_after_a_restart():
     again.close_round(LONG, core, {})
     second = again.close_step(CloseStep(1, 1.0, 0.5, 0.5, {}), core)
     assert second["num_tokens_total"] == number + total_tokens(LONG)
+
+
+def test_rewards_by_data_set_are_of_all_prompts_of_a_set_and_of_dropped_groups_too():
+    """As with dynamic sampling, which trains none of the groups that are all right or wrong."""
+    answers = {
+        "gsm8k/1": (A, [(2, "stop", 1.0), (3, "stop", 0.0)]),
+        "gsm8k/2": (D, [(2, "stop", 1.0), (3, "stop", 1.0)]),
+        "math/1": (A, [(2, "stop", 0.0), (3, "stop", 0.5)]),
+        "math/2": (D, [(2, "stop", 0.0), (3, "stop", None)]),
+    }
+    figures = step_figures(closed("plain", answers))
+    assert (figures["reward/mean"], figures["reward/scored"]) == (0.375, 0.5)
+    assert {k: v for k, v in figures.items() if k.startswith("data/")} == {
+        "data/gsm8k/reward": 0.5,
+        "data/gsm8k/reward_scored": 0.75,
+        "data/math/reward": 0.25,
+        "data/math/reward_scored": pytest.approx(0.5 / 3),
+    }

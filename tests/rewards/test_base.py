@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -292,8 +293,8 @@ def test_what_a_function_fails_for_in_a_list_costs_the_others_nothing():
     assert [r.failure for r in results] == [
         "",
         "no score",
-        "returned str, not a number, dict or None",
-        "returned nan, which is not finite",
+        "f: returned str, not a number, dict or None",
+        "f: returned nan, which is not finite",
         "",
     ]
 
@@ -461,6 +462,10 @@ def test_texts_that_a_function_returns_are_kept_beside_the_score():
         (math.nan, "nan, which is not finite"),
         (math.inf, "inf, which is not finite"),
         ({"reward": -math.inf}, "-inf, which is not finite"),
+        (1e155, "returned 1e.155, which is outside the range of float32"),
+        ({"score": -3.5e38}, "-3.5e.38, which is outside the range of float32"),
+        (10**400, "returned inf, which is not finite"),
+        (-(10**400), "returned -inf, which is not finite"),
         ("1.0", "returned str, not a number"),
         ([1.0, 2.0], "returned list"),
         ({"acc": 1.0}, 'no "reward" or "score"; its keys are acc'),
@@ -533,3 +538,43 @@ def test_math(response, answer, reward):
 def test_a_reference_that_leads_nowhere(reference, reason):
     with pytest.raises(RewardError, match=reason):
         load_function(reference)
+
+
+@pytest.mark.parametrize(
+    "huge", [1e155, -1e155, 3.5e38, 10**400, math.inf, math.nan], ids=lambda _: ""
+)
+def test_a_reward_that_no_float32_holds_costs_its_own_response_the_score(huge):
+    def f(completions, **kwargs):
+        return [1.0, huge, {"reward": 0.5, "seen": huge}]
+
+    plain, wrong, figure = scores(f, *siblings("a", "b", "c"))
+    assert (plain.reward, plain.failure) == (1.0, "")
+    assert wrong.reward is None
+    assert re.fullmatch(r"f: returned \S+, which is (not finite|outside .* float32)", wrong.failure)
+    assert (figure.reward, figure.metrics, list(figure.extras)) == (0.5, {}, ["seen"])
+
+
+def test_a_sum_that_no_float32_holds_is_no_score_and_names_its_functions():
+    def first(sample):
+        return 3e38
+
+    def second(sample):
+        return 3e38 if sample.response == "b" else -1e38
+
+    functions = [wrap(f, "rewards.py:f", COLUMNS) for f in (first, second)]
+    functions = [replace(f, name=n) for f, n in zip(functions, ("first", "second"), strict=True)]
+    a, b = asyncio.run(score(functions, [1.0, 1.0], siblings("a", "b")))
+    assert (a.reward, a.failure) == (3e38 - 1e38, "")
+    assert b.reward is None
+    assert b.failure == "the sum of first, second is 6e+38, which is outside the range of float32"
+
+
+def test_what_a_function_logs_that_no_float32_holds_is_no_figure():
+    def f(completions, log_metric, **kwargs):
+        log_metric("size", 1e308)
+        log_metric("size", 1e308)
+        log_metric("size", 4.0)
+        return [1.0]
+
+    [only] = scores(f, *siblings("a"))
+    assert (only.reward, only.metrics, only.failure) == (1.0, {"size": 4.0}, "")

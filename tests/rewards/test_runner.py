@@ -55,7 +55,7 @@ def test_one_worker_survives_every_kind_of_answer_and_exception(model_files, tmp
     assert [r.failure for r in results.values()] == [
         "",
         "no score",
-        "returned nan, which is not finite",
+        "reward: returned nan, which is not finite",
         "ValueError: no number in it",
         "",
         "",

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from lightrl.errors import TrainerError
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.algorithm.advantage import ALGORITHM, advantages, overlong_penalty, whitened
 from lightrl.trainer.protocol import TrainSample
+from lightrl.wire import LARGEST_F32, fits_f32
 
 # Rewards 1, 0, 0, 0: mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4, std 1/2.
 STANDARDIZED = [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]
@@ -50,10 +52,24 @@ def test_where_nothing_is_compared_a_group_of_one_has_its_reward(rewards):
     assert advantages("reinforce++", rewards) == rewards
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused(bad):
-    with pytest.raises(TrainerError, match="finite"):
-        advantages("grpo", [0.0, bad])
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e155, -1e300, 3.5e38])
+def test_a_reward_outside_float32_is_refused_by_its_value(name, bad):
+    with pytest.raises(TrainerError, match=re.escape(f"a reward is {bad}: all must be finite")):
+        advantages(name, [0.0, bad])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_largest_rewards_have_advantages_that_float32_holds(name):
+    found = advantages(name, [LARGEST_F32, -LARGEST_F32, 0.0, 1.0])
+    assert all(map(fits_f32, found))
+    white = whitened(batches([(found[0], 1), (found[1], 1)]), lambda parts: parts)
+    assert values(white) == [pytest.approx([0.5**0.5, -(0.5**0.5)])]
+
+
+def test_an_advantage_outside_float32_is_refused_before_it_is_whitened():
+    with pytest.raises(TrainerError, match=r"advantage is 1e\+155: all must be finite"):
+        whitened(batches([(1e155, 1), (0.0, 1)]), lambda parts: parts)
 
 
 @pytest.mark.parametrize(

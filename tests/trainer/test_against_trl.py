@@ -6,7 +6,6 @@ Where the two differ by definition:
 - KL: ours has the importance weight pi_old / pi_rollout of its token, TRL's has none. TRL's has the
   ratio pi / pi_old by default (`use_bias_correction_kl`), ours has not.
 - Entropy: ours is normalised like the loss, TRL's is a mean over tokens whatever the loss is.
-- Weights for responses: GSPO's are means by default (`tis_level`), TRL's are products throughout.
 """
 
 import math
@@ -276,39 +275,52 @@ def test_a_loss_mask_is_their_tool_mask(new_trainer, case, name):
     assert found[0] != pytest.approx(ours(case, name=name, **clip)[0], abs=1e-3)
 
 
-def weights_of_trl(case: Case, mode: str, level: str, cap: float) -> Tensor:
+def weights_of_trl(case: Case, mode: str, level: str, cap: float, low: float = 0.0) -> Tensor:
     """Of `GRPOTrainer._generate_and_score_completions`, which cannot be called without vLLM:
     `vllm_importance_sampling_mode` is f"{level}_{mode}"."""
     gaps = (case.old - case.rollout).split([len(r) for r in case.responses])
     if level == "sequence":
         gaps = [gap.sum().expand_as(gap) for gap in gaps]
     ratio = torch.cat(list(gaps)).exp()
-    return ratio.clamp(max=cap) if mode == "truncate" else ratio.masked_fill(ratio > cap, 0.0)
+    if mode == "truncate":
+        return ratio.clamp(low, cap)
+    return ratio.masked_fill((ratio < low) | (ratio > cap), 0.0)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "gspo"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_truncated_and_masked_weights_are_theirs(new_trainer, case, name, mode, level):
+@pytest.mark.parametrize("low", [0.0, 0.8])
+def test_truncated_and_masked_weights_are_theirs(new_trainer, case, name, mode, level, low):
     args: dict[str, Any] = {"loss_type": "grpo" if name == "gspo" else name}
     clip = {"clip_low": 0.2, "clip_high": 0.2}
     if name == "gspo":
         args["importance_sampling_level"] = "sequence"
     if name == "cispo":
         clip, args["epsilon_high"] = {}, 1.2
-    weights = weights_of_trl(case, mode, level, cap=1.5)
+    weights = weights_of_trl(case, mode, level, cap=1.5, low=low)
     assert 0 < (weights == (1.5 if mode == "truncate" else 0)).sum() < len(weights)
-    settings = {"name": name, "tis_cap": 1.5, "tis_mode": mode, "tis_level": level, **clip}
-    found = ours(case, **settings)
+    settings = {"name": name, "tis_bounds": (low, 1.5), "tis_mode": mode, "tis_level": level}
+    found = ours(case, **settings, **clip)
     assert_equal(found[:2], theirs(new_trainer("GRPO", **args), case, weights))
     assert found[2].num_truncated > 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_the_dual_clip_is_their_delta(new_trainer, case, name):
+    args = {"loss_type": name, "delta": 1.4}
+    if name == "dapo":
+        args["epsilon_high"] = 0.28
+    found = ours(case, name=name, clip_dual=1.4)
+    assert_equal(found[:2], theirs(new_trainer("GRPO", **args), case))
+    assert found[2].num_clipped_dual > 0
 
 
 def test_the_kl_term_has_the_weights_that_theirs_lacks(new_trainer, case):
     settings = {"name": "dapo", "kl_coef": 3.0}
     trainer = new_trainer("GRPO", loss_type="dapo", epsilon_high=0.28, beta=3.0)
     total, _ = theirs(trainer, case, weights_of_trl(case, "truncate", "token", cap=1.5))
-    plain, weighted = ours(case, **settings)[2], ours(case, **settings, tis_cap=1.5)[2]
+    plain, weighted = ours(case, **settings)[2], ours(case, **settings, tis_bounds=(0, 1.5))[2]
     num_tokens = len(case.old)
     expected = (weighted.total - 3 * weighted.kl + 3 * plain.kl).item() / num_tokens
     assert total == pytest.approx(expected, abs=LOSS_TOLERANCE)

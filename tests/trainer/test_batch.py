@@ -14,6 +14,7 @@ from lightrl.trainer.batch import (
     plan,
     plan_packed,
     streamed,
+    surprisal_of_rest,
     trainable,
 )
 from lightrl.trainer.protocol import TrainSample
@@ -152,3 +153,15 @@ def test_micro_batches_are_the_samples_of_the_plan(samples):
     assert all(
         num_tokens(batch[0]) == max(map(num_tokens, batch)) for b in ranks for batch in b if batch
     )
+
+
+def test_the_surprisal_of_the_rest_is_of_its_trained_tokens():
+    def one(advantage, logprobs, mask=b""):
+        tokens = pack_i32([3] * len(logprobs))
+        return TrainSample("p#0", b"", tokens, pack_f32(logprobs), advantage, loss_mask=mask)
+
+    flat = [one(0.0, [-1.0, -2.0]), one(0.0, [-9.0, -4.0, -8.0], b"\x02")]
+    groups = [[one(1.0, [-5.0]), *flat], [one(0.0, [-0.5])], [one(1.0, [-7.0], b"\x00")]]
+    assert surprisal_of_rest(groups, AlgorithmSection()) == (7.5, 4)
+    assert surprisal_of_rest(groups, AlgorithmSection(kl_coef=0.1)) == (0.0, 0)
+    assert surprisal_of_rest([], AlgorithmSection()) == (0.0, 0)

@@ -88,6 +88,54 @@ def test_a_response_whose_ratio_no_float_holds_has_a_loss_and_no_gradient():
         assert not gradient.any()
 
 
+def dual_by_formula(ratio, advantage, low, high, c):
+    """Ye et al. 2020, eq. 5, with the sign of a loss."""
+    objective = min(ratio * advantage, max(1 - low, min(1 + high, ratio)) * advantage)
+    return -max(objective, c * advantage) if advantage < 0 else -objective
+
+
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"gspo", "rloo", "cispo"}))
+@pytest.mark.parametrize("c", [1.5, 3.0, 0.0])
+def test_dual_clip_is_its_formula(name, c):
+    logs = [-25.0, -3.0, -0.3, 0.0, 0.1, 0.3, 0.5, 1.0, 1.2, 19.0, 25.0]
+    algorithm = AlgorithmSection(name=name, loss_norm="token", clip_dual=c)
+    low, high = algorithm.clip
+    mask, old = torch.ones(1, 1), torch.full((1, 1), -30.0)
+    for log in logs:
+        for advantage in (-2.0, 0.5):
+            logprobs = (old + log).requires_grad_()
+            found = losses(algorithm, logprobs, old, old, None, torch.tensor([[advantage]]), mask)
+            (gradient,) = torch.autograd.grad(found.total, logprobs)
+            ratio = math.exp(max(-20, min(20, log)))
+            expected = dual_by_formula(ratio, advantage, low, high, c or math.inf)
+            assert found.policy.item() == pytest.approx(expected, rel=1e-4)
+            is_limited = bool(c) and advantage < 0 and ratio > c
+            assert found.num_clipped_dual.item() == is_limited
+            is_clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
+            free = not (is_limited or is_clipped) and abs(log) < 20
+            assert gradient.item() == pytest.approx(-ratio * advantage * free, rel=1e-4, abs=1e-12)
+
+
+def test_dual_clip_limits_a_ratio_of_a_response_and_leaves_cispo_alone():
+    result, gradient = evaluate("rloo", clip_dual=1.5)  # the second has 2 and A = -3
+    assert result.policy.item() == pytest.approx(-1 + 1.5 * 3)
+    assert gradient.flatten().tolist() == pytest.approx([-1.0, -1.0, 0.0, 0.0])
+    assert result.num_clipped_dual.item() == 1
+    plain, limited = evaluate("cispo"), evaluate("cispo", clip_dual=1.5)
+    assert torch.equal(plain[1], limited[1])
+    assert limited[0].num_clipped_dual.item() == 0
+
+
+@pytest.mark.parametrize("log", [-1e30, -500.0, -21.0, 21.0, 500.0, 1e30])
+@pytest.mark.parametrize("unit", [loss.token_ratio, loss.mean_ratio, loss.response_ratio])
+def test_logarithms_of_ratios_are_held_to_20(unit, log):
+    ratio = unit(torch.full((1, 3), log), torch.zeros(1, 3), torch.ones(1, 3))
+    assert ratio[0].tolist() == pytest.approx([math.exp(math.copysign(20, log))] * 3)
+    found = kl("k3", torch.tensor([log]), torch.zeros(1), torch.ones(1))
+    x = math.copysign(20, log)
+    assert found.item() == pytest.approx(math.exp(-x) - 1 + x)
+
+
 def test_cispo_is_open_below_unless_it_is_asked_to_clip():
     _, gradient = evaluate("cispo", clip_low=None)
     assert gradient.flatten().tolist() == pytest.approx([-1.3, -0.5, 3.9, 0.0])
@@ -117,7 +165,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient_and_nothing_is_clipped(na
 def test_truncated_importance_weight_by_hand():
     # pi_old / pi_rollout = 1/2, 4 (held to 2) and 1; old as in `test_clipped_loss_by_hand`.
     rollout = OLD - torch.tensor([[LOG_HALF, math.log(4)], [0.0, 0.0]])
-    result, gradient = evaluate("dapo", rollout=rollout, tis_cap=2.0)
+    result, gradient = evaluate("dapo", rollout=rollout, tis_bounds=(0, 2.0))
     assert result.policy.item() == pytest.approx(-(0.5 * 1.3 + 2 * 0.5) + 6)
     assert gradient.flatten().tolist() == pytest.approx([0.0, -1.0, 6.0, 0.0])
     assert result.weights.item() == pytest.approx(0.5 + 2 + 1)
@@ -130,36 +178,37 @@ def test_truncated_importance_weight_by_hand():
 STALE = OLD - torch.tensor([[LOG_HALF, math.log(8)], [math.log(4), -3.3]])
 
 
-@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"rloo"}))
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"rloo"}))  # whose ratio is a product
 def test_stale_tokens_are_weighted_by_hand(name):
     algorithm = AlgorithmSection(
         name=name,
         loss_norm="token",
         clip_low=0.0,
         clip_high=0.0,
-        tis_cap=3.0,
+        tis_bounds=(0, 3.0),
         kl_coef=0.5,
         kl_type="k1",
     )
     logprobs = OLD.clone().requires_grad_()
     result = losses(algorithm, logprobs, OLD, STALE, OLD - 0.2, ADVANTAGES, MASK)
-    # GSPO: (1/2 * 8)^(1/2) = 2 for the first response as a whole; 4 is held to 3, and so is 8
-    # elsewhere.
-    weights = [2.0, 2.0, 3.0, 0.0] if name == "gspo" else [0.5, 3.0, 3.0, 0.0]
+    weights = [0.5, 3.0, 3.0, 0.0]  # of tokens, whatever the ratio is of; 8 and 4 are held to 3
     assert result.weights.item() == pytest.approx(sum(weights))
-    assert result.max_weight.item() == 3
-    assert result.num_truncated.item() == (1 if name == "gspo" else 2)
+    assert result.squared_weights.item() == pytest.approx(0.25 + 9 + 9)
+    assert (result.min_weight.item(), result.max_weight.item()) == (0.5, 3)
+    assert result.num_truncated.item() == 2
     assert result.num_clipped.item() == 0
     assert result.kl.item() == pytest.approx(0.2 * sum(weights))
-    # -A + 0.5 * 0.2 is the gradient of a token on-policy: A = 1, 1 and -3.
+    # -A + 0.5 * 0.2 is the gradient of a token on-policy: A = 1, 1 and -3. GSPO's ratio is of the
+    # whole response, and has the mean of the weights.
     result.total.backward()
     assert logprobs.grad is not None
-    expected = [w * g for w, g in zip(weights, [-0.9, -0.9, 3.1, 0.0], strict=True)]
+    of_ratio = [1.75, 1.75, 3.0, 0.0] if name == "gspo" else weights
+    expected = [0.1 * w - r * a for w, r, a in zip(weights, of_ratio, [1, 1, -3, 0], strict=True)]
     assert logprobs.grad.flatten().tolist() == pytest.approx(expected)
 
 
 def test_rloo_weighs_a_stale_response_as_a_whole():
-    result, gradient = evaluate("rloo", rollout=STALE, tis_cap=5.0)
+    result, gradient = evaluate("rloo", rollout=STALE, tis_bounds=(0, 5.0), tis_level="sequence")
     # 1/2 * 8 = 4 and 4, times the losses of `test_rloo_takes_a_response_for_one_action_by_hand`.
     assert result.weights.item() == pytest.approx(4 + 4 + 4)
     assert result.policy.item() == pytest.approx(4 * (-1 + 6))
@@ -173,17 +222,20 @@ def test_rloo_weighs_a_stale_response_as_a_whole():
         ({"tis_mode": "mask"}, [0.5, 0, 0], 2),
         ({"tis_level": "token", "tis_mode": "mask"}, [0.5, 0, 0], 2),
         ({"tis_level": "sequence"}, [3, 3, 3], 3),  # the products are 4 and 4
-        ({"tis_level": "sequence", "tis_cap": 4.5}, [4, 4, 4], 0),
+        ({"tis_level": "sequence", "tis_bounds": (0, 4.5)}, [4, 4, 4], 0),
         ({"tis_level": "sequence", "tis_mode": "mask"}, [0, 0, 0], 3),
-        ({"name": "gspo", "tis_mode": "mask"}, [2, 2, 0], 1),  # the means are 2 and 4
-        ({"name": "gspo", "tis_level": "token"}, [0.5, 3, 3], 2),
-        ({"name": "gspo", "tis_level": "sequence", "tis_cap": 5}, [4, 4, 4], 0),
-        ({"name": "rloo", "tis_level": "token"}, [0.5, 3, 3], 2),
-        ({"tis_cap": 0}, [1, 1, 1], 0),
+        ({"name": "gspo"}, [0.5, 3, 3], 2),
+        ({"name": "gspo", "tis_level": "sequence", "tis_bounds": (0, 5)}, [4, 4, 4], 0),
+        ({"name": "rloo"}, [0.5, 3, 3], 2),
+        ({"tis_bounds": (0.75, 6)}, [0.75, 6, 4], 2),
+        ({"tis_bounds": (0.75, 6), "tis_mode": "mask"}, [0, 0, 4], 2),
+        ({"tis_bounds": (1, 1)}, [1, 1, 1], 3),
+        ({"tis_bounds": (0.5, 8)}, [0.5, 8, 4], 0),  # a bound itself is allowed
+        ({"tis_bounds": "off"}, [1, 1, 1], 0),
     ],
 )
-def test_weights_above_the_cap_are_held_or_dropped_by_hand(settings, weights, beyond):
-    algorithm = AlgorithmSection(**{"name": "grpo", "tis_cap": 3.0} | settings)
+def test_weights_outside_the_bounds_are_held_or_dropped_by_hand(settings, weights, beyond):
+    algorithm = AlgorithmSection(**{"name": "grpo", "tis_bounds": (0, 3.0)} | settings)
     found = importance_weights(algorithm, OLD, STALE, MASK)
     assert found.values[MASK.bool()].tolist() == pytest.approx(weights)
     assert (found.truncated * MASK).sum().item() == beyond
@@ -191,12 +243,12 @@ def test_weights_above_the_cap_are_held_or_dropped_by_hand(settings, weights, be
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_fresh_tokens_have_the_weight_one_bit_for_bit(name):
-    on, mask = AlgorithmSection(name=name, tis_cap=2.0), MASK.bool()
+    on, mask = AlgorithmSection(name=name, tis_bounds=(0, 2.0)), MASK.bool()
     weights = importance_weights(on, OLD, OLD, MASK)
     assert weights.values[mask].tolist() == [1.0] * 3
     assert not weights.truncated.any()
-    for cap in (0.0, 2.0):
-        result, gradient = evaluate(name, tis_cap=cap)
+    for bounds in ("off", (0, 2.0), (0.5, 1.0)):
+        result, gradient = evaluate(name, tis_bounds=bounds)
         without, plain = evaluate(name, rollout=STALE)
         assert torch.equal(result.total, without.total)
         assert torch.equal(gradient, plain)
@@ -204,7 +256,7 @@ def test_fresh_tokens_have_the_weight_one_bit_for_bit(name):
 
 
 def test_a_token_that_the_older_policy_held_for_impossible_is_truncated():
-    algorithm = AlgorithmSection(name="grpo", tis_cap=2.0)
+    algorithm = AlgorithmSection(name="grpo", tis_bounds=(0, 2.0))
     rollout = torch.tensor([[-1e30, -2.0], [-1.5, 0.0]])
     weights = importance_weights(algorithm, OLD, rollout, MASK)
     assert weights.values[0, 0].item() == 2
@@ -230,7 +282,7 @@ def test_kl_estimators_by_hand():
 def test_nothing_counts_where_nothing_is_trained_whatever_it_is(name, kl_type):
     """Between tokens that are trained, too: the same as without them."""
     algorithm = AlgorithmSection(
-        name=name, clip_low=0.2, clip_high=0.3, kl_coef=0.5, kl_type=kl_type, tis_cap=3.0
+        name=name, clip_low=0.2, clip_high=0.3, kl_coef=0.5, kl_type=kl_type, tis_bounds=(0, 3.0)
     )
     algorithm = algorithm.model_copy(update={"entropy_coef": 0.1})
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
@@ -259,7 +311,7 @@ def test_nothing_counts_where_nothing_is_trained_whatever_it_is(name, kl_type):
 
 def test_the_bonus_for_entropy_is_normalised_like_the_loss_and_has_no_weight():
     entropy = torch.tensor([[0.5, 0.7], [0.2, 9.0]])
-    algorithm = AlgorithmSection(name="grpo", entropy_coef=0.1, tis_cap=3.0)
+    algorithm = AlgorithmSection(name="grpo", entropy_coef=0.1, tis_bounds=(0, 3.0))
     found = losses(algorithm, OLD, OLD, STALE, None, ADVANTAGES, MASK, entropy)
     expected = found.policy.item() - 0.1 * ((0.5 + 0.7) / 2 + 0.2)
     assert found.total.item() == pytest.approx(expected)
@@ -315,6 +367,6 @@ def test_ratios_and_what_is_clipped_on_each_side_by_hand():
 
 def test_kl_of_tokens_is_neither_weighted_nor_divided_by_lengths():
     ref = OLD + RATIOS - 0.5
-    result, _ = evaluate("grpo", ref=ref, kl_type="k1", kl_coef=1.0, tis_cap=0)
+    result, _ = evaluate("grpo", ref=ref, kl_type="k1", kl_coef=1.0, tis_bounds="off")
     assert result.kl_of_tokens.item() == pytest.approx(3 * 0.5)
     assert result.kl.item() == pytest.approx(2 * 0.5)

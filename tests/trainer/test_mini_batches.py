@@ -340,7 +340,7 @@ def test_a_mask_hides_what_it_does_not_train(new_rank, samples, masked):
     """Neither what an engine said of such a token nor its reward's share of the loss is seen."""
 
     def after(given):
-        rank = new_rank(algorithm={"name": "grpo", "tis_cap": 2.0, "entropy_coef": 0.01})
+        rank = new_rank(algorithm={"name": "grpo", "tis_bounds": (0, 2.0), "entropy_coef": 0.01})
         published, metrics = run_step(rank, whole(given))
         return published.file.digest, metrics
 

@@ -162,7 +162,7 @@ def new_config(model_dir):
                 "model": {"path": str(model_dir)},
                 "data": {"path": "unused", "max_prompt_length": 8},
                 "rollout": {"max_response_length": 32},
-                "algorithm": {"name": "dapo", "tis_cap": 2.0, "kl_coef": 0.1},
+                "algorithm": {"name": "dapo", "tis_bounds": (0, 2.0), "kl_coef": 0.1},
                 "train": {
                     "steps": steps,
                     "ranks": ranks,

@@ -56,9 +56,9 @@ def assert_close(a, b, tolerance):
         *({"name": name} for name in ALGORITHMS),
         {"name": "grpo", "kl_coef": 0.1},
         {"name": "reinforce++", "kl_coef": 0.1},
-        {"name": "dapo", "tis_cap": 2.0},
+        {"name": "dapo", "tis_bounds": (0, 2.0)},
         {"name": "dapo", "entropy_coef": 0.1},
-        {"name": "grpo", "tis_cap": 1.1, "tis_mode": "mask", "tis_level": "sequence"},
+        {"name": "grpo", "tis_bounds": (0, 1.1), "tis_mode": "mask", "tis_level": "sequence"},
     ],
     ids=lambda a: "-".join(str(v) for v in a.values()),
 )
@@ -101,7 +101,7 @@ def test_a_step_is_the_same_packed_or_padded_by_tiles_or_by_the_model(
     def after(packed, has_tiles, tile, batches):
         monkeypatch.setattr(score, "NARROWEST_TILE", tile)
         monkeypatch.setitem(score.TILE_VALUES, "cpu", 1)
-        rank = new_rank(algorithm={"name": "dapo", "tis_cap": 2.0, "kl_coef": 0.1})
+        rank = new_rank(algorithm={"name": "dapo", "tis_bounds": (0, 2.0), "kl_coef": 0.1})
         assert rank.started.is_packed
         assert rank.started.notes == ()
         for name in ("policy", "reference"):
@@ -155,10 +155,12 @@ def naive_gradients(rank, samples, settings, divisor):
             )
             gap, ratio = gaps[t].item(), torch.exp(logprobs[t] - old)
             if rank.learner.algorithm.name == "gspo":
-                gap, ratio = gaps.mean().item(), torch.exp((logprobs - logprobs.detach()).mean())
+                ratio = torch.exp((logprobs - logprobs.detach()).mean())
             if rank.learner.algorithm.name == "rloo":
-                gap, ratio = gaps.sum().item(), torch.exp((logprobs - logprobs.detach()).sum())
-            weight = min(math.exp(gap), settings["tis_cap"]) if settings["tis_cap"] else 1.0
+                ratio = torch.exp((logprobs - logprobs.detach()).sum())
+            weight = (
+                min(math.exp(gap), settings["tis_bounds"][1]) if "tis_bounds" in settings else 1.0
+            )
             policy = -ratio * s.advantage
             divergence = torch.exp(ref[t] - logprobs[t]) - (ref[t] - logprobs[t]) - 1
             tokens.append(weight * (policy + settings["kl_coef"] * divergence))
@@ -170,7 +172,7 @@ def naive_gradients(rank, samples, settings, divisor):
 # On-policy: nothing is clipped here. The clipping is tested by hand in test_loss.py.
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_equal_a_naive_implementation(new_rank, samples, name):
-    settings = {"name": name, "tis_cap": 1.5, "kl_coef": 0.2, "kl_type": "k3"}
+    settings = {"name": name, "tis_bounds": (0, 1.5), "kl_coef": 0.2, "kl_type": "k3"}
     if name == "dr_grpo":
         settings["loss_norm"] = 20
     rank = new_rank(algorithm=settings, train={"optim": {"lr": 1e-2, "grad_clip": 0.0}})
@@ -203,7 +205,7 @@ def test_the_step_is_that_of_a_plain_loop(new_rank, samples):
     plain = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(2):
         _, metrics = run_step(rank, [micro_batches(samples, 1, 100)[0]], samples, step)
-        gradients = naive_gradients(other, samples, {"tis_cap": 0.0, "kl_coef": 0.0}, 24 * 20)
+        gradients = naive_gradients(other, samples, {"kl_coef": 0.0}, 24 * 20)
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
@@ -277,7 +279,10 @@ def test_weights_are_due_unless_engines_agree_exactly(new_rank, samples):
         ({}, 0.0),
         ({"model": {"path": "unused", "dtype": "bfloat16"}}, 2.0),
         ({"async": {"max_staleness": 1}}, 2.0),
-        ({"model": {"path": "unused", "dtype": "bfloat16"}, "algorithm": {"tis_cap": 0}}, 0.0),
+        (
+            {"model": {"path": "unused", "dtype": "bfloat16"}, "algorithm": {"tis_bounds": "off"}},
+            0.0,
+        ),
     ):
         rank = new_rank(**sections)
         _, metrics = run_step(rank, [(tuple(samples),)], samples)
@@ -351,3 +356,44 @@ def test_advantages_count_responses_that_were_not_computed(new_rank, samples):
     assert metrics["advantage/max"] == pytest.approx(max(values))
     assert metrics["perf/host_memory_gib"] > 0.05
     assert 0 <= metrics["perf/padding_share"] < 1
+
+
+def test_engine_against_trainer_is_compared_as_verl_does(new_rank, samples):
+    """`calculate_debug_metrics` and `compute_offpolicy_metrics` of verl, over tokens of any
+    version; differences of logprobs only over those of the newest one."""
+    rank, rng = new_rank(), random.Random(3)
+    module = rank.learner.policy.module
+    some, ours, engine, current = [], [], [], []
+    for k, s in enumerate(samples[:8]):
+        prompt, response = unpack_i32(s.prompt), unpack_i32(s.token_ids)
+        with torch.no_grad():
+            every = module(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        exact = every.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+        told = [x + rng.uniform(-0.3, 0.0) for x in exact.tolist()]
+        num_stale = k % min(3, len(response))
+        some.append(replace(s, rollout_logprobs=pack_f32(told), num_stale=num_stale))
+        ours += exact.tolist()
+        engine += told
+        current += [j >= num_stale for j in range(len(response))]
+    _, metrics = run_step(rank, [(tuple(some[:3]), tuple(some[3:]))], some)
+    a, b = torch.tensor(ours, dtype=torch.float64), torch.tensor(engine, dtype=torch.float64)
+    probabilities, logs = (a.exp() - b.exp()).abs(), (a - b).abs()[torch.tensor(current)]
+    expected = {
+        "train_rollout_prob_abs_diff": probabilities.mean(),
+        "train_rollout_prob_abs_diff_max": probabilities.max(),
+        "train_rollout_prob_abs_diff_std": probabilities.std(),
+        "train_rollout_logprob_abs_diff": logs.mean(),
+        "train_rollout_logprob_abs_diff_max": logs.max(),
+        "mismatch_kl/all": ((a - b).exp() - (a - b) - 1).mean(),
+    }
+    assert 0 < sum(current) < len(current)
+    for key, value in expected.items():
+        assert metrics[key] == pytest.approx(value.item(), rel=1e-4), key
+
+
+def test_the_largest_advantages_have_finite_figures(new_rank, samples):
+    huge = [replace(s, advantage=(-1.0) ** k * 3e38) for k, s in enumerate(samples[:4])]
+    _, metrics = run_step(new_rank(), [(tuple(huge),)], huge)
+    assert metrics["advantage/std"] == pytest.approx(3e38, rel=1e-4)
+    assert abs(metrics["advantage/mean"]) < 1e33
+    assert metrics["advantage/max"] == pytest.approx(3e38)

@@ -17,10 +17,13 @@ from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainRe
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import num_tokens, streamed
+from lightrl.trainer.model.collate import collate
+from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
+from lightrl.wire import unpack_f32
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -87,7 +90,9 @@ def test_any_order_of_arrival_gives_the_same_step_up_to_rounding(new_rank, group
     rng = random.Random(seed)
 
     def weights(steps):
-        rank = new_rank(algorithm={"name": "dapo", "tis_cap": 2.0}, train={"optim": {"lr": 1e-3}})
+        rank = new_rank(
+            algorithm={"name": "dapo", "tis_bounds": (0, 2.0)}, train={"optim": {"lr": 1e-3}}
+        )
         train(rank, steps)
         return torch.cat([p.detach().flatten() for p in rank.learner.policy.module.parameters()])
 
@@ -171,7 +176,7 @@ def trainer_config(model_dir, ranks, steps):
             "data": {"path": "unused", **SHORT["data"]},
             "rollout": SHORT["rollout"],
             "run": {"deterministic": True},
-            "algorithm": {"name": "dapo", "tis_cap": 2.0},
+            "algorithm": {"name": "dapo", "tis_bounds": (0, 2.0)},
             "train": {
                 "steps": steps,
                 "ranks": ranks,
@@ -239,6 +244,45 @@ def test_shards_of_a_later_step_wait_and_any_other_is_refused(
         rank.started.published.file.digest,
         *train(rank, [[samples], parts(samples, ONES)]),
     ]
+
+
+def test_entropy_is_of_all_response_tokens_also_of_groups_without_a_signal(
+    model_dir, tmp_path, groups
+):
+    """Exact where it is computed; else the surprisal of what was sampled."""
+    config = trainer_config(model_dir, ranks=1, steps=1)
+    sent = shards(groups, 0, HALVES)
+    flat = {"p1@0", "p2@0", "p6@0"}
+    sent = [
+        replace(
+            shard,
+            groups=tuple(
+                replace(g, responses=tuple(replace(r, reward=1.0) for r in g.responses))
+                if g.group in flat
+                else g
+                for g in shard.groups
+            ),
+        )
+        for shard in sent
+    ]
+    [metrics] = asyncio.run(
+        run_trainer(config, tmp_path / "run", lambda v: [] if v else sent, pause=0, digests=[])
+    )
+    policy = load_policy(model_dir, torch.device("cpu"))
+    nats = number = num_computed = 0
+    for group in (g for shard in sent for g in shard.groups):
+        for s in train_samples(group, config):
+            number += len(s.token_ids) // 4
+            if group.group in flat:
+                nats -= sum(unpack_f32(s.rollout_logprobs))
+                continue
+            batch = collate([s], torch.device("cpu"), policy.vocabulary)
+            with torch.no_grad():
+                _, entropy = response_logprobs(policy, batch)
+            nats += (entropy * batch.mask).sum().item()
+            num_computed += len(s.token_ids) // 4
+    assert metrics["num_trained_tokens"] == num_computed < number == metrics["num_tokens"]
+    assert metrics["entropy"] == pytest.approx(nats / number, rel=1e-5)
 
 
 def test_gradients_that_are_not_finite_end_the_run_after_five_in_a_row(

@@ -16,6 +16,7 @@ from lightrl.errors import TrainerError
 from lightrl.loss_mask import num_trained
 from lightrl.messages.training import TrainGroup
 from lightrl.trainer.protocol import MicroBatch, TrainSample
+from lightrl.wire import LARGEST_F32, fits_f32
 
 STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8
@@ -84,15 +85,19 @@ def advantages(name: str, rewards_G: Sequence[float]) -> list[float]:
 
     Where they are compared, exactly 0.0 if all are equal, which includes a group of one: there is
     no signal in it. Example: advantages("rloo", [1, 0, 0]) == [1, -0.5, -0.5] up to rounding.
-    Raises TrainerError for a reward that is not finite: it would poison the whole step.
+    Raises TrainerError for a reward outside float32: it would poison the whole step.
     """
-    if not all(math.isfinite(r) for r in rewards_G):
-        raise TrainerError(f"rewards {list(rewards_G)}: all must be finite numbers")
+    _require_f32("reward", rewards_G)
     # the mean of equal floats need not equal them
     is_flat = not rewards_G or min(rewards_G) == max(rewards_G)
     if is_flat and name not in UNGROUPED:
         return [0.0] * len(rewards_G)
-    return ALGORITHM[name](rewards_G)
+    return [max(-LARGEST_F32, min(LARGEST_F32, a)) for a in ALGORITHM[name](rewards_G)]
+
+
+def _require_f32(what: str, values: Sequence[float]) -> None:
+    if wrong := [v for v in values if not fits_f32(v)]:
+        raise TrainerError(f"a {what} is {wrong[0]}: all must be finite and in float32's range")
 
 
 def whitened(
@@ -103,11 +108,13 @@ def whitened(
     or without, as verl has it.
 
     `batches` are those of one rank, `total` adds up over all of them, and is called by each twice.
-    Where all advantages are equal there is no signal in them: all become exactly 0.0.
+    Where all advantages are equal there is no signal in them: all become exactly 0.0. Raises
+    TrainerError for one outside float32.
     """
     samples = [s for batch in batches for s in batch]
     lengths = [num_trained(s.token_ids, s.loss_mask) for s in samples]
     values = [s.advantage for s in samples]
+    _require_f32("advantage", values)
     count, summed = total([math.fsum(lengths), math.fsum(map(mul, lengths, values))])
     mean = summed / max(1.0, count)
     (squares,) = total(

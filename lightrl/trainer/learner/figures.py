@@ -16,11 +16,18 @@ SUMS: tuple[str, ...] = (
     "ratios",
     "clipped_low",
     "clipped_high",
+    "clipped_dual",
     "weights",
+    "squared_weights",
     "truncated",
     "gap",
     "compared",
     "mismatch_kl",
+    # of all trained tokens, whatever version sampled them
+    "prob_gap",
+    "squared_prob_gap",
+    "mismatch_kl_of_all",
+    "compared_of_all",
     "tokens",
     "responses",
     "advantages",
@@ -33,7 +40,9 @@ SUMS: tuple[str, ...] = (
 MAXIMA: tuple[str, ...] = (
     "gap",
     "mismatch_kl",
+    "prob_gap",
     "weight",
+    "negative_weight",
     "ratio",
     "negative_ratio",
     "advantage",
@@ -89,6 +98,8 @@ class StepFigures:
         """`has_weights`: importance weights are on; `has_reference`: there is a KL term."""
         sums, tokens = self._sums, max(1.0, self._sums["tokens"])
         compared, every = max(1.0, sums["compared"]), max(1, self._num_counted)
+        # those without a signal are not clipped
+        in_step = max(1, self._num_tokens)
         metrics = {name: value / every for name, value in self._losses.items()}
         metrics |= {
             "kl/ref": sums["kl_of_tokens"] / tokens,
@@ -96,9 +107,10 @@ class StepFigures:
             "ratio/mean": sums["ratios"] / tokens if sums["tokens"] else 1.0,
             "ratio/min": -self._largest("negative_ratio", -1.0),
             "ratio/max": self._largest("ratio", 1.0),
-            "clip_frac": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
-            "clip_frac/low": sums["clipped_low"] / tokens,
-            "clip_frac/high": sums["clipped_high"] / tokens,
+            "clip_frac": (sums["clipped_low"] + sums["clipped_high"]) / in_step,
+            "clip_frac/low": sums["clipped_low"] / in_step,
+            "clip_frac/high": sums["clipped_high"] / in_step,
+            "clip_frac/dual": sums["clipped_dual"] / in_step,
             **self._advantages(),
             "grad_norm": sum(self._norms) / max(1, len(self._norms)),
             "lr": lr,
@@ -106,6 +118,7 @@ class StepFigures:
             "train_rollout_logprob_abs_diff_max": self._largest("gap", 0.0),
             "mismatch_kl/mean": sums["mismatch_kl"] / compared,
             "mismatch_kl/max": self._largest("mismatch_kl", 0.0),
+            **self._probabilities(),
             "train/skipped_nonfinite": float(self._num_skipped),
             "train/updates": float(len(self._norms) - self._num_skipped),
             "num_tokens": float(self._num_tokens),
@@ -122,9 +135,25 @@ class StepFigures:
             del metrics["kl/ref"]
         if has_weights:
             metrics["tis/mean"] = sums["weights"] / tokens
+            metrics["tis/min"] = -self._largest("negative_weight", 0.0)
             metrics["tis/max"] = self._largest("weight", 0.0)
             metrics["tis/truncated_share"] = sums["truncated"] / tokens
+            squares = sums["squared_weights"] * tokens  # Kish's effective sample size, as a share
+            metrics["tis/ess"] = sums["weights"] ** 2 / squares if squares else 0.0
         return metrics
+
+    def _probabilities(self) -> dict[str, float]:
+        """|pi_old - pi_rollout| of sampled tokens, the standard deviation with n - 1, and k3, both
+        as verl computes them."""
+        sums, number = self._sums, self._sums["compared_of_all"]
+        mean = sums["prob_gap"] / max(1.0, number)
+        variance = (sums["squared_prob_gap"] - number * mean**2) / max(1.0, number - 1)
+        return {
+            "train_rollout_prob_abs_diff": mean,
+            "train_rollout_prob_abs_diff_max": self._largest("prob_gap", 0.0),
+            "train_rollout_prob_abs_diff_std": math.sqrt(max(0.0, variance)),
+            "mismatch_kl/all": sums["mismatch_kl_of_all"] / max(1.0, number),
+        }
 
     def _largest(self, name: str, without: float) -> float:
         """`without`: where nothing was trained."""

@@ -153,7 +153,7 @@ class Learner:
         self.update(finish)
         metrics = self._figures.metrics(
             self._learning_rate(finish.step),
-            has_weights=self.algorithm.tis_cap != 0,
+            has_weights=self.algorithm.tis_bounds != "off",
             has_reference=self.algorithm.kl_coef > 0,
         )
         metrics |= {
@@ -232,8 +232,8 @@ class Learner:
         """With the importance weights that are due here: engines that compute as we do, in float32
         on a CPU, need none."""
         is_float32 = self.device.type == "cpu" and self.policy.served == torch.float32
-        cap = self.config.tis_cap(is_float32)
-        return self.config.algorithm.model_copy(update={"tis_cap": cap})
+        bounds = self.config.tis_bounds(is_float32) or "off"
+        return self.config.algorithm.model_copy(update={"tis_bounds": bounds})
 
     def _accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
         self._fetch()
@@ -273,11 +273,15 @@ class Learner:
         sums.total.backward()
         # What engines serve are the weights of the step's begin.
         is_compared = begun_with is not None or not self._has_moved
-        compared = batch.is_current if is_compared else torch.zeros_like(batch.mask)
+        every = batch.mask if is_compared else torch.zeros_like(batch.mask)
+        compared = batch.is_current * every
         gap = (ours - batch.rollout_logprobs).abs() * compared
+        prob_gap = (ours.exp() - batch.rollout_logprobs.exp()).abs() * every
         # Of samples from the engine: its divergence from what we think of them.
-        mismatch = loss.kl("k3", batch.rollout_logprobs, ours, compared)
-        advantages, num_read = batch.advantages[: len(samples)], sum(map(num_tokens_read, samples))
+        mismatch_of_all = loss.kl("k3", batch.rollout_logprobs, ours, every)
+        mismatch = mismatch_of_all * compared
+        advantages = batch.advantages[: len(samples)].double()  # whose squares float32 may not hold
+        num_read = sum(map(num_tokens_read, samples))
         values = [
             sums.policy,
             sums.kl,
@@ -286,11 +290,17 @@ class Learner:
             sums.ratios,
             sums.num_clipped_low,
             sums.num_clipped_high,
+            sums.num_clipped_dual,
             sums.weights,
+            sums.squared_weights,
             sums.num_truncated,
             gap.sum(),
             compared.sum(),
             mismatch.sum(),
+            prob_gap.sum(),
+            prob_gap.square().sum(),
+            mismatch_of_all.sum(),
+            every.sum(),
             batch.mask.sum(),
             len(samples),
             advantages.sum(),
@@ -299,7 +309,8 @@ class Learner:
             batch.ids.numel() - num_read,
         ]
         self.sums += _stacked(values, gap)
-        maxima = [gap.max(), mismatch.max(), sums.max_weight, sums.max_ratio, -sums.min_ratio]
+        maxima = [gap.max(), mismatch.max(), prob_gap.max(), sums.max_weight, -sums.min_weight]
+        maxima += [sums.max_ratio, -sums.min_ratio]
         has_any = bool(samples)
         maxima += [advantages.max(), -advantages.min()] if has_any else [-math.inf, -math.inf]
         self.maxima = torch.maximum(self.maxima, _stacked(maxima, gap))

@@ -61,8 +61,8 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, random: np.random.G
     found, _ = response_logprobs(policy, batch)
     optimizer.zero_grad()
     loss = losses(
-        AlgorithmSection(name="grpo", tis_cap=0.0), found, found.detach(), batch.rollout_logprobs,
-        None, batch.advantages, batch.mask,
+        AlgorithmSection(name="grpo", tis_bounds="off"),
+        found, found.detach(), batch.rollout_logprobs, None, batch.advantages, batch.mask,
     )  # fmt: skip
     (loss.total / RESPONSES).backward()
     torch.nn.utils.clip_grad_norm_(policy.module.parameters(), 1.0)

@@ -1,5 +1,7 @@
 """Steps in their order: versions, shards, evaluations, the end."""
 
+import pytest
+
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish, Report
 from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
 from lightrl.messages.nodes import Drain
@@ -28,6 +30,72 @@ def test_node_that_cannot_load_a_version_is_asked_to_leave(driver: Driver):
     assert (name, drain.reason) == ("a", "cannot load version 0")
     assert driver.core.fleet.num_weights_failed == 3
     assert driver.core.table.counters.engines_lost == 0
+
+
+def refuses(driver: Driver, *names: str) -> list[Finish]:
+    """These refuse version 0 for good, and leave as they are asked to; the others after them, if
+    the run has ended for that."""
+    failed = WeightsFailed(0, "the canary differs")
+    for name in names:
+        for _ in range(3):
+            driver.feed(WeightsRefused(name, failed))
+        driver.feed(NodeLeft(name, "cannot load version 0", True))
+    if driver.core.ending.has_begun:
+        return of_kind(driver.feed(NodeLeft("t", "run failed", True)), Finish)
+    return []
+
+
+def test_a_run_ends_when_all_its_rollout_nodes_have_refused_a_version():
+    driver = Driver(num_rollouts=2)
+    for name, role in (("t", "trainer"), ("a", "rollout"), ("b", "rollout")):
+        driver.join(name, role)
+    driver.publish(0)
+    assert refuses(driver, "b") == []
+    [finish] = refuses(driver, "a")
+    why = "no rollout node is left: b: cannot load version 0: the canary differs"
+    assert (finish.state, finish.reason) == ("failed", why)
+
+
+def test_a_run_ends_when_the_engines_of_all_its_rollout_nodes_have_failed():
+    driver = Driver(num_rollouts=1)
+    driver.start("a")
+    driver.feed(NodeLeft("a", "the engine died 6 times", False))
+    assert driver.core.ending.has_begun
+    [finish] = of_kind(driver.feed(NodeLeft("t", "run failed", True)), Finish)
+    assert finish.reason == "no rollout node is left: a: the engine died 6 times"
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        ({"num_rollouts": 0}, ()),  # all of them come from elsewhere
+        ({"num_rollouts": 2}, ()),  # the second has not come yet
+        ({"num_rollouts": 1, "scale_max": 4}, ()),  # more may be started
+        ({"num_rollouts": 1}, ("lost",)),  # one that was lost may come back
+        ({"num_rollouts": 1}, ("here",)),
+    ],
+)
+def test_a_run_waits_for_rollout_nodes_that_may_come(settings, others):
+    driver = Driver(**settings)
+    for name, role in (("t", "trainer"), ("a", "rollout"), *((o, "rollout") for o in others)):
+        driver.join(name, role)
+    driver.publish(0)
+    if "lost" in others:
+        driver.feed(NodeLost("lost", "connection lost"))
+    assert refuses(driver, "a") == []
+    assert not driver.core.ending.has_begun
+
+
+def test_a_node_that_comes_back_has_not_failed_for_good():
+    driver = Driver(num_rollouts=1)
+    for name, role in (("t", "trainer"), ("a", "rollout"), ("b", "rollout")):
+        driver.join(name, role)
+    driver.publish(0)
+    assert refuses(driver, "a") == []
+    driver.join("a")
+    assert refuses(driver, "b") == []
+    driver.feed(NodeLost("a", "connection lost"))
+    assert not driver.core.ending.has_begun
 
 
 def test_an_engine_that_dies_while_it_serves_is_no_failure_of_the_weights(driver: Driver):

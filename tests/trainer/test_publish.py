@@ -1,5 +1,6 @@
 """What a version consists of, and that ranks make the same one however many they are."""
 
+import math
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from lightrl.engine.checkpoint import build_model, check_fits, read_config, tensor_targets
+from lightrl.errors import WeightsError
 from lightrl.system.child import Pipe
 from lightrl.trainer.checkpoint.export import export
 from lightrl.trainer.model.policy import load_policy, shards
@@ -19,6 +21,7 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     Exported,
+    FinishStep,
     RankFailed,
     Save,
     Saved,
@@ -26,7 +29,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.rank.rank import main
 from lightrl.weights.delta.file import open_packed
-from lightrl.weights.publish.publisher import Shard
+from lightrl.weights.publish.publisher import Shard, require_finite
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import read_manifest
 from lightrl.weights.version.tensors import read_tensors, served_dtype, write_tensors
@@ -256,3 +259,39 @@ def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_
     data = published.read_bytes()
     assert len(data) > 2 * BUCKET_BYTES
     assert list(wrong_buckets(memoryview(data), read_manifest(digests[2]))) == []
+
+
+def shard(values: object, dtype: torch.dtype = torch.float32, stored=torch.float32) -> Shard:
+    tensor = torch.tensor(values, dtype=stored)
+    return Shard("layer.weight", dtype, tuple(tensor.shape), tensor.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "what"),
+    [
+        ([1.0, math.nan, math.inf], torch.float32, "NaN"),
+        ([[0.0], [-math.inf]], torch.bfloat16, "a value beyond bfloat16"),
+        ([1e5], torch.float16, "a value beyond float16"),  # finite before it is rounded
+    ],
+)
+def test_weights_that_are_not_finite_are_no_version(values, dtype, what):
+    fine = shard([0.5])
+    with pytest.raises(WeightsError) as e:
+        require_finite(7, [fine, shard(values, dtype), fine])
+    assert str(e.value) == f"version 7: the weights are not finite: layer.weight holds {what}"
+
+
+def test_what_is_finite_or_no_float_or_not_here_is_a_version():
+    require_finite(0, [])
+    require_finite(0, [shard([6e4], torch.float16), shard([]), shard([[3e38]], torch.bfloat16)])
+    require_finite(0, [shard([1 << 40, -5], torch.int64, torch.int64), shard([0.5])])
+
+
+def test_a_rank_publishes_no_version_with_nan_and_says_where(new_rank):
+    """After the model is loaded, and after an update that has made it so."""
+    rank = new_rank()
+    name, first = next(iter(rank.learner.policy.module.named_parameters()))
+    with torch.no_grad():
+        first.view(-1)[3] = math.nan
+    with pytest.raises(WeightsError, match=rf"version 1: the weights are .* {name} holds NaN"):
+        list(rank.perform(FinishStep(0, 0, 0, 1)))

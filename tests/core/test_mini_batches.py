@@ -2,27 +2,30 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from lightrl.core import mini_batches
 from lightrl.core.commands import Command
+from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState
+from lightrl.messages.responses import Sampling
 from lightrl.messages.training import TrainGroup, TrainShard
-from tests.core.conftest import Driver, sent
+from tests.core.conftest import SETTINGS, Driver, sent
 
 PROMPTS = 16
 
 
 def new(**changes: Any) -> Driver:
     sizes = {"prompts_per_step": PROMPTS, "group_size": 1, "mini_batches": 4, "num_steps": 3}
-    d = Driver(**sizes | changes)
+    d = Driver(False, **sizes | changes)
     d.start("a", slots=64)
     return d
 
 
-def groups_in(commands: Sequence[Command]) -> list[TrainGroup]:
+def groups_in(commands: list[Command]) -> list[TrainGroup]:
     return [g for _, shard in sent(commands, TrainShard) for g in shard.groups]
 
 
@@ -180,6 +183,33 @@ def test_replacements_of_dropped_groups_move_none_that_was_sent():
         assert sizes_of(groups) == [4, 4, 4, 4]
         again = d.join("t", "trainer", incarnation=2) + d.publish(0)
         assert labels_of(groups_in(again)) == labels_of(groups)
+
+
+@pytest.mark.parametrize(("order", "is_even"), [("random", True), ("arrival", False)])
+def test_the_weight_of_a_token_by_mini_batch_is_that_of_one_large_batch(
+    order: Literal["random", "arrival"], is_even: bool
+):
+    """As dapo has it, 1 / (updates x tokens of its update), against 1 / tokens of the step: over
+    all tokens that the k-th updates of many steps have."""
+    parts, num = 4, 32
+    settings = replace(SETTINGS, prompts_per_step=num, mini_batches=parts, mini_batch_order=order)
+    rng, shares = random.Random(2), [0.0] * parts
+    for step in range(3000):
+        lengths = [rng.lognormvariate(0, 0.8) for _ in range(num)]
+        round = Round("plain", step, num, num, 0.0, RoundState.CLOSED)
+        for k in range(num):
+            prompt = DrawnPrompt(f"p{k}", 0, b"")
+            group = Group(f"p{k}@0", prompt, round, k, 1, Sampling(1.0), 10)
+            group.state = GroupState.ACCEPTED
+            round.groups[group.id] = group
+        round.accepted = sorted(round.groups.values(), key=lambda g: lengths[g.position])
+        mini_batches.assign(settings, round)
+        for g in round.in_turn:
+            shares[g.mini_batch or 0] += lengths[g.position] / sum(lengths) / 3000
+    weights = [1 / parts / share for share in shares]
+    assert sum(shares) == pytest.approx(1)
+    assert (max(abs(w - 1) for w in weights) < 0.02) == is_even
+    assert is_even or weights[0] > 4 * weights[-1]
 
 
 def test_the_shuffle_is_even():

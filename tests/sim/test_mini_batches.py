@@ -113,8 +113,8 @@ def weight_of_longest(sent: Steps, mean: TokenMean | None = None) -> float:
 
 def test_tail_batching_takes_no_weight_from_the_longest_responses():
     plain, own, running = list[float](), list[float](), list[float]()
-    for seed in range(3):
-        sizes = {"num_steps": 60, "mini_batches": 1, "run_seed": seed}
+    for seed in range(2):
+        sizes = {"num_steps": 50, "mini_batches": 1, "run_seed": seed}
         plain.append(weight_of_longest(trained("lockstep", **sizes)[1]))
         _, tail = trained("tail-batched", **sizes)
         own.append(weight_of_longest(tail))
@@ -126,15 +126,11 @@ def test_tail_batching_takes_no_weight_from_the_longest_responses():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tail": Tail(1.25)},
-        {"tail": Tail(1.1), "num_steps": 12},
-        {"tail": Tail(2.5), "num_steps": 9},
-        {"tail": Tail(1.5, 1.5)},
-        {"tail": Tail(1.25), "max_staleness": 1},
-        {"tail": Tail(1.25), "max_staleness": 3, "num_steps": 14},
-        {"tail": Tail(1.25, race="clock"), "num_steps": 13},
-        {"tail": Tail(1.25), "num_steps": 1},
-        {"tail": Tail(4.0), "num_steps": 5},
+        {"tail": Tail(1.1), "num_steps": 7},
+        {"tail": Tail(2.5), "num_steps": 6},
+        {"tail": Tail(1.25), "max_staleness": 1, "num_steps": 8},
+        {"tail": Tail(1.25), "max_staleness": 3, "num_steps": 9},
+        {"tail": Tail(1.25, 1.25, race="clock"), "num_steps": 6},
     ],
     ids=str,
 )
@@ -143,7 +139,7 @@ def test_a_run_ends_with_nothing_put_off(changes: dict[str, Any]):
     assert len(steps) == run.settings.num_steps
     assert not run.core.backlog.put_off
     kinds = [step.kind for step in run.outcome.steps]
-    assert "short" in kinds or len(steps) == 1
+    assert "short" in kinds
     assert all(len(groups) == PROMPTS for groups in steps.values())
 
 

@@ -2076,9 +2076,37 @@ MUTATIONS = [
     Mutation(
         "a micro-batch has groups of two mini-batches",
         "trainer/shard_queue.py",
-        "return self._size - self._counted if self._num_more else maxsize",
-        "return maxsize",
+        "while self._rest and self._rest[0].mini_batch <= self._mini_batch:",
+        "while self._rest:",
         tests=("tests/trainer/test_shard_queue.py",),
+    ),
+    Mutation(
+        "mini-batches are sorted by length",
+        "core/mini_batches.py",
+        'return settings.mini_batches > 1 and settings.mini_batch_order == "random"',
+        "return False",
+        tests=("tests/core/test_mini_batches.py",),
+    ),
+    Mutation(
+        "a remainder of a few groups is an update of its own",
+        "core/mini_batches.py",
+        "if is_closed and 2 * (total - end) < most:",
+        "if is_closed and total < end:",
+        tests=("tests/core/test_mini_batches.py",),
+    ),
+    Mutation(
+        "what is put off by the last short rounds of a run is never trained",
+        "core/rounds.py",
+        'return "flush" if waiting > rounds_left * settings.prompts_per_step else "short"',
+        'return "short"',
+        tests=("tests/core/test_tail.py",),
+    ),
+    Mutation(
+        "tokens of a step that began again count twice in the running mean",
+        "trainer/learner/token_mean.py",
+        "self.sums = self._at_begin\n",
+        "pass\n",
+        tests=("tests/trainer/test_token_mean.py",),
     ),
     # The emulated rank: what its digest must show
     Mutation(

@@ -1,5 +1,6 @@
 """What must hold after every event. Reads the whole state: for tests, in production on demand."""
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightrl.core import race, rounds
@@ -264,6 +265,12 @@ def _round(core: "Coordinator", round: Round) -> None:
             len(final) == len(round.accepted) <= round.needed,
             f"{name}: {len(final)} groups accepted",
         )
+        labels = [g.mini_batch for g in round.in_turn]
+        whole = round.state not in {RoundState.CLOSED, RoundState.TRAINED} or len(labels) == len(
+            final
+        )
+        in_order = all(a is not None and b in {a, a + 1} for a, b in pairwise(labels))
+        _require(whole and in_order, f"{name}: the order of its mini-batches is {labels}")
     if round.state is not RoundState.FILLING and not round.is_eval:
         prompts = {g.prompt.id for g in round.groups.values()}
         _require(len(prompts) == len(round.groups), f"{name}: a prompt twice")

@@ -18,7 +18,8 @@ there.)
 The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer
 than the end of its epoch or of the run; nobody is put off twice in an epoch: only short rounds
 race. A run of `num_steps` steps ends with an empty queue, unless groups without scores were put off
-beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: what the next epoch brings of it meanwhile is held back.
+beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: what the next
+epoch brings of it meanwhile is held back.
 
 The responses of a prompt that was put off continue from the tokens that they have
 (`Tail.deferred`), those that finished are kept, and of more than R0 the first R0 by index: being put

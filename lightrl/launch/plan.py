@@ -209,13 +209,6 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
     responses = config.train.prompts_per_step * config.rollout.group_size
     if config.train.engine != "emulated":
         yield from _overlap_notes(config, responses)
-    surplus = launched - config.train.prompts_per_step
-    steps_left = config.train.steps - 1 - config.async_.max_staleness
-    if surplus > max(0, steps_left) * config.train.prompts_per_step:
-        yield (
-            f"round.tail_batching cannot act: after a short round train.steps = "
-            f"{config.train.steps} are too few to train what it puts off"
-        )
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
     if config.round.tail_batching == "off" and config.round.deferred is not None:
@@ -291,6 +284,13 @@ def key_notes(config: Config) -> Iterator[str]:
         yield (
             f"train.mini_batch_order = {config.train.mini_batch_order!r} cannot act: a step is one "
             "update with train.mini_batches = 1"
+        )
+    surplus = config.launched[0] - config.train.prompts_per_step
+    steps_left = config.train.steps - 1 - config.async_.max_staleness
+    if surplus > max(0, steps_left) * config.train.prompts_per_step:
+        yield (
+            f"round.tail_batching cannot act: after a short round train.steps = "
+            f"{config.train.steps} are too few to train what it puts off"
         )
     for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
         yield (

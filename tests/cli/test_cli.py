@@ -117,6 +117,17 @@ keeps the first 32 x 8 by tokens
             a short round's 400 take 2 turns or more""",
         ),
         (
+            "train.mini_batches=4",
+            """4 optimizer steps of 8 prompts
+            mini-batches are of random groups (train.mini_batch_order): the first is complete near \
+the end of the round, until then about 1/4 of the backward pass overlaps""",
+        ),
+        (
+            "train.mini_batches=4 train.mini_batch_order=arrival",
+            """mini-batches are in the order of arrival (train.mini_batch_order): all of the \
+backward pass but the last groups overlaps with generation""",
+        ),
+        (
             "round.tail_batching=prompts round.eta=1.125 round.race=clock run.deterministic=true",
             """36 prompts x 8 responses = 288, keeps the first 32 x 8 by clock
             about 8 short rounds + 1 long

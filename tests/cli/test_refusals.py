@@ -296,6 +296,16 @@ def test_a_place_for_checkpoints_is_not_blamed_on_the_run_directory(tmp_path):
             "algorithm.kl_coef=0.1",
             "algorithm.kl_type = 'k1' cannot act: there is no penalty with algorithm.kl_coef = 0",
         ),
+        (
+            "train.mini_batch_order=arrival",
+            "train.mini_batches=2",
+            "train.mini_batch_order = 'arrival' cannot act: a step is one update",
+        ),
+        (
+            "round.tail_batching=prompts train.steps=1",
+            "train.steps=2",
+            "round.tail_batching cannot act: after a short round train.steps = 1 are too few",
+        ),
     ],
 )
 def test_keys_that_cannot_act(overrides, acts, line):

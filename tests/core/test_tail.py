@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from lightrl.core.recovery import recover
 from lightrl.core.rounds import sample_seed
 from lightrl.core.settings import Tail
 from lightrl.core.state import DrawnPrompt
+from lightrl.errors import InvariantViolation
 from lightrl.messages.training import TrainShard
 from tests.core.conftest import Driver, held_out, ids, of_kind, sent
 
@@ -121,6 +123,44 @@ def test_nobody_waits_longer_than_a_period_of_rounds(eta: float):
             elif g.id in since:
                 period = prompts // (round(eta * prompts) - prompts)
                 assert r.step - since.pop(g.id) <= period + 1
+
+
+@pytest.mark.parametrize(
+    ("eta", "num_steps", "pattern"),
+    [
+        (1.5, 1, "f"),  # nothing could train what a race would put off
+        (1.5, 2, "sf"),
+        (1.5, 4, "sslf"),
+        (1.5, 5, "sslsf"),
+        (1.25, 7, "sssslsf"),
+        (1.25, 5, "ssssl"),
+        (2.0, 4, "slsl"),
+        (3.0, 4, "sllf"),
+        (4.0, 3, "fff"),  # a race would put three steps off, and two are left
+    ],
+)
+def test_the_last_rounds_of_a_run_train_what_was_put_off(eta: float, num_steps: int, pattern: str):
+    d = tail(eta, num_steps=num_steps)
+    closed = d.play(length, rounds=num_steps)
+    assert "".join(r.kind[0] for r in closed) == pattern
+    assert queue(d) == []
+    trained = [g.id for r in closed for g in r.accepted]
+    assert len(trained) == len(set(trained)) == 4 * num_steps
+
+
+def test_rounds_that_only_race_responses_put_nothing_off_until_the_end():
+    assert kinds(tail(1.0, 1.5, num_steps=3), 3) == "sss"
+
+
+def test_a_run_that_is_extended_was_flushed_where_it_had_ended():
+    d = tail(1.5, num_steps=1)
+    assert d.round.kind == "flush"
+    longer = Coordinator(replace(d.core.settings, num_steps=4), d.now)
+    recover(longer, d.segment, d.now)
+    assert [r.kind for r in longer.table.rounds] == ["flush"]
+    other = Coordinator(replace(d.core.settings, tail=Tail()), d.now)
+    with pytest.raises(InvariantViolation, match="was flush, and now would be plain"):
+        recover(other, d.segment, d.now)
 
 
 def test_rest_of_an_epoch_is_flushed_also_when_nobody_waits():

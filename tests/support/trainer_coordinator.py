@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +33,8 @@ class Coordinator:
     def __init__(self, config, folder, groups):
         self.config = config
         self.folder = folder
-        self.groups = groups
+        size = config.train.prompts_per_step // config.train.mini_batches
+        self.groups = [replace(group, mini_batch=i // size) for i, group in enumerate(groups)]
         self.digests = {}
         self.portions = {}
         self.replicas = {}

@@ -14,9 +14,7 @@ def shards(*sizes, each=8, alone=False):
     """Mini-batches of `each` groups."""
     made, first = [], 0
     for index, size in enumerate(sizes):
-        groups = tuple(
-            TrainGroup(f"p{i}", b"", (), i // each) for i in range(first, first + size)
-        )
+        groups = tuple(TrainGroup(f"p{i}", b"", (), i // each) for i in range(first, first + size))
         is_last = index == len(sizes) - 1
         made.append(TrainShard(0, index, 0, groups, is_last, sum(sizes), alone))
         first += size

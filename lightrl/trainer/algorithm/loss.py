@@ -289,8 +289,9 @@ def denominator(
     """What the sums of a whole step are divided by; totals over all trained responses of all ranks.
 
     token: every token weighs the same. With tail batching `num_tokens` is what these responses have
-    by a running mean, see learner/token_mean.py. sequence: every response, whatever its length. constant: the
-    sum over tokens, over responses times a constant, so that no weight depends on any length.
+    by a running mean, see learner/token_mean.py. sequence: every response, whatever its length.
+    constant: the sum over tokens, over responses times a constant, so that no weight depends on any
+    length.
     """
     match loss_norm(algorithm):
         case "token":

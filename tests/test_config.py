@@ -332,6 +332,10 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"async": {"staleness": 1}}, ("async.staleness: unknown key", "async.max_staleness")),
         ({"async_": {"max_staleness": 1}}, ("async_: unknown key", "[async]")),
         (
+            {"round": {"tail_batching": "prompts"}, "algorithm": {"tis_cap": 0}},
+            ("algorithm.tis_cap = 0", "biased", "round.deferred = 'restart'"),
+        ),
+        (
             {"async": {"max_staleness": 2}, "algorithm": {"tis_cap": 0}},
             ("algorithm.tis_cap = 0", "async.max_staleness = 2", "biased"),
         ),
@@ -459,6 +463,9 @@ def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written
         ({}, 0, 2),
         ({"async": {"max_staleness": 0}}, 0, 2),
         ({"async": {"max_staleness": 1}}, 2, 2),
+        ({"round": {"tail_batching": "both"}}, 2, 2),
+        ({"round": {"tail_batching": "both", "deferred": "restart"}}, 0, 2),
+        ({"round": {"tail_batching": "both"}, "run": {"deterministic": True}}, 0, 2),
         ({"async": {"max_staleness": 1}, "algorithm": {"tis_cap": 5.0}}, 5, 5),
         ({"algorithm": {"tis_cap": 0}}, 0, 0),
         ({"rollout": {"engine_args": {"kv_cache_dtype": "fp8"}}}, 2, 2),

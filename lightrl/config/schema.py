@@ -148,7 +148,7 @@ class Config(Section):
         is_held_to_own = self.algorithm.old_logprobs == "trainer"
         if self.continues and self.algorithm.tis_cap == 0 and is_held_to_own:
             raise ValueError(
-                "algorithm.tis_cap = 0: responses that were put off are continued and have tokens of "
+                "algorithm.tis_cap = 0: responses that are put off are continued with tokens of "
                 "older versions, which is biased without importance weights; leave it out, or set "
                 "round.deferred = 'restart'"
             )

@@ -194,6 +194,8 @@ def test_a_round_kept_against_what_it_launched():
             "launched_at_limit_km": estimated[1],
             "kept_reward": 0.75,
             "scored_reward": 0.7,  # that of the prompt put off included
+            "deferred_staleness": 0.0,
+            "deferred_staleness_max": 0.0,
             "aborted_tokens": 22.0,
             "aborted_share": 22 / 32,
             "put_off": 1.0,

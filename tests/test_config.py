@@ -332,6 +332,10 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"async": {"staleness": 1}}, ("async.staleness: unknown key", "async.max_staleness")),
         ({"async_": {"max_staleness": 1}}, ("async_: unknown key", "[async]")),
         (
+            {"round": {"tail_batching": "prompts"}, "algorithm": {"tis_bounds": "off"}},
+            ("algorithm.tis_bounds = 'off'", "biased", "round.deferred = 'restart'"),
+        ),
+        (
             {"async": {"max_staleness": 2}, "algorithm": {"tis_bounds": "off"}},
             ("algorithm.tis_bounds = 'off'", "async.max_staleness = 2", "biased"),
         ),
@@ -467,6 +471,9 @@ def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written
         ({}, None, (0, 2)),
         ({"async": {"max_staleness": 0}}, None, (0, 2)),
         ({"async": {"max_staleness": 1}}, (0, 2), (0, 2)),
+        ({"round": {"tail_batching": "both"}}, (0, 2), (0, 2)),
+        ({"round": {"tail_batching": "both", "deferred": "restart"}}, None, (0, 2)),
+        ({"round": {"tail_batching": "both"}, "run": {"deterministic": True}}, None, (0, 2)),
         (
             {"async": {"max_staleness": 1}, "algorithm": {"tis_bounds": [0.5, 5]}},
             (0.5, 5),

@@ -239,9 +239,9 @@ class RoundSection(Section):
 
     deferred: Literal["restart", "continue"] | None = Field(
         default=None,
-        description="what a later round does with responses that were put off: 'continue' them from "
-        "their tokens, which are of older versions then, or 'restart' them, on-policy, which makes "
-        "them shorter; default: continue, with run.deterministic restart",
+        description="what a later round does with responses that were put off: it continues them "
+        "from their tokens, which are of older versions then, or restarts them, on-policy, which "
+        "makes them shorter; default: continue, with run.deterministic restart",
     )
 
     @property

@@ -19,7 +19,7 @@ class PutOff:
     attempts: int
     # the step that first put it off
     since: int
-    # its responses in the order of their indices, as many as a later round launches; () = none began
+    # its responses by index, as many as a later round launches; () = none was launched
     held: tuple[HeldResponse, ...] = ()
 
 

@@ -225,9 +225,6 @@ class _Recovery:
         for group in self._core.table.rounds[-1].groups.values():
             if group.prompt == entry.prompt:
                 group.held = entry.held
-                if self._core.settings.tail.continues:
-                    for response, before in zip(group.responses, entry.held, strict=False):
-                        response.carried = len(before.tokens) // 4
 
     def _begin(self) -> None:
         """What the restated rounds did on their way here, is in what stood already."""

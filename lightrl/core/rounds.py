@@ -22,11 +22,11 @@ beyond the surplus of its last short rounds. A prompt in the queue is not drawn 
 epoch brings of it meanwhile is held back.
 
 The responses of a prompt that was put off continue from the tokens that they have
-(`Tail.deferred`), those that finished are kept, and of more than R0 the first R0 by index: being put
+(`Tail.deferred`), those that finished are kept, of more than R0 the first R0 by index: being put
 off selects none. Their first tokens are of older versions. With "restart" all of them are sampled
 again by the new weights, with the noise that they had. Where the weights have changed so much that
-another response comes, one that was long is replaced by one that need not be, and what is trained is
-shorter; with fresh noise, as in the paper, always. (`fresh_noise` keeps that for comparison.)
+another response comes, one that was long is replaced by one that need not be, and what is trained
+is shorter; with fresh noise, as in the paper, always (`fresh_noise`, for comparison).
 """
 
 import hashlib
@@ -180,10 +180,9 @@ def _continue(response: Response, before: HeldResponse) -> None:
     an earlier request may still arrive.
     """
     response.tokens, response.logprobs = decode("i", before.tokens), decode("f", before.logprobs)
-    response.carried = len(response.tokens)
     response.starts = list(before.starts)
     response.version = before.starts[-1][0] if before.starts else -1
-    is_full = response.carried >= response.group.max_response_tokens
+    is_full = len(response.tokens) >= response.group.max_response_tokens
     response.finish_reason = before.finish_reason or ("length" if is_full else None)
     if response.finish_reason is not None:
         response.state = ResponseState.DONE

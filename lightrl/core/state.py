@@ -131,14 +131,11 @@ class DrawnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class HeldResponse:
-    """A response of a group that was put off, as far as it came; arrays are little-endian.
-
-    Example: HeldResponse(<int32>, <float32>, ((3, 0),), "stop", 1.0)
-    """
+    """A response of a group that was put off, as far as it came; arrays are little-endian."""
 
     # int32
     tokens: bytes = b""
-    # float32; empty where responses restart
+    # float32; empty if the response will restart
     logprobs: bytes = b""
     # as Response.starts
     starts: tuple[tuple[int, int], ...] = ()
@@ -173,8 +170,6 @@ class Response:
     version: int = -1
     # (policy version, index of its first token), in order
     starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    # tokens that it had when its round opened: those of the round that put it off
-    carried: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
     # or known to get no score
@@ -198,6 +193,12 @@ class Response:
     def context(self) -> int:
         """Tokens that an engine holds of it."""
         return len(self.group.prompt.tokens) // 4 + len(self.tokens)
+
+    @property
+    def carried(self) -> int:
+        """Tokens that it had when its round opened: those of the round that put its group off."""
+        held = self.group.held
+        return len(held[self.index].logprobs) // 4 if self.index < len(held) else 0
 
     @property
     def num_new(self) -> int:

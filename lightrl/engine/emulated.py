@@ -1,8 +1,8 @@
 """The emulated engine: no model, tokens and lengths that are pure functions of (seed, position).
 
-Another version of the weights gives the same response, or, by chance (`restart_change`), another one
-from the first token on: what follows depends on the seed and that token alone, so that a response is
-continued by any version as it would have been by the one that began it.
+Another version of the weights gives the same response or, by chance (`restart_change`), another
+one from the first token on. What follows depends on the seed and that token alone, so that any
+version continues a response as the one that began it would have done.
 
 For tests of everything around an engine and for trying a fleet on one machine: it takes as long as
 a latency model says. Needs neither torch nor vLLM.
@@ -88,12 +88,11 @@ class EmulatedEngine:
         if self._t0_s or prefill_s:
             step_s = self._t0_s * (1 + len(self._running) / self._half_batch)
             time.sleep(prefill_s + step_s)
-        branches = [self._branch(r) for r in self._running]
-        seeds = np.array([self._noise(r, b) for r, b in zip(self._running, branches, strict=True)], np.uint64)
+        seeds = [self._seeds(r) for r in self._running]
         positions = np.array([len(r.tokens) for r in self._running], np.int64)
-        noise = uniforms(seeds, positions)
+        noise = uniforms(np.array([s for s, _ in seeds], np.uint64), positions)
         deltas = []
-        for r, branch, u in zip(self._running, branches, noise.tolist(), strict=True):
+        for r, (_, branch), u in zip(self._running, seeds, noise.tolist(), strict=True):
             stop = r.sampling.stop_token_ids
             token = stop[0] if stop and self._ends(r, branch) else self._token(u, r.stop)
             deltas.append(Delta(r.response, [token], [math.log1p(-u)], r.grow(token)))
@@ -157,20 +156,16 @@ class EmulatedEngine:
             token = (token + 1) % self._vocabulary
         return token
 
-    def _first_noise(self, r: Running) -> int:
-        """Seed of the first token under these weights."""
-        own = r.seed ^ self._salt
-        return own if uniform(own ^ _CHANGE_SALT, 0) < self._change else r.seed
-
-    def _branch(self, r: Running) -> int:
-        """Seed of all that follows the first token, which is drawn here if there is none yet."""
-        first = r.first
-        if first is None:
-            first = self._token(uniform(self._first_noise(r), r.num_prompt), r.stop)
-        return (r.seed ^ (first * _BRANCH)) & _SEEDS
-
-    def _noise(self, r: Running, branch: int) -> int:
-        return self._first_noise(r) if r.first is None else branch
+    def _seeds(self, r: Running) -> tuple[int, int]:
+        """Of the noise of the next token; of that which decides whether the response ends there."""
+        at = len(r.tokens)
+        if at > r.num_prompt:
+            seed = _branch(r.seed, r.tokens[r.num_prompt])
+            return seed, seed
+        seed = r.seed ^ self._salt
+        if uniform(seed ^ _CHANGE_SALT, 0) >= self._change:
+            seed = r.seed
+        return seed, _branch(r.seed, self._token(uniform(seed, at), r.stop))
 
     def _ends(self, r: Running, branch: int) -> bool:
         """A constant hazard at every position: lengths are geometric, and no matter where it was
@@ -178,3 +173,8 @@ class EmulatedEngine:
         if not self._mean_length or uniform(branch ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
         return uniform(branch ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length
+
+
+def _branch(seed: int, first: int) -> int:
+    """Seed of all that follows the first token of a response."""
+    return (seed ^ (first * _BRANCH)) & _SEEDS

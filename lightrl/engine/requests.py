@@ -28,11 +28,6 @@ class Running:
     # tokens of the prompt
     num_prompt: int = 0
 
-    @property
-    def first(self) -> int | None:
-        """The first token of the response, if there is one."""
-        return self.tokens[self.num_prompt] if len(self.tokens) > self.num_prompt else None
-
     def grow(self, token: int) -> FinishReason | None:
         """Appends a sampled token and says whether the response ends with it."""
         self.tokens.append(token)

@@ -181,8 +181,8 @@ def _staleness(config: Config) -> str:
         weighted = "their ratios are to what sampled them (algorithm.old_logprobs)"
     if not most:
         return (
-            "synchronous, but for responses that are put off: the tokens that they have by then are "
-            f"of older versions, {weighted}"
+            "synchronous, but for responses that are put off: the tokens that they have by then "
+            f"are of older versions, {weighted}"
         )
     return (
         f"asynchronous: up to {most} more rounds start before a step is trained; tokens are "

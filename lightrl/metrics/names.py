@@ -198,7 +198,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("round/is_<kind>", "1 if the round was short, long or flush"),
     Metric("tail/deferred_staleness", "trained version minus the oldest of a continued response"),
     Metric("tail/deferred_staleness_max", "the largest"),
-    Metric("tail/restart_same_share", "restarts that repeat all tokens of what was put off", _SHARE),
+    Metric(
+        "tail/restart_same_share", "restarts that repeat all tokens of what was put off", _SHARE
+    ),
     Metric("tail/restart_common_tokens", "of both, until the first that differs, mean", _TOKENS),
     Metric("tail/restart_shorter_share", "restarts that ended before they came as far", _SHARE),
     Metric("tail_run/length_bias", "length trained over that of first attempts, minus 1", _SHARE),

@@ -6,10 +6,10 @@ all that shortens what is trained, for each round and over the whole run. Decide
 nothing.
 
 Over the run, `length_bias` compares the trained responses with the first attempts at all responses
-that were launched. A first attempt that was given up is a censored observation. It goes on where a
-later round continued it, and where a restart has repeated all of its tokens; another response in its
-place says nothing of it. So censoring depends on what was sampled until then alone, as the estimator
-requires. Prompts that have similar lengths make the standard error too small.
+that were launched. A first attempt that was given up is a censored observation. It is completed
+where a later round continued it, and where a restart has repeated all of its tokens; another
+response in its place says nothing of it. So censoring depends on what was sampled until then alone,
+as the estimator requires. Prompts of similar lengths make the standard error too small.
 """
 
 import math
@@ -113,42 +113,24 @@ class Tally:
         }
 
 
-@dataclass(slots=True)
-class Restarts:
-    """Responses that were put off with at least one token, and have begun anew."""
+def compare(before: bytes, response: Response) -> Counter[str]:
+    """A restart with the earlier attempt, of which `before` are the tokens, int32. Empty if it has
+    not begun. Sums over restarts, divided by their number, are the figures restart_*."""
+    after, is_over = encode(response.tokens), response.finish_reason is not None
+    if not after and not is_over:
+        return Counter()
+    num_common = common_tokens(before, after)
+    return Counter(
+        num=1,
+        same_share=int(4 * num_common == len(before)),
+        common_tokens=num_common,
+        shorter_share=int(is_over and len(after) < len(before)),
+    )
 
-    num: int = 0
-    # that repeat the tokens of the earlier attempt, as far as it went
-    same: int = 0
-    # until the first one that differs
-    common_tokens: int = 0
-    # that ended with fewer tokens than the earlier attempt had
-    shorter: int = 0
 
-    def add(self, before: bytes, response: Response) -> bool:
-        """`before`: int32, the tokens of the earlier attempt. Whether this one repeats them."""
-        after = encode(response.tokens)
-        num_common = common_tokens(before, after)
-        is_same, is_over = 4 * num_common == len(before), response.finish_reason is not None
-        if before and (after or is_over):
-            self.num += 1
-            self.same += is_same
-            self.common_tokens += num_common
-            self.shorter += is_over and len(after) < len(before)
-        return is_same
-
-    def merge(self, other: "Restarts") -> None:
-        self.num += other.num
-        self.same += other.same
-        self.common_tokens += other.common_tokens
-        self.shorter += other.shorter
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "restart_same_share": self.same / max(1, self.num),
-            "restart_common_tokens": self.common_tokens / max(1, self.num),
-            "restart_shorter_share": self.shorter / max(1, self.num),
-        }
+def restart_figures(sums: Mapping[str, int]) -> dict[str, float]:
+    num = sums.get("num", 0)
+    return {f"restart_{name}": n / num for name, n in sums.items() if num and name != "num"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +146,8 @@ class BiasNote:
     since: list[tuple[str, int, int]]
     tokens: int
     untrained_tokens: int
-    restarts: Restarts
+    # see `compare`
+    restarts: dict[str, int]
 
 
 class Bias:
@@ -177,7 +160,7 @@ class Bias:
         self.max_wait_steps = 0
         self._limit = max_response_tokens
         self._tally = Tally()
-        self._restarts = Restarts()
+        self._restarts = Counter[str]()
         self._put_off: dict[
             tuple[str, int], dict[int, ResponseOutcome]
         ] = {}  # (prompt, epoch) -> index -> so far
@@ -192,7 +175,7 @@ class Bias:
         if not count:
             return Bias(self._limit).add(round, backlog)
         kept = {r.id for group in round.accepted for r in group.kept}
-        own, restarts = Tally(), Restarts()
+        own, restarts = Tally(), Counter[str]()
         for group in round.groups.values():
             prompt = group.prompt.id, group.prompt.epoch
             fates = {r.index: _fate(r, r.id in kept) for r in group.responses}
@@ -201,13 +184,17 @@ class Bias:
                 fate = fates[r.index]
                 own.add(fate)
                 held = group.held[r.index].tokens if r.index < len(group.held) else b""
-                goes_on = r.carried > 0 or not held or restarts.add(held, r)
+                goes_on = r.carried > 0 or not held
+                if not goes_on:
+                    compared = compare(held, r)
+                    restarts.update(compared)
+                    goes_on = bool(compared["same_share"])
                 if goes_on and r.index in before:
                     self._tally.add(before[r.index], -1)
                 self._tally.add(fate, is_launched=goes_on or r.index not in before)
             if group.state is GroupState.PUT_OFF:
                 self._put_off[prompt] = before | fates
-        self._restarts.merge(restarts)
+        self._restarts.update(restarts)
         tokens = sum(r.num_new for group in round.groups.values() for r in group.responses)
         self._tokens += tokens
         self._untrained_tokens += round.aborted_tokens
@@ -217,7 +204,7 @@ class Bias:
         self.max_wait_steps = max(self.max_wait_steps, waits)
         return {
             **own.figures(self._limit),
-            **(restarts.figures() if restarts.num else {}),
+            **restart_figures(restarts),
             **_deferred_staleness(round),
             "aborted_tokens": float(round.aborted_tokens),
             "aborted_share": round.aborted_tokens / max(1, tokens),
@@ -235,14 +222,14 @@ class Bias:
             [(prompt, epoch, step) for (prompt, epoch), step in self._since.items()],
             self._tokens,
             self._untrained_tokens,
-            self._restarts,
+            dict(self._restarts),
         )
 
     def recall(self, note: BiasNote) -> None:
         """Goes on from what another process knew."""
         self.num_rounds = Counter(note.num_rounds)
         self.max_wait_steps = note.max_wait_steps
-        self._tally, self._restarts = note.tally, note.restarts
+        self._tally, self._restarts = note.tally, Counter(note.restarts)
         self._put_off = {(prompt, epoch): fates for prompt, epoch, fates in note.put_off}
         self._since = {(prompt, epoch): step for prompt, epoch, step in note.since}
         self._tokens, self._untrained_tokens = note.tokens, note.untrained_tokens
@@ -252,7 +239,7 @@ class Bias:
         return {
             **self._tally.figures(self._limit),
             **self._tally.bias(self._limit),
-            **(self._restarts.figures() if self._restarts.num else {}),
+            **restart_figures(self._restarts),
             "aborted_tokens": float(self._untrained_tokens),
             "aborted_share": self._untrained_tokens / max(1, self._tokens),
         }
@@ -314,21 +301,19 @@ def horizon(finished: Mapping[int, int], given_up: Mapping[int, int], limit: int
     return limit
 
 
-def kaplan_meier(
-    finished: Mapping[int, int], given_up: Mapping[int, int], limit: int
-) -> Estimate:
+def kaplan_meier(finished: Mapping[int, int], given_up: Mapping[int, int], limit: int) -> Estimate:
     """Of all responses, if those given up had gone on; lengths above `limit` count as `limit`.
 
     `finished` and `given_up` count responses by their tokens; one given up after n tokens would
     have had more than n. S(t), the share longer than t, falls at each length that responses
     finished at by their share of all that had come so far (Kaplan and Meier 1958); the mean is the
     area below it. Beyond the longest that finished it stays level: where the longest were given up,
-    mean and share are upper bounds. The standard error is Greenwood's for a restricted mean: the sum
-    of A(t)^2 d / (n (n - d)) over those lengths, A(t) being the area beyond t, d those that finished
-    at t and n those that had come so far (Klein and Moeschberger 2003, equation 4.5.2).
+    mean and share are upper bounds. The standard error is Greenwood's for a restricted mean: the
+    sum of A(t)^2 d / (n (n - d)) over these lengths, A(t) being the area beyond t, d those that
+    finished at t, n all that had come so far (Klein and Moeschberger 2003, equation 4.5.2).
 
-    Example: kaplan_meier({2: 1, 4: 1}, {3: 1}, 10)[:2] == (2 + 2/3 * 2, 0.0): S is 1, from 2 on 2/3,
-    from 4 on 0.
+    Example: kaplan_meier({2: 1, 4: 1}, {3: 1}, 10)[:2] == (2 + 2/3 * 2, 0.0): S is 1, from 2 on
+    2/3, from 4 on 0.
     """
     at_risk = sum(finished.values()) + sum(given_up.values())
     share, area, before = 1.0 if at_risk else 0.0, 0.0, 0

@@ -131,10 +131,19 @@ backward pass but the last groups overlaps with generation""",
             "round.tail_batching=prompts round.eta=1.125 round.race=clock run.deterministic=true",
             """36 prompts x 8 responses = 288, keeps the first 32 x 8 by clock
             about 8 short rounds + 1 long
-            length bias: none by selection
+            length bias: shorter: responses that are put off restart
+            staleness   synchronous: every trained token is sampled by the newest version
             speculation off, for run.deterministic
             note        run.deterministic does not cover round.race = 'clock': which responses""",
         ),
+        (
+            "round.tail_batching=prompts round.deferred=continue run.deterministic=true",
+            """length bias: none: responses that are put off are continued, not replaced
+            staleness   synchronous, but for responses that are put off
+            of older versions, weighted by at most 2 (algorithm.tis_cap)
+            with round.deferred = continue the samples depend on timing""",
+        ),
+        ("round.deferred=restart", "note        round.deferred = restart has no effect without"),
         (
             "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",
             """32 prompts x 12 responses = 384

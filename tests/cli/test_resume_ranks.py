@@ -26,6 +26,7 @@ SETTINGS = (
     "train.optim.warmup_steps=100",
     "round.tail_batching=both",
     "round.eta=1.5",
+    "round.deferred=restart",  # what is continued depends on when it was put off
     "checkpoint.interval=0",
     "checkpoint.export=never",
 )

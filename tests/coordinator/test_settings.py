@@ -24,9 +24,12 @@ def settings(tmp_path: Path, num_prompts: int = 100, **changes: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("round", "tail"),
     [
-        ({}, Tail()),
-        ({"tail_batching": "prompts", "eta": 1.5}, Tail(1.5, 1.0)),
-        ({"tail_batching": "both", "eta": [1.5, 1.25], "race": "clock"}, Tail(1.5, 1.25, "clock")),
+        ({}, Tail(deferred="continue")),
+        ({"tail_batching": "prompts", "eta": 1.5}, Tail(1.5, 1.0, deferred="continue")),
+        (
+            {"tail_batching": "both", "eta": [1.5, 1.25], "race": "clock", "deferred": "restart"},
+            Tail(1.5, 1.25, "clock", "restart"),
+        ),
     ],
 )
 def test_rounds_are_as_configured_and_launch_what_the_config_says(tmp_path, round, tail):

@@ -215,7 +215,7 @@ class LongWorld(World):
 @pytest.mark.parametrize("kind", [settings, sharing])
 @pytest.mark.parametrize("seeds", [range(5000 + 20 * k, 5020 + 20 * k) for k in range(3)])
 def test_worlds_that_continue_train_what_the_oracle_says(
-    kind: Callable[..., dict[str, object]], seeds: range
+    kind: Callable[..., dict[str, Any]], seeds: range
 ):
     """Nodes, trainers and coordinators that die; draining; evaluations; shared devices."""
     num_continued = 0

@@ -63,7 +63,7 @@ def changes(parallel: list[int], num_steps: int, **engine_args: float) -> dict[s
     return {
         "rollout": rollout | ({"parallel": parallel} if parallel else {}),
         "train": {"steps": num_steps, "prompts_per_step": 4},
-        "round": {"tail_batching": "both", "eta": 1.5},
+        "round": {"tail_batching": "both", "eta": 1.5, "deferred": "restart"},
     }
 
 

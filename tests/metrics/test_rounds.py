@@ -140,7 +140,7 @@ LONG = closed(
     ],
 )
 def test_kaplan_meier(finished, given_up, mean, at_limit):
-    assert kaplan_meier(finished, given_up, LIMIT) == pytest.approx((mean, at_limit))
+    assert kaplan_meier(finished, given_up, LIMIT)[:2] == pytest.approx((mean, at_limit))
 
 
 def test_kaplan_meier_finds_the_mean_again_when_giving_up_has_nothing_to_do_with_length():
@@ -153,7 +153,7 @@ def test_kaplan_meier_finds_the_mean_again_when_giving_up_has_nothing_to_do_with
         counts, n = (finished, length) if length <= limit else (given_up, limit)
         counts[n] = counts.get(n, 0) + 1
     true_mean = sum(lengths) / len(lengths)
-    mean, at_limit = kaplan_meier(finished, given_up, 1000)
+    mean, at_limit, _ = kaplan_meier(finished, given_up, 1000)
     assert sum(given_up.values()) > 300
     assert mean == pytest.approx(true_mean, rel=0.02)
     assert at_limit == 0.0
@@ -194,6 +194,8 @@ def test_a_round_kept_against_what_it_launched():
             "launched_at_limit_km": estimated[1],
             "kept_reward": 0.75,
             "scored_reward": 0.7,  # that of the prompt put off included
+            "deferred_staleness": 0.0,
+            "deferred_staleness_max": 0.0,
             "aborted_tokens": 22.0,
             "aborted_share": 22 / 32,
             "put_off": 1.0,
@@ -214,7 +216,7 @@ def test_over_a_run_a_prompt_that_was_put_off_counts_once():
     # c: 3 and 10 in place of 3 and 5; its third response, which was never asked for again, stays
     finished, given_up = {1: 1, 2: 1, 3: 2, 4: 1, 8: 1, 9: 1, 10: 1}, {4: 1, 5: 2}
     assert (run["launched_length_km"], run["launched_at_limit_km"]) == pytest.approx(
-        kaplan_meier(finished, given_up, LIMIT)
+        kaplan_meier(finished, given_up, LIMIT)[:2]
     )
     assert run["kept_length"] == (2 + 4 + 3 + 1 + 3 + 10 + 8 + 9) / 8
     assert run["launched_length"] == pytest.approx(
@@ -533,8 +535,8 @@ def test_summary_and_snapshot_tell_the_bias_of_the_run():
     assert plain.snapshot(strict, 1.0).tail is None
 
 
-@pytest.mark.parametrize("mode", ["prompts", "both"])
-def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str):
+@pytest.mark.parametrize(("mode", "deferred"), [("prompts", "restart"), ("both", "continue")])
+def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str, deferred: str):
     """Two epochs of 12 prompts, 4 a step, raced: metrics, summary, lengths and trainer say the
     same."""
     rows = (QUICKSTART / "train.jsonl").read_text().splitlines()[:12]
@@ -544,7 +546,7 @@ def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str
     async def scenario():
         changes = {
             "data": {"path": str(tmp_path / "train.jsonl")},
-            "round": {"tail_batching": mode, "eta": 1.5},
+            "round": {"tail_batching": mode, "eta": 1.5, "deferred": deferred},
             "train": {"steps": 6, "prompts_per_step": 4},
             "rollout": {"slots": 32},
         }
@@ -582,8 +584,11 @@ def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str
     assert (
         sum(r["tail/aborted_tokens"] for r in steps)
         == summary["aborted_tokens"]
-        == launched - sum(trained)
+        == summary["rollout_tokens"] - sum(trained)
     )
+    # a response that was continued is in two rounds
+    assert (launched == summary["rollout_tokens"]) == (deferred == "restart")
+    assert any(r["tail/deferred_staleness"] >= 1 for r in steps) == (deferred == "continue")
     assert summary["tail"]["kept_length"] == pytest.approx(sum(trained) / len(trained))
     assert summary["tail"]["prompts_put_off"] == sum(r["tail/put_off"] for r in steps) > 0
     assert steps[-1]["foresight/coverage"] > 0

@@ -140,7 +140,7 @@ def test_a_run_is_predicted_from_what_it_left(tmp_path: Path, capsys, tail: str)
         parts = ("rollout_s", "training_s", "publishing_s", "weights_s")
         assert times["step_s"] == pytest.approx(sum(times[part] for part in parts))
     assert abs(said["error"]) < 0.05
-    assert abs(said["median_error"]) < 0.08
+    assert abs(said["median_error"]) < 0.09
     assert said["error_of_each"] < 0.1
     for phase in ("training_s", "publishing_s", "weights_s"):
         assert predicted[phase] == pytest.approx(measured[phase], abs=0.03)

@@ -51,6 +51,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    # max_model_len is the context and one token, whose position no response reaches
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
 }
 # for several GPUs: this process has asked CUDA already
 CUDA_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

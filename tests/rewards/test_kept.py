@@ -114,7 +114,12 @@ def test_what_a_file_imports_is_found_in_its_package_and_the_working_directory(
     sources, _ = kept.sources(["proj/rules/main.py:f"], tmp_path / "run", is_anew=False)
     names = {str(Path(path).relative_to(tmp_path)) for path in sources}
     assert names == {
-        *("proj/rules/main.py", "proj/rules/extra.py", "proj/rules/__init__.py"),
+        *(
+            "proj/__init__.py",
+            "proj/rules/main.py",
+            "proj/rules/extra.py",
+            "proj/rules/__init__.py",
+        ),
         *("proj/common/__init__.py", "proj/common/text.py", "proj/rules/weights.py"),
         *("at_root/__init__.py", "at_root/deep.py", "json.py"),
     }

@@ -93,6 +93,11 @@ class Reward(Section):
         description='pattern of the reward "regex": its first group is compared with the answer; '
         "without a group it is searched for",
     )
+    source: Literal["kept", "files"] = Field(
+        default="kept",
+        description="of your functions on a resume: as it was when the run began (a copy in "
+        "RUN_DIR/rewards), or as the files are now",
+    )
     workers: Positive = Field(default=1, description="reward processes")
     timeout_s: Seconds = Field(
         default=10.0, description="limit of one call, counted from its start"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightrl.config.reward import is_own_function
 from lightrl.config.schema import Config
 from lightrl.coordinator.first_rows import first_rows
 from lightrl.coordinator.prompts import Prompts
@@ -27,6 +28,7 @@ from lightrl.errors import RewardError
 from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
 from lightrl.metrics.samples import SamplesLog
+from lightrl.rewards import kept
 from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials, doubts
@@ -49,10 +51,15 @@ class Scoring:
         report: Callable[[str], None],
     ) -> None:
         """`log_dir` lies in the run directory. `serve` as a task; `submit` at any time;
-        `pool.stop()` and `samples.close()` at the end."""
+        `pool.stop()` and `samples.close()` at the end. Raises RewardError."""
         sets, steps = prompts.scored_alike, config.train.steps
+        functions = [name for each in sets for name in each.functions if is_own_function(name)]
+        place, is_anew = log_dir.parent / kept.FOLDER, config.reward.source == "files"
+        own, change = kept.sources(functions, place, is_anew)
+        if change:
+            report(change)
         self.pool = RewardPool(
-            config.reward, sets, tokenizer_dir, log_dir, self._scored, report, steps
+            config.reward, sets, tokenizer_dir, log_dir, self._scored, report, steps, own
         )
         self.samples = SamplesLog(log_dir.parent, config.logging.samples, report)
         self._config = config

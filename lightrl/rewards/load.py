@@ -4,7 +4,6 @@ Owns how its file is imported: as a script would be, or as a member of its packa
 its siblings. Runs user code, so in the reward worker only.
 """
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightrl.errors import RewardError
+from lightrl.rewards import kept
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def distinct_names(names: Sequence[str], references: Sequence[str]) -> list[str]
 @cache  # functions of one file share what it keeps, as in the project that they are from
 def _import_file(path: Path) -> ModuleType:
     sys.path.append(os.getcwd())  # of the project that it belongs to
-    depth = _depth(path)
+    depth = kept.package_depth(path)
     if depth:
         return _import_member(path, path.parents[depth])
     name, folder = path.stem, str(path.parent)
@@ -96,7 +96,7 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.append(folder)
     else:
         sys.path.insert(0, folder)  # so that it can import its neighbours, as a script can
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = kept.spec_of(name, path)
     if spec is None or spec.loader is None:
         raise RewardError(f"{path}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -147,16 +147,3 @@ def _is_found(name: str, path: Path) -> bool:
 
 def _is_file(file: str | None, path: Path) -> bool:
     return file is not None and Path(file).exists() and path.samefile(file)
-
-
-def _depth(path: Path) -> int:
-    """In how many folders its package is nested, if it imports from it by dots; else 0."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return 0  # the import will say it
-    dots = max((n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)), default=0)
-    folders = 0
-    while (path.parents[folders] / "__init__.py").is_file():
-        folders += 1
-    return max(dots, folders) if dots else 0

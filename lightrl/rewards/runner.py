@@ -10,8 +10,9 @@ When it has to be killed, those that had not started go back to the head of the 
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from lightrl.config.reward import Reward
 from lightrl.errors import RewardError
@@ -37,10 +38,12 @@ class RewardPool:
         on_result: Callable[[RewardResult], None],
         report: Callable[[str], None],
         num_steps: int = 0,
+        sources: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """`report` gets a line about each worker that must be started again, but for what a job did
-        to it. `num_steps`: of the run."""
-        setup = Setup(reward.model_dump_json(), tuple(sets), str(tokenizer_dir), num_steps)
+        to it. `num_steps`: of the run. `sources`: of the functions, see `kept`."""
+        model, own = str(tokenizer_dir), dict(sources)
+        setup = Setup(reward.model_dump_json(), tuple(sets), model, num_steps, own)
         self._on_result = on_result
         self._report = report
         self._queue: deque[Jobs] = deque()

@@ -14,13 +14,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias, cast
 
 from lightrl.config.reward import Reward
 from lightrl.data.layouts import answer_of
 from lightrl.errors import RewardError
+from lightrl.rewards import kept
 from lightrl.rewards.base import Columns, RewardFunction, Sample, TrainerState
 from lightrl.rewards.builtin import load_function
 from lightrl.rewards.load import distinct_names
@@ -59,6 +60,8 @@ class Setup:
     sets: tuple[RewardSet, ...]
     tokenizer_dir: str
     num_steps: int
+    # absolute path -> content of the modules that are imported as they were, see kept.py
+    sources: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ def main(sock: socket.socket) -> None:
         if not isinstance(setup, Setup):
             raise TypeError(f"the first command is {type(setup).__name__}, not Setup")
         named = ", ".join(dict.fromkeys(f for each in setup.sets for f in each.functions))
+        kept.install(setup.sources)
         try:
             scorers = load_scorers(setup)
             decode = load_decoder(Path(setup.tokenizer_dir))

@@ -51,7 +51,7 @@ CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": MAX_LENGTH,  # the longest response fills the context
     "vocab_size": VOCABULARY,
     "tie_word_embeddings": True,
     "initializer_range": 0.15,

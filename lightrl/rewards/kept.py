@@ -1,0 +1,142 @@
+"""The source of the user's reward functions as it was when the run began: one source for all
+workers, however often they start and whoever edits the files meanwhile.
+
+The coordinator reads the files and keeps a copy in the run directory; workers import modules from
+what they receive. `__file__` stays the path of the file, so that data beside it is found.
+"""
+
+import ast
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from lightrl.errors import RewardError
+from lightrl.system import files
+
+FOLDER = "rewards"  # in a run directory; the whole path of each file is below it
+
+
+def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict[str, bytes], str]:
+    """Absolute path -> content of the modules of "path.py:function"s, from the copy in `folder` if
+    there is one, and a line about what has changed since it was made; "" if nothing has.
+
+    `is_anew`: the copy is replaced by the files as they are. Raises RewardError if it cannot be
+    written or read.
+    """
+    now = dict(_read(functions))
+    try:
+        kept = {f"/{file.relative_to(folder)}": file.read_bytes() for file in folder.rglob("*.py")}
+        changed = sorted(path for path, source in kept.items() if now.get(path) != source)
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        line = f"{changed[0]}{more} changed since the run began: " if changed else ""
+        if kept and not is_anew:
+            used = f'the copy in {folder} scores; reward.source = "files" takes what is there now'
+            return kept, line and line + used
+        draft = folder.with_name(f".{folder.name}.draft")
+        for old in (draft, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        for path, source in now.items():
+            files.make_folder(draft.joinpath(path.removeprefix("/")).parent)
+            files.write_whole(draft / path.removeprefix("/"), source)
+        if now:
+            draft.rename(folder)
+    except OSError as e:
+        raise RewardError(f"{folder}: no copy of the reward functions: {e.strerror}") from None
+    return now, line and f"{line}what is there now scores from here on"
+
+
+def _read(functions: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Each file with what it imports from its own folder, its package or the working directory, and
+    what that imports; a file that cannot be read is left to the import."""
+    for function in functions:
+        first = Path(function.rpartition(":")[0]).absolute()
+        depth, seen = package_depth(first), set[Path]()
+        todo = [first, *(package / "__init__.py" for package in first.parents[:depth])]
+        roots = [first.parent, first.parents[depth], Path.cwd()]
+        while todo:
+            file = todo.pop()
+            if file in seen or not file.is_file():
+                continue
+            seen.add(file)
+            yield str(file), (source := file.read_bytes())
+            for base, parts in _imports(source, file, roots):
+                for part in parts:
+                    base /= part
+                    todo += (base / "__init__.py", base.with_name(f"{part}.py"))
+
+
+def _imports(
+    source: bytes, file: Path, roots: Sequence[Path]
+) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Folders, and names of packages and modules below each other that may lie there."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = node.module.split(".") if node.module else []
+            names = [[*module, alias.name] for alias in node.names]
+            bases = [file.parents[node.level - 1]] if node.level else roots
+        elif isinstance(node, ast.Import):
+            names, bases = [alias.name.split(".") for alias in node.names], roots
+        else:
+            continue
+        yield from ((base, n) for n in names if n[0] != "lightrl" for base in bases)
+
+
+def package_depth(path: Path) -> int:
+    """In how many folders the package of a file is nested, if it imports from it by dots; else
+    0."""
+    try:
+        tree = ast.parse(_KEPT.get(str(path)) or path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return 0  # the import will raise it
+    dots = max((n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)), default=0)
+    folders = 0
+    while (path.parents[folders] / "__init__.py").is_file():
+        folders += 1
+    return max(dots, folders) if dots else 0
+
+
+def install(kept: Mapping[str, bytes]) -> None:
+    """From now on this process imports the modules of these files from these sources."""
+    _KEPT.update(kept)
+    sys.meta_path.insert(0, _Finder())
+
+
+def spec_of(name: str, path: Path) -> ModuleSpec | None:
+    """For the import of a file by its path."""
+    loader = _Loader(name, str(path)) if str(path) in _KEPT else None
+    return spec_from_file_location(name, path, loader=loader)
+
+
+class _Loader(SourceFileLoader):
+    """Without byte code: that on the disk may be of an edited file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(_KEPT[self.path], self.path)
+
+    def get_data(self, path: str) -> bytes:
+        return _KEPT[path] if path in _KEPT else super().get_data(path)
+
+
+class _Finder(MetaPathFinder):
+    """In front of all others."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin not in _KEPT:
+            return None
+        spec.loader = _Loader(fullname, spec.origin)
+        return spec
+
+
+_KEPT: dict[str, bytes] = {}  # absolute path -> source

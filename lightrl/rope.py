@@ -1,12 +1,12 @@
 """Rotary embeddings that depend on the length of a sequence: decided once, for trainer and engines
 alike.
 
-transformers chooses the frequencies of "longrope" (Phi-3.5, Phi-4-mini) and "dynamic" (NTK) in every
-pass, by the longest position in it. So logprobs depend on what else is in the batch, and keys that
-an engine has cached are of other frequencies than those of the tokens that follow. vLLM chooses
-those of longrope once, by its max_model_len. Here both are chosen once, by the longest sequence of
-the run (`Config.max_model_length`), and written into the config from which a model is built. Reads
-model configs, by attributes or as JSON; must not import torch or transformers.
+transformers chooses the frequencies of "longrope" (Phi-3.5, Phi-4-mini) and "dynamic" (NTK) in
+every pass, by the longest position in it. So logprobs depend on what else is in the batch, and keys
+that an engine has cached are of other frequencies than those of the tokens that follow. vLLM
+chooses those of longrope once, by its max_model_len. Here both are chosen once, by the longest
+sequence of the run (`Config.max_model_length`), and written into the config from which a model is
+built. Reads model configs, by attributes or as JSON; must not import torch or transformers.
 """
 
 import math
@@ -23,8 +23,8 @@ def settle(config: Any, max_length: int) -> str:
     the length.
 
     longrope: both lists of factors become the long one if `max_length` exceeds the original
-    context, else the short one. dynamic: beyond the model's context it becomes the default kind with
-    the base that a sequence of `max_length` has (as in transformers, `_compute_dynamic_ntk_parameters`).
+    context, else the short one. dynamic: beyond the model's context it becomes the default kind
+    with the base of a sequence of `max_length` (transformers' `_compute_dynamic_ntk_parameters`).
     """
     text = config.get_text_config()
     note = ""
@@ -56,8 +56,8 @@ def _settle_longrope(rope: dict[str, Any], context: int, max_length: int) -> str
     original = rope["original_max_position_embeddings"]
     kind = "long" if max_length > original else "short"
     rope["short_factor"] = rope["long_factor"] = rope[f"{kind}_factor"]
-    # By which the embeddings are multiplied. transformers reads `attention_factor` or `factor`, vLLM
-    # and Phi-3.5-MoE two scales: all are written.
+    # By which the embeddings are multiplied. transformers reads `attention_factor` or `factor`,
+    # vLLM and Phi-3.5-MoE two scales: all are written.
     factor = rope.get("factor") or context / original
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     scale = rope.get(f"{kind}_mscale") or rope.get("attention_factor") or default

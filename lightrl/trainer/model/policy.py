@@ -86,8 +86,8 @@ def load_policy(
     `served`: `model.dtype` of the config; "auto" as engines on this kind of device understand it.
     `replicas`, `is_offloaded`: see `Placement`. `lora`: adapters are trained, and the model stays
     as it is stored. `max_length`: tokens of the longest sequence, for rotary embeddings that depend
-    on it (lightrl/rope.py); 0 = as transformers does. Raises TrainerError, one line, if there is none that transformers can load,
-    ConfigError for targets that it does not have.
+    on it (lightrl/rope.py); 0 = as transformers does. Raises TrainerError, one line, if there is
+    none that transformers can load, ConfigError for targets that it does not have.
     """
     placement = Placement(device, world, replicas, is_offloaded)
     return _load(

@@ -103,7 +103,11 @@ def longrope(**more: Any) -> Config:
 @pytest.mark.parametrize(("length", "factors"), [(64, [1.0]), (65, [9.0])])
 def test_the_factors_of_longrope_follow_from_the_longest_sequence(length, factors):
     config = longrope()
-    assert settle(config, length)
+    kind = "short" if length == 64 else "long"
+    assert settle(config, length) == (
+        f"longrope: the {kind} factors are used at all lengths, since sequences may have {length} "
+        "tokens"
+    )
     rope = config.rope_parameters
     assert rope["short_factor"] == rope["long_factor"] == factors
     expected = (1 + 1 / 2) ** 0.5  # log 8 / log 64

@@ -24,7 +24,9 @@ FRAGMENTATION = 1.1
 # logits that become float32 logprobs at once: trainer/model/score.py, engine/sampling.py
 SCORED_VALUES = 1 << 26
 SCORE_BYTES = 20  # for each of them: float32 logits, logprobs, their gradients
-SAMPLE_BYTES = 28  # for each: float32 logits, logprobs, probabilities; float64 sums
+# for each: float32 logits, as divided by the temperature, probabilities, and these by blocks: 16.
+# The rest is room for the sort of top_k and top_p, which takes more.
+SAMPLE_BYTES = 28
 ENGINE_STEP_TOKENS = 8192  # of one forward pass of vLLM as it comes
 GRAPHS_BYTES = GIB // 2  # CUDA graphs of an engine
 MASTER, GRADIENT, BF16 = 4, 4, 2  # bytes for each parameter

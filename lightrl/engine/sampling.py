@@ -4,11 +4,12 @@ engines.
 The noise of a token depends on (seed, absolute position) alone, so a response is the same whatever
 ran beside it and wherever it was interrupted. The token is the winner of a race: candidate i waits
 for an exponential time with rate p_i, and the shortest wait wins with probability p_i. This is the
-Gumbel-max trick (Maddison et al. 2014, arXiv 1411.0030) in another form. Each candidate has noise of
-its own, so a small change of the distribution rarely changes the winner: with one race over all
+Gumbel-max trick (Maddison et al. 2014, arXiv 1411.0030) in another form. Each candidate has noise
+of its own, so a small change of the distribution rarely changes the winner: with one race over all
 tokens, with probability at most 2 TV / (1 + TV), where TV is the total variation distance; no
 coupling without communication is better (Daliri et al. 2024, arXiv 2408.07978). Two races need far
-less noise and measure the same: one between blocks of token ids, one inside the winning block. Must be importable without torch.
+less noise and measure nearly the same: one between blocks of token ids, one inside the winning
+block. Must be importable without torch.
 """
 
 import math

@@ -58,7 +58,8 @@ class TorchEngine:
         if spec.is_deterministic and self.device == "cuda":
             self.notes = (UNEVEN,)
         config = read_config(Path(spec.model_dir))
-        settle(config, spec.max_model_length)
+        if note := settle(config, spec.max_model_length):
+            self.notes += (note,)
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self.dtype = str(dtype).removeprefix("torch.")
         self._model = build_model(config, dtype, self.device, spec.lora).requires_grad_(False)

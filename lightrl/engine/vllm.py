@@ -92,7 +92,7 @@ class VllmEngine:
             from lightrl.engine.live import VersionLayouts
 
         config = read_config(Path(spec.model_dir))
-        is_settled = settle(config, spec.max_model_length)
+        rope_note = settle(config, spec.max_model_length)
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self._targets = tensor_targets(
             build_model(config, dtype, "meta", spec.lora, attention=None)
@@ -109,7 +109,7 @@ class VllmEngine:
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
         if spec.gpu_memory and self.device == "cuda":
             args |= shared_memory_args(spec, config, self._targets, args)
-        if is_settled:
+        if rope_note:
             args.setdefault("hf_overrides", partial(settled, max_length=spec.max_model_length))
         args["trust_remote_code"] = False
         self._core = self._api.build(args)
@@ -121,6 +121,7 @@ class VllmEngine:
         self._sleeps = False  # until there is room for the KV cache again
         # for the daemon to say
         self.notes: tuple[str, ...] = (NO_SLEEP,) if spec.can_sleep and self.device == "cpu" else ()
+        self.notes += (rope_note,) if rope_note else ()
         self._speculation = self._speculate(spec) if spec.max_window else None
         self._num_preemptions = 0
         self._count_preemptions()

@@ -61,7 +61,9 @@ def keys_of(num):
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 6)]
 )
-def test_draws_from_the_kept_part_and_returns_logprobs_of_the_whole(temperature, top_p, top_k, size):
+def test_draws_from_the_kept_part_and_returns_logprobs_of_the_whole(
+    temperature, top_p, top_k, size
+):
     logits = torch.linspace(-2, 2, size)[
         torch.randperm(size, generator=torch.Generator().manual_seed(0))
     ]
@@ -96,9 +98,10 @@ def test_tensors_race_as_arrays_do():
     mixed = sampling._mix_array(torch.from_numpy(bits))
     assert torch.equal(mixed, torch.from_numpy(sampling._mix_array(bits)))
     race_of = sampling._race
-    assert race_of(chances, torch.from_numpy(waits), 4).tolist() == race_of(
-        chances.numpy(), waits, 4
-    ).tolist()
+    assert (
+        race_of(chances, torch.from_numpy(waits), 4).tolist()
+        == race_of(chances.numpy(), waits, 4).tolist()
+    )
 
 
 def test_tokens_of_probability_zero_are_never_drawn():

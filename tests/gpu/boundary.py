@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.driver import Asked, Draw, Outcome
+from tests.gpu.driver import Asked, Outcome
 from tests.support.race import log_times
 
 UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-24}  # rounding to nearest

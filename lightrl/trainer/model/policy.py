@@ -4,7 +4,7 @@ Owns what a policy is and what of it goes into versions. How it is read is in `l
 on the ranks in `sharding`, the pass in `forward`. Knows nothing of losses, steps or versions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -86,8 +86,8 @@ def load_policy(
     `served`: `model.dtype` of the config; "auto" as engines on this kind of device understand it.
     `replicas`, `is_offloaded`: see `Placement`. `lora`: adapters are trained, and the model stays
     as it is stored. `max_length`: tokens of the longest sequence, for rotary embeddings that depend
-    on it (lightrl/rope.py); 0 = as transformers does. Raises TrainerError, one line, if there is none that transformers can load,
-    ConfigError for targets that it does not have.
+    on it (lightrl/rope.py); 0 = as transformers does. Raises TrainerError, one line, if there is
+    none that transformers can load, ConfigError for targets that it does not have.
     """
     placement = Placement(device, world, replicas, is_offloaded)
     return _load(
@@ -142,8 +142,7 @@ def _load(
     device = placement.device
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-        if max_length:
-            settle(config, max_length)
+        note = settle(config, max_length) if max_length else ""
         dtype_served = served_dtype(served, config, device.type)
         module = loading.build(config)
         files = loading.Files(model_dir)
@@ -172,6 +171,8 @@ def _load(
         reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
         raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
     way = forward.prepare(module, device)
+    if note:
+        way = replace(way, notes=(*way.notes, note))
     return Policy(module, stored, dtype_served, way, device, has_adapters=lora is not None)
 
 

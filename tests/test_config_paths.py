@@ -147,7 +147,7 @@ def test_a_date_may_be_text_and_a_number_one_of_several_texts(tmp_path):
     assert str(config.data.date) == "2026-01-31"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-8"])
 def test_files_of_other_editors_are_read(tmp_path, encoding):
     text = PLAIN.replace("\n", "\r\n") + 'data.system_prompt = "é"\r\n'
     (tmp_path / "run.toml").write_bytes(text.encode(encoding))

@@ -4,7 +4,6 @@ is wrong.
 Owns the syntax; which keys there are and what they may hold is said in schema.py.
 """
 
-import codecs
 import datetime
 import difflib
 import json
@@ -90,7 +89,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError, one line, naming the dotted key and the value.
     """
     try:
-        tree: dict[str, Any] = tomllib.loads(_text(path.read_bytes()))
+        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file") from None
     except OSError as e:
@@ -105,12 +104,6 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if isinstance(folder := checkpoint.get("dir"), str) and folder:
         checkpoint["dir"] = str(Path(expanded(folder)).absolute())  # a resume may begin elsewhere
     return parse_config(tree)
-
-
-def _text(content: bytes) -> str:
-    """Without the byte order mark of editors on Windows, which may have written UTF-16."""
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return content.decode("utf-16" if is_utf16 else "utf-8-sig")
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,13 @@ class TableRows:
         self._prompts = table.select(
             [c for c in (self._prompt_column, *PROMPT_COLUMNS[1:]) if c in self.columns]
         )
-        digest = _digest()
-        for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+
+    @cached_property
+    def digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
             digest.update(batch.serialize())
-        self.digest = digest.hexdigest()
+        return digest.hexdigest()
 
     def keys(self) -> Keys:
         batches = self._prompts.to_batches(max_chunksize=BATCH_ROWS)
@@ -216,14 +220,10 @@ def num_rows(file: Path) -> int:
     return int(_open(file).metadata.num_rows)
 
 
-def _digest() -> "hashlib.blake2b":
-    return hashlib.blake2b(digest_size=8)
-
-
 def _digest_of(file: Path) -> str:
     try:
         with file.open("rb") as content:
-            return hashlib.file_digest(content, _digest).hexdigest()
+            return hashlib.file_digest(content, "blake2b").hexdigest()[:16]
     except OSError as e:
         raise DataError(f"{file}: cannot be read: {e.strerror or e}") from None
 

@@ -43,7 +43,9 @@ def other_lines(file: Path, raw: io.BufferedReader) -> tuple[str, Lines] | None:
     except BROKEN as e:
         raise DataError(f"{file}: cannot be unpacked: {first_line(e)}") from None
     if b"\0" in head:
-        raise DataError(f"{file}: is binary; data sets are JSONL, JSON arrays, CSV or parquet")
+        raise DataError(
+            f"{file}: is no text in UTF-8; data sets are JSONL, JSON arrays, CSV or parquet"
+        )
     first = head.lstrip(BLANK).partition(b"\n")[0].strip()
     is_csv = without_compression(str(file)).suffix in (".csv", ".tsv")
     is_array = first.startswith(b"[") or first == b"{"  # an object on several lines is none of rows
@@ -72,6 +74,8 @@ def _csv_lines(file: Path, text: IO[str], delimiter: str) -> Lines:
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     names = next(reader, [])
+    if len(set(names)) < len(names):
+        raise DataError(f"{file}, line 1: two columns have the same name")
     begin = reader.line_num + 1
     for values in reader:
         if len(values) > len(names):

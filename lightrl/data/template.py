@@ -62,6 +62,7 @@ class Template:
         self._has_texts = self._ignores_tools = False
         self._begins_answer: bool | None = None  # without a chat it is not known
         self._tag = ""  # with which one ends
+        self._acted: set[str] = set()  # keys of the config
 
     def apply(self, prompts: Sequence[tuple[str, Any, Any]]) -> list[Templated]:
         """Of (where, text or messages, descriptions of functions or None) each; the tokens of many
@@ -103,6 +104,7 @@ class Template:
                 self._has_texts = True
                 self._look_at(prompt, bool(tools))
                 return prompt, False
+            self._acted.add("as_chat")
             prompt = [{"role": "user", "content": prompt}]
         messages = [_message(where, m) for m in prompt]
         if self._tokenizer.chat_template is None:
@@ -114,6 +116,7 @@ class Template:
         continues = self._require_last(where, messages[-1])
         system = self._data.system_prompt
         if system and all(m["role"] != "system" for m in messages):
+            self._acted.add("system_prompt")
             messages = [{"role": "system", "content": system}, *messages]
         known = tools_of(tools)
         text = self._apply_chat_template(where, messages, known, continues)
@@ -138,6 +141,11 @@ class Template:
         }
         for name in (name for name, given in parts.items() if given and self._has_texts):
             yield f"{name} does nothing to plain-text prompts; data.as_chat makes them chats"
+        idle = {"as_chat", "system_prompt"} - self._acted
+        for key in sorted(idle) if self._begins_answer is not None and not self._has_texts else ():
+            if getattr(self._data, key):
+                what = "text" if key == "as_chat" else "a chat without a system message"
+                yield f"data.{key} does nothing: no prompt so far is {what}"
         for key in kwargs if self._source else ():
             if not re.search(rf"\b{re.escape(key)}\b", self._source):
                 yield f"data.chat_template_kwargs: the model's chat template does not use {key!r}"

@@ -169,6 +169,15 @@ def test_what_does_nothing_to_plain_text_is_noted(tmp_path, chat, keys, name):
     assert notes(tmp_path, chat, {"prompt": "a"}, as_chat=True) == []
 
 
+@pytest.mark.parametrize("keys", [{"as_chat": True}, {"system_prompt": "be"}])
+def test_what_does_nothing_to_chats_is_noted(tmp_path, chat, keys):
+    own = {"prompt": [{"role": "system", "content": "own"}, *USER]}
+    [note] = notes(tmp_path, chat, own, **keys)
+    assert f"data.{next(iter(keys))} does nothing" in note
+    assert notes(tmp_path, chat, own, {"prompt": "a"}, as_chat=True) == []
+    assert notes(tmp_path, chat, own, {"prompt": USER}, system_prompt="be") == []
+
+
 def test_text_for_a_model_without_a_template_is_what_is_meant(tmp_path, plain):
     assert notes(tmp_path, plain, {"prompt": "a"}) == []
     [note] = notes(tmp_path, plain, {"prompt": "a"}, system_prompt="be")

@@ -2826,6 +2826,27 @@ MUTATIONS = [
         ("tests/rewards/test_sandbox.py",),
     ),
     Mutation(
+        "limits of tests depend on timing in a deterministic run",
+        "core/judge.py",
+        "if seconds is None or self._settings.deterministic:",
+        "if seconds is None:",
+        ("tests/core/test_slowest_answers.py",),
+    ),
+    Mutation(
+        "nodes keep the version that a version trained again replaces",
+        "core/fleet.py",
+        "is_other = published is not None and published.digest != message.digest",
+        "is_other = False",
+        ("tests/core/test_retrained.py",),
+    ),
+    Mutation(
+        "a version trained again may be as far from the one before as it likes",
+        "core/versions.py",
+        "if apart is not None and not apart[0] <= tolerance:",
+        "if False:",
+        ("tests/core/test_retrained.py",),
+    ),
+    Mutation(
         "a program has the sandbox's descriptors",
         "rewards/code/inside.py",
         "        os.closerange(3, MOST_DESCRIPTORS)\n",

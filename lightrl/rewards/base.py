@@ -15,6 +15,7 @@ from lightrl.errors import RewardError
 
 # of a dict that a function returns; verl takes "score", whatever else there is
 SCORE_KEYS = ("score", "reward")
+SLOWEST = "slowest_s"  # figure of a right answer to the reward "code"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ class Sample:
     response_ids: list[int]
     # "stop" or "length"
     finish_reason: str
+    # of the reward "code": seconds of the slowest test of a right answer to the prompt so far, in
+    # the whole run; None = not known
+    slowest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""What `train.deterministic` costs: steps of 8 x 4,096 tokens with attention's gradients summed in a
-fixed order, against steps without.
+"""What `train.deterministic` costs: steps of 8 x 4,096 tokens with a fixed order in the backward
+pass of attention, against steps without.
 
     python -m gpu_lib.speed_deterministic 0.5b
 """

@@ -50,8 +50,8 @@ MUTATIONS = [
     Mutation(
         "digest of a chunk is not checked",
         "core/arrivals.py",
-        "if chunk.digest != ",
-        "if False and chunk.digest != ",
+        "if chunk.digest not in ",
+        "if False and chunk.digest not in ",
     ),
     Mutation(
         "version of tokens is not checked",
@@ -86,14 +86,14 @@ MUTATIONS = [
     Mutation(
         "late score of an earlier attempt counts",
         "core/judge.py",
-        "if response is None or response.attempt != attempt or response.scored:",
+        "if response is None or response.attempt != scored.attempt or response.scored:",
         "if response is None or response.scored:",
     ),
     Mutation(
         "second score replaces the first",
         "core/judge.py",
-        "if response is None or response.attempt != attempt or response.scored:",
-        "if response is None or response.attempt != attempt:",
+        "if response is None or response.attempt != scored.attempt or response.scored:",
+        "if response is None or response.attempt != scored.attempt:",
     ),
     Mutation(
         "placing a response does not begin a new attempt",
@@ -543,7 +543,7 @@ MUTATIONS = [
     Mutation(
         "score of an earlier process is forgotten",
         "core/recovery.py",
-        "core.judge.score(response.id, response.attempt, entry.reward, entry.failure)",
+        "core.judge.score(replace(entry, attempt=response.attempt))",
         "pass",
     ),
     Mutation(
@@ -864,8 +864,8 @@ MUTATIONS = [
     Mutation(
         "another version under the same number is served",
         "core/versions.py",
-        "        if known != digest:\n",
-        "        if False:\n",
+        "        if known == m.digest:\n",
+        "        if True:\n",
     ),
     Mutation(
         "run ends without the checkpoint of its last step",
@@ -2828,8 +2828,8 @@ MUTATIONS = [
     Mutation(
         "a function is not told the step",
         "rewards/process.py",
-        "answers, one.step, one.epoch)",
-        "answers, 0, one.epoch)",
+        "one.step, one.epoch, one.slowest_s",
+        "0, one.epoch, one.slowest_s",
         ("tests/rewards/test_runner.py",),
     ),
     Mutation(
@@ -2852,6 +2852,27 @@ MUTATIONS = [
         "if passed == len(cases):",
         "if passed:",
         ("tests/rewards/test_sandbox.py",),
+    ),
+    Mutation(
+        "limits of tests depend on timing in a deterministic run",
+        "core/judge.py",
+        "if seconds is None or self._settings.deterministic:",
+        "if seconds is None:",
+        ("tests/core/test_slowest_answers.py",),
+    ),
+    Mutation(
+        "nodes keep the version that a version trained again replaces",
+        "core/fleet.py",
+        "is_other = published is not None and published.digest != message.digest",
+        "is_other = False",
+        ("tests/core/test_retrained.py",),
+    ),
+    Mutation(
+        "a version trained again may be as far from the one before as it likes",
+        "core/versions.py",
+        "if apart is not None and not apart[0] <= tolerance:",
+        "if False:",
+        ("tests/core/test_retrained.py",),
     ),
     Mutation(
         "a program has the sandbox's descriptors",

@@ -10,7 +10,7 @@ have all finished, or the whole group is out.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
 from lightrl.metrics.samples import SamplesLog
 from lightrl.rewards import kept
+from lightrl.rewards.base import SLOWEST
 from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials, doubts
@@ -154,6 +155,7 @@ class Scoring:
             prompts=self._prompts.scored_as(group.prompt.id, group.round.is_eval),
             step=group.round.step,
             epoch=group.prompt.epoch,
+            slowest_s=self._core.judge.slowest_s.get(group.key),
         )
 
     def _scored(self, result: RewardResult) -> None:
@@ -176,7 +178,15 @@ class Scoring:
             )
             text = result.text + "".join(f"\n[{k}: {v}]" for k, v in result.extras.items())
             self._records.sample(sample_of(response, prompt, text, result.reward))
-        self._feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
+        r = result
+        self._feed(
+            ResponseScored(r.response, r.attempt, r.reward, r.failure, slowest_of(r.metrics))
+        )
+
+
+def slowest_of(metrics: Mapping[str, float]) -> float | None:
+    """The figure of the reward "code", alone or among several functions."""
+    return metrics.get(SLOWEST, metrics.get(f"code/{SLOWEST}"))
 
 
 def require_whole_groups(config: Config, by_group: Sequence[bool]) -> None:

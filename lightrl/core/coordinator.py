@@ -122,8 +122,9 @@ class Coordinator:
         match event:
             case TokensArrived(name, chunk):
                 self._accept(name, chunk, now)
-            case ResponseScored(response, attempt, reward, failure):
-                self._score(response, attempt, reward, failure)
+            case ResponseScored():
+                if not self.ending.has_begun:
+                    self.judge.score(event)
             case NodeHeard(name, heartbeat):
                 self.fleet.hear(name, heartbeat, now)
                 self.sizes.heard_load(name, heartbeat.load, now)
@@ -216,10 +217,6 @@ class Coordinator:
         if (problem := self.arrivals.accept(node, chunk, now)) is not None:
             self._lose(name, problem, now)
         self.sizes.heard(node)
-
-    def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
-        if not self.ending.has_begun:
-            self.judge.score(name, attempt, reward, failure)
 
     def _dispatch(self) -> None:
         """Sends waiting responses to nodes with room.

@@ -90,6 +90,8 @@ class ResponseScored:
     attempt: int
     reward: float | None
     failure: str = ""
+    # seconds of its slowest test, if it is a right answer to the reward "code"
+    slowest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

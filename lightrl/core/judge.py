@@ -17,6 +17,8 @@ from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
 from lightrl.core.unscored import UnscoredSteps
 from lightrl.messages.responses import FinishReason
 
+MAX_SLOWEST = 100_000  # prompts
+
 
 class Judge:
     def __init__(
@@ -25,6 +27,9 @@ class Judge:
         # groups in which nothing goes on any more, until they are judged
         self.settled: list[Group] = []
         self.unscored = UnscoredSteps(settings, outbox)
+        # Group.key -> seconds of the slowest test of any right answer so far, from which the reward
+        # "code" takes its limit; nothing with run.deterministic, where limits are fixed
+        self.slowest_s: dict[str, float] = {}
         self._settings = settings
         self._table = table
         self._backlog = backlog
@@ -53,16 +58,18 @@ class Judge:
         else:
             self._outbox.score(response)
 
-    def score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
+    def score(self, scored: ResponseScored) -> None:
         """Takes the score of a finished response."""
+        name, reward = scored.response, scored.reward
         response = self._table.responses.get(name)
-        if response is None or response.attempt != attempt or response.scored:
+        if response is None or response.attempt != scored.attempt or response.scored:
             return
         if response.state is not ResponseState.DONE:
             return
         group = response.group
-        self._outbox.record(ResponseScored(name, attempt, reward, failure))
-        self.unscored.count(group.round, name, failure if reward is None else None)
+        self._outbox.record(scored)
+        self._learn_time(group.key, scored.slowest_s)
+        self.unscored.count(group.round, name, scored.failure if reward is None else None)
         if reward is None:
             self._table.counters.rewards_failed += 1
             reward = None if group.round.is_eval else self._settings.reward_on_failure
@@ -90,6 +97,12 @@ class Judge:
         self._settle(response)
         for lost in race.losers_of_group(group):
             self.give_up(lost)
+
+    def _learn_time(self, key: str, seconds: float | None) -> None:
+        if seconds is None or self._settings.deterministic:
+            return
+        if key in self.slowest_s or len(self.slowest_s) < MAX_SLOWEST:
+            self.slowest_s[key] = max(seconds, self.slowest_s.get(key, 0.0))
 
     def give_up(self, response: Response) -> None:
         """It is out of the race, wherever it is.

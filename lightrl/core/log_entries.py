@@ -60,6 +60,8 @@ class SnapshotBegan:
     sides: SidesMemory = field(default_factory=SidesMemory)
     # of engines of several sizes
     planner: PlannerMemory = field(default_factory=PlannerMemory)
+    # as Judge has it
+    slowest_s: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)

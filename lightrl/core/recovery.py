@@ -83,6 +83,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         learned=core.scaling.learned.copy(),
         sides=core.sides.memory(),
         planner=core.sizes.memory(),
+        slowest_s=dict(core.judge.slowest_s),
     )
     before: list[LogEntry] = [stood, *notes, *backlog.put_off]
     return RunSnapshot(before, [_snapshot_of(round) for round in core.table.rounds])
@@ -198,6 +199,7 @@ class _Recovery:
         core.scaling.learned = stood.learned.copy()
         core.sides.recall(stood.sides)
         core.sizes.recall(stood.planner)
+        core.judge.slowest_s = dict(stood.slowest_s)
         core.fleet.digests.update(stood.digests)
         core.fleet.canaries.update(stood.canaries)
         if (version := stood.version) is not None:
@@ -251,7 +253,7 @@ class _Recovery:
         response = core.table.responses.get(entry.response)
         if response is not None:
             response.attempt = max(response.attempt, entry.attempt)
-            core.judge.score(response.id, response.attempt, entry.reward, entry.failure)
+            core.judge.score(replace(entry, attempt=response.attempt))
 
 
 class _HeldTokens(NamedTuple):

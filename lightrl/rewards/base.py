@@ -16,6 +16,7 @@ from lightrl.wire import fits_f32
 
 # of a dict that a function returns; verl takes "score", whatever else there is
 SCORE_KEYS = ("score", "reward")
+SLOWEST = "slowest_s"  # figure of a right answer to the reward "code"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,9 @@ class Sample:
     response_ids: list[int]
     # "stop" or "length"
     finish_reason: str
+    # of the reward "code": seconds of the slowest test of a right answer to the prompt so far, in
+    # the whole run; None = not known
+    slowest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

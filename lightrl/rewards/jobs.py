@@ -25,6 +25,8 @@ class RewardJob:
     prompts: int = 0
     step: int = 0
     epoch: int = 0
+    # seconds of the slowest test of a right answer to the prompt so far; None = not known
+    slowest_s: float | None = None
 
 
 # Responses of one prompt that are scored together, mostly a single one.

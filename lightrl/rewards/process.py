@@ -228,7 +228,8 @@ def _job(number: int, jobs: Jobs) -> worker.Job:
     one = jobs[0]
     answers = tuple(worker.Answer(encode(j.tokens), j.finish_reason) for j in jobs)
     row = to_json(one.row)
-    return worker.Job(number, one.prompts, one.prompt_text, row, answers, one.step, one.epoch)
+    where = one.step, one.epoch, one.slowest_s
+    return worker.Job(number, one.prompts, one.prompt_text, row, answers, *where)
 
 
 def _named(setup: Setup) -> str:

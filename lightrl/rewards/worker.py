@@ -86,6 +86,8 @@ class Job:
     # how far the run is
     step: int
     epoch: int
+    # as in RewardJob
+    slowest_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +333,8 @@ class _Worker:
         for each in job.answers:
             ids = unpack_i32(each.token_ids)
             text = self._decode(ids)
-            samples.append(Sample(job.prompt_text, text, answer, row, ids, each.finish_reason))
+            said = text, answer, row, ids, each.finish_reason, job.slowest_s
+            samples.append(Sample(job.prompt_text, *said))
         return samples
 
     def _log_traceback(self) -> None:

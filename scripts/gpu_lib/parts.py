@@ -195,6 +195,13 @@ PARTS = (
         300,
     ),
     measured(
+        "speed/deterministic",
+        "train.deterministic: what a fixed order in attention's backward pass costs",
+        "speed_deterministic 0.5b",
+        CHILD,
+        180,
+    ),
+    measured(
         "speed/train-3b",
         "the same of 3B",
         "speed_train 3B",

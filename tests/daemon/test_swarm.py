@@ -41,7 +41,7 @@ class SlowTrainer(ScriptedTrainer):
         self.line = HeldLine.of(self._server, BYTES_PER_S, NUM_BUCKETS * BUCKET_BYTES // 2)
 
 
-def several_buckets(folder: Path, version: int) -> VersionFile:
+def several_buckets(folder: Path, version: int, salt: int = 0) -> VersionFile:
     data = b"".join(bytes([version, k]) * (BUCKET_BYTES // 2) for k in range(NUM_BUCKETS))
     tensor = TensorBytes("w", "uint8", (len(data),), memoryview(data))
     return write_version(folder / f"version_{version}.bin", version, [tensor])

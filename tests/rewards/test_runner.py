@@ -117,6 +117,30 @@ def test_two_workers_score_each_job_once_whatever_the_order(model_files, tmp_pat
     }
 
 
+TIMED = """
+import os, time
+from lightrl.rewards.code.reward import time_limit
+
+def reward(sample):
+    time.sleep(0.01)
+    return {"reward": 1.0, "limit": time_limit(sample.slowest_s), "worker": os.getpid()}
+"""
+
+
+def test_all_workers_give_a_prompt_the_same_time(model_files, tmp_path):
+    times = {"slow": 4.0, "quick": 0.1, "new": None}
+    jobs = [
+        replace(job(f"{name}{i}"), slowest_s=seconds)
+        for i in range(16)
+        for name, seconds in times.items()
+    ]
+    results = run_jobs(TIMED, jobs, model_files, tmp_path, workers=3)
+    assert len({r.metrics["worker"] for r in results.values()}) > 1
+    for name, limit_s in (("slow", 6.0), ("quick", 2.0), ("new", 30.0)):
+        found = {r.metrics["limit"] for r in results.values() if r.response.startswith(name)}
+        assert found == {limit_s}
+
+
 def test_asynchronous_calls_overlap_and_only_the_hanging_one_times_out(model_files, tmp_path):
     source = """
 import asyncio, os

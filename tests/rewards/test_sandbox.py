@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from lightrl.errors import RewardError
-from lightrl.rewards.code.reward import CodeReward
+from lightrl.rewards.code.reward import SHORTEST_S, CodeReward
 from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox, _descendants
 from tests.rewards.test_code import sample
 
@@ -420,10 +421,24 @@ def test_a_right_answer_of_a_program_that_fails_is_none() -> None:
     reward = CodeReward(timeout_s=LONG_S, limits=LIMITS)
     tests = {"inputs": ["", ""], "outputs": ["2", "3"]}
     assert reward(sample("print(2); exit(1)", {"inputs": [""], "outputs": ["2"]}))["reward"] == 0.0
-    assert reward(sample("print(2)", tests))["reward"] == 0.0
-    assert not reward._anchors  # the time of a wrong answer says nothing
+    wrong = reward(sample("print(2)", tests))
+    assert wrong == {"reward": 0.0, "timeouts": 0.0}  # the time of a wrong answer says nothing
+    right = reward(sample("print(2)", {"inputs": [""], "outputs": ["2"]}))
+    assert 0 < right["slowest_s"] < LONG_S
     partial = CodeReward(timeout_s=LONG_S, partial=True, limits=LIMITS)
     assert partial(sample("print(3)", tests)) == {"reward": 0.5, "passed": 0.5, "timeouts": 0.0}
+
+
+def test_the_limit_of_a_test_follows_from_the_run_and_not_from_earlier_calls() -> None:
+    reward = CodeReward(timeout_s=LONG_S, limits=LIMITS)
+    tests = {"inputs": [""], "outputs": ["2"]}
+    slow = f"import time; time.sleep({SHORTEST_S} + 0.5); print(2)"
+    for _ in range(2):  # a quick right answer before
+        assert reward(sample("print(2)", tests))["reward"] == 1.0
+        assert reward(sample(slow, tests))["reward"] == 1.0
+    held = replace(sample(slow, tests), slowest_s=0.1)
+    assert reward(held) == {"reward": 0.0, "timeouts": 1.0}
+    assert reward(replace(held, slowest_s=4.0))["reward"] == 1.0
 
 
 def test_a_row_without_tests_is_an_error() -> None:

@@ -58,10 +58,10 @@ def make_config(tmp_path: Path, **changes: dict[str, Any]) -> Config:
     return parse_config(tree)
 
 
-def uniform_version(folder: Path, version: int) -> VersionFile:
+def uniform_version(folder: Path, version: int, salt: int = 0) -> VersionFile:
     """One small tensor, other bytes for each version."""
-    tensor = TensorBytes("w", "uint8", (1000,), memoryview(bytes([version]) * 1000))
-    return write_version(folder / f"version_{version}.bin", version, [tensor])
+    tensor = TensorBytes("w", "uint8", (1000,), memoryview(bytes([version + salt]) * 1000))
+    return write_version(folder / f"version_{version}.{salt}.bin", version, [tensor])
 
 
 def published(
@@ -91,6 +91,7 @@ class ScriptedTrainer:
         self.may_publish.set()
         self.holds_at = -1  # the end of this step is held back
         self.begins_at = 0  # steps done, as if from a checkpoint
+        self.rounds_otherwise = False  # what it trains has other bytes
         self.kept: dict[int, int] = {}  # step of a checkpoint -> that of the oldest one kept then
         self._server = WeightServer()
 
@@ -144,7 +145,8 @@ class ScriptedTrainer:
     async def _publish(self, link: Link, version: int, portions: tuple[int, ...] = ()) -> None:
         """In a thread: on a busy machine a large file takes seconds, and this is the coordinator's
         loop, too, which would answer nobody meanwhile."""
-        file = await asyncio.to_thread(uniform_version, self.scratch, version)
+        salt = 100 if self.rounds_otherwise and version > self.begins_at else 0
+        file = await asyncio.to_thread(uniform_version, self.scratch, version, salt)
         for old in self.files[:-1]:
             if old.digest != file.digest:
                 self._server.retire(old.digest)
@@ -223,14 +225,16 @@ class Running:
             self.head.looks.remove(look)
         return found.result()
 
-    async def replace_trainer(self, begins_at: int) -> ScriptedTrainer:
+    async def replace_trainer(
+        self, begins_at: int, rounds_otherwise: bool = False
+    ) -> ScriptedTrainer:
         """The trainer vanishes without a word; returns the one before. Another one begins at this
         step."""
         before = self.trainer
         self.training.cancel()
         await asyncio.gather(self.training, return_exceptions=True)
         self.trainer = ScriptedTrainer(before.scratch)
-        self.trainer.begins_at = begins_at
+        self.trainer.begins_at, self.trainer.rounds_otherwise = begins_at, rounds_otherwise
         self.training = asyncio.create_task(self.trainer.run(self.head.address, self.key))
         return before
 

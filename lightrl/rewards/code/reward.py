@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config.reward import LONGEST_TEST_S
-from lightrl.rewards.base import Sample
+from lightrl.rewards.base import SLOWEST, Sample
 from lightrl.rewards.code import harness, tester
 from lightrl.rewards.code.asserts import names_apart
 from lightrl.rewards.code.cases import AssertCase, Case, InputCase, cases_of, check_cases
@@ -22,7 +22,6 @@ from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
 
 # RollPacker, arXiv 2509.21009, section 4.3: min(max(2 s, 1.5 x the anchor), 30 s).
 SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
-MAX_ANCHORS = 100_000  # rows whose slowest right answer is remembered
 # Of the time for a response, what is left for the last program's end: a call that takes all of it
 # has no score, and one that says which tests have failed has.
 MARGIN, MARGIN_S = 0.1, 2.0
@@ -56,8 +55,11 @@ _PRELUDE = (
 class CodeReward:
     """1 if all tests of the row pass, else 0; `partial`: the share of them that do.
 
-    `timeout_s`: of all tests of a response together. Figures: `timeouts` (0 or 1), and `passed`,
-    the share, if `partial`.
+    `timeout_s`: of all tests of a response together. Figures: `timeouts` (0 or 1), of a right
+    answer `slowest_s`, seconds of its slowest test, and `passed`, the share, if `partial`.
+
+    Keeps nothing from one call to the next: a score does not depend on which worker makes it. The
+    limit of a test follows from `sample.slowest_s`, which the coordinator keeps for the whole run.
     """
 
     def __init__(
@@ -74,7 +76,6 @@ class CodeReward:
         self._limits = limits
         self._is_isolated = is_isolated
         self._packages = packages
-        self._anchors: dict[int, float] = {}
         with self._sandbox():
             pass
 
@@ -82,8 +83,7 @@ class CodeReward:
         """Raises RewardError if the row has no tests."""
         cases = cases_of(sample.answer, sample.row)
         check_cases(cases)
-        key = hash(sample.prompt)
-        limit_s = time_limit(self._anchors.get(key))
+        limit_s = time_limit(sample.slowest_s)
         ends_at = time.monotonic() + self._timeout_s - min(MARGIN_S, MARGIN * self._timeout_s)
         slowest_s, program, passed, timeouts = 0.0, program_of(sample.response), 0, 0
         sandbox = self._sandbox()
@@ -101,9 +101,9 @@ class CodeReward:
                     break
         finally:
             sandbox.close()
-        if passed == len(cases):
-            self._remember(key, slowest_s)
         figures = {"reward": float(passed == len(cases)), "timeouts": float(timeouts > 0)}
+        if passed == len(cases):
+            figures[SLOWEST] = slowest_s
         if self._partial:
             share = passed / len(cases)
             figures |= {"reward": share, "passed": share}
@@ -111,10 +111,6 @@ class CodeReward:
 
     def _sandbox(self) -> Sandbox:
         return Sandbox(self._limits, self._is_isolated, self._packages)
-
-    def _remember(self, key: int, seconds: float) -> None:
-        if key in self._anchors or len(self._anchors) < MAX_ANCHORS:
-            self._anchors[key] = max(seconds, self._anchors.get(key, 0.0))
 
 
 def time_limit(anchor_s: float | None) -> float:

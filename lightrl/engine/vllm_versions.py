@@ -10,13 +10,16 @@ not import vLLM.
 
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, TypeAlias
 
 OLDEST, NEWEST = (0, 20), (0, 32)
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # in the environment: kernels that ignore their batch
 WINDOW = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
 
 # Name -> parameters or fields in order: "name", or "name=" if it has a default, "*", "**". Of
@@ -306,6 +309,28 @@ def _optional(owner: Any) -> set[str]:
 
 def _plain(name: str) -> str:
     return name.replace(":", ".").replace("#names", " with what is looked for")
+
+
+def why_not_batch_invariant() -> str | None:
+    """Why the installed vLLM does not act on VLLM_BATCH_INVARIANT, None if it does. Imports it."""
+    envs: Any = importlib.import_module("vllm.envs")
+    try:
+        is_on = bool(getattr(envs, BATCH_INVARIANT))
+    except AttributeError:
+        return f"this vLLM does not know {BATCH_INVARIANT}"
+    except ValueError as e:
+        return f"{BATCH_INVARIANT}: {e}"
+    value = os.environ.get(BATCH_INVARIANT)
+    return (
+        None if is_on else f"{BATCH_INVARIANT} is {value} in the environment, which switches it off"
+    )
+
+
+def has_batch_invariant_kernels() -> bool:
+    """Whether vLLM has put its batch-invariant kernels into this worker process, as its module
+    `batch_invariant` notes when it does so."""
+    found = [m for n, m in sys.modules.items() if re.fullmatch(r"vllm\..*\.batch_invariant", n)]
+    return any(getattr(module, "_batch_invariant_MODE", False) for module in found)
 
 
 def other_torch() -> str:

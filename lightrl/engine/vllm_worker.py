@@ -24,7 +24,13 @@ from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.vllm_speculation import Rows, let_verify
-from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
+from lightrl.engine.vllm_versions import (
+    DRAFTS,
+    decides_by_config,
+    has_batch_invariant_kernels,
+    installed,
+    lacking,
+)
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
 from lightrl.weights.broadcast.rendezvous import IsUnwanted, OutOfReach
@@ -134,6 +140,9 @@ class WorkerExtension:
             self._reload(map_tensors(base, _layouts.read(base)))
             self.model_runner.lightrl_base = base.digest
         vllm_lora.load(self.model_runner, tensors, lora)
+
+    def lightrl_is_batch_invariant(self) -> bool:
+        return has_batch_invariant_kernels()
 
     def lightrl_sleep(self) -> int:
         """Gives back weights and KV cache; how many bytes that is on this worker's GPU.

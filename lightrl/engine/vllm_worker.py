@@ -18,19 +18,13 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
-from lightrl.engine import vllm_lora
+from lightrl.engine import vllm_lora, vllm_versions
 from lightrl.engine.base import JoinGroup, LoraSpec, ReceiveWeights
 from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.vllm_speculation import Rows, let_verify
-from lightrl.engine.vllm_versions import (
-    DRAFTS,
-    decides_by_config,
-    has_batch_invariant_kernels,
-    installed,
-    lacking,
-)
+from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
 from lightrl.weights.broadcast.rendezvous import IsUnwanted, OutOfReach
@@ -142,7 +136,7 @@ class WorkerExtension:
         vllm_lora.load(self.model_runner, tensors, lora)
 
     def lightrl_is_batch_invariant(self) -> bool:
-        return has_batch_invariant_kernels()
+        return vllm_versions.has_batch_invariant_kernels()
 
     def lightrl_sleep(self) -> int:
         """Gives back weights and KV cache; how many bytes that is on this worker's GPU.

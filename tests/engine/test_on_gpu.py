@@ -187,6 +187,6 @@ def test_a_vllm_that_ignores_the_setting_is_no_engine_of_a_deterministic_run(
         monkeypatch.setenv(name, "")
         del os.environ[name]
     spec = EngineSpec("vllm", str(tmp_path), "auto", 256, 4, is_deterministic=True)
-    refusal = "^run.deterministic: VLLM_BATCH_INVARIANT is 0 in the environment"
+    refusal = "^run.deterministic: VLLM_BATCH_INVARIANT is off in the environment"
     with pytest.raises(EngineUnusable, match=refusal):
         vllm.VllmEngine(spec)

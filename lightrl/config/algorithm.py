@@ -14,6 +14,7 @@ from lightrl.config.values import weight_bounds
 Algorithm = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
 ]
+Bounds = Annotated[Literal["off"] | tuple[float, float] | None, BeforeValidator(weight_bounds)]
 LossNorm = Literal["token", "sequence", "constant"]
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -52,15 +53,13 @@ class AlgorithmSection(Section):
         "(rollout.max_response_length for each response) or a number of tokens for each response; "
         "default: what the algorithm prescribes",
     )
-    clip_dual: float = Field(
-        default=0.0,
-        ge=0,
+    clip_dual: float | None = Field(
+        default=None,
+        gt=1,
         description="where the advantage A is negative, the loss of a token is at most "
-        "clip_dual * |A|, whatever its ratio (dual clip); above 1, 3 is usual; 0 = off",
+        "clip_dual * |A|, whatever its ratio (dual clip; 3 is usual); default: off",
     )
-    tis_bounds: Annotated[
-        Literal["off"] | tuple[float, float] | None, BeforeValidator(weight_bounds)
-    ] = Field(
+    tis_bounds: Bounds = Field(
         default=None,
         description="[low, high] of the importance weights that correct for what engines sampled "
         'from, or "off"; default [0, 2], off if trainer and engines compute in float32 and '

@@ -208,11 +208,6 @@ class Config(Section):
                         f"algorithm.{key} = {value!r}: there are no weights with "
                         "algorithm.tis_bounds = 'off' or algorithm.old_logprobs = 'rollout'"
                     )
-        if 0 < algorithm.clip_dual <= 1:
-            raise ValueError(
-                f"algorithm.clip_dual = {algorithm.clip_dual:g}: must be above 1, the ratio of an "
-                "unchanged policy, or 0 = off"
-            )
         return self
 
     @model_validator(mode="after")

@@ -80,17 +80,18 @@ def eta_or_pair(value: Any) -> Any:
 
 
 def weight_bounds(value: Any) -> Any:
-    """Of importance weights."""
-    if value is None or value == "off":
-        return value
-    values = cast("list[Any]", value) if isinstance(value, list | tuple) else []
-    are_numbers = all(isinstance(v, int | float) and math.isfinite(v) for v in values)
-    if len(values) != 2 or not are_numbers or not 0 <= values[0] <= 1 <= values[1]:
+    if value not in (None, "off") and not _are_bounds(value):
         raise ValueError(
             f"algorithm.tis_bounds = {shortened(value)}: expected [low, high] with 0 <= low <= 1 "
             '<= high, since 1 is the weight of a token of the policy itself, or "off"'
         )
     return value
+
+
+def _are_bounds(value: Any) -> bool:
+    values = cast("list[Any]", value) if isinstance(value, list | tuple) else []
+    are_two = len(values) == 2 and all(isinstance(v, int | float) for v in values)
+    return are_two and 0 <= values[0] <= 1 <= values[1] < math.inf
 
 
 def _is_eta(value: Any) -> bool:

@@ -21,6 +21,7 @@ from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm_memory import left_on_gpu, shared_memory_args
 from lightrl.engine.vllm_score import computing_dtype, score
 from lightrl.engine.vllm_versions import (
+    BATCH_INVARIANT,
     DRAFTS,
     ENGINE,
     SLEEP,
@@ -28,6 +29,7 @@ from lightrl.engine.vllm_versions import (
     installed,
     lacking,
     other_torch,
+    why_not_batch_invariant,
 )
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
     from lightrl.engine.vllm_speculation import VllmSpeculation
 
 NO_SLEEP = "vLLM sets no memory free on a CPU while it sleeps; it generates nothing then"
+NOT_INVARIANT = (
+    "run.deterministic: vLLM knows VLLM_BATCH_INVARIANT, but its workers do not report such "
+    "kernels: tokens may depend on what runs beside them"
+)
 INSTEAD = ', or set rollout.engine = "torch"'
 MAX_AUTO_KV_BYTES = 4 << 30  # of a CPU engine whose kv_cache_gib is 0
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPU
@@ -80,8 +86,8 @@ class VllmEngine:
         self.device = "cuda" if has_cuda() else "cpu"
         added = CPU_ENVIRONMENT if self.device == "cpu" else CUDA_ENVIRONMENT
         os.environ.update({k: v for k, v in added.items() if k not in os.environ})
-        if spec.is_deterministic and self.device == "cuda":
-            os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
+        if is_invariant := spec.is_deterministic and self.device == "cuda":
+            os.environ.setdefault(BATCH_INVARIANT, "1")  # read when vLLM is imported
         with importing():
             from lightrl.engine.checkpoint import (
                 build_model,
@@ -106,6 +112,8 @@ class VllmEngine:
         self._num_added = 0
         with importing():
             self._api = Api(spec.lora is not None, spec.can_sleep and self.device == "cuda")
+            if is_invariant and (why := why_not_batch_invariant()):
+                raise EngineUnusable(f"run.deterministic: {why}{INSTEAD}")
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
         if spec.gpu_memory and self.device == "cuda":
             args |= shared_memory_args(spec, config, self._targets, args)
@@ -122,6 +130,8 @@ class VllmEngine:
         # for the daemon to say
         self.notes: tuple[str, ...] = (NO_SLEEP,) if spec.can_sleep and self.device == "cpu" else ()
         self.notes += (rope_note,) if rope_note else ()
+        if is_invariant and not all(self._core.collective_rpc("lightrl_is_batch_invariant")):
+            self.notes += (NOT_INVARIANT,)
         self._speculation = self._speculate(spec) if spec.max_window else None
         self._num_preemptions = 0
         self._count_preemptions()

@@ -11,12 +11,14 @@ not import vLLM.
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, TypeAlias
 
 OLDEST, NEWEST = (0, 20), (0, 32)
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # in the environment: kernels that ignore their batch
 WINDOW = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
 
 # Name -> parameters or fields in order: "name", or "name=" if it has a default, "*", "**". Of
@@ -306,6 +308,21 @@ def _optional(owner: Any) -> set[str]:
 
 def _plain(name: str) -> str:
     return name.replace(":", ".").replace("#names", " with what is looked for")
+
+
+def why_not_batch_invariant() -> str | None:
+    """Why the installed vLLM does not act on VLLM_BATCH_INVARIANT, None if it does. Imports it."""
+    envs: Any = importlib.import_module("vllm.envs")
+    if (is_on := getattr(envs, BATCH_INVARIANT, None)) is None:
+        return f"this vLLM does not know {BATCH_INVARIANT}"
+    return None if is_on else f"{BATCH_INVARIANT} is off in the environment"
+
+
+def has_batch_invariant_kernels() -> bool:
+    """Whether vLLM has put its batch-invariant kernels into this worker process, as its module
+    `batch_invariant` notes when it does so."""
+    found = [m for n, m in sys.modules.items() if re.fullmatch(r"vllm\..*\.batch_invariant", n)]
+    return any(getattr(module, "_batch_invariant_MODE", False) for module in found)
 
 
 def other_torch() -> str:

@@ -18,7 +18,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
-from lightrl.engine import vllm_lora
+from lightrl.engine import vllm_lora, vllm_versions
 from lightrl.engine.base import JoinGroup, LoraSpec, ReceiveWeights
 from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
@@ -134,6 +134,9 @@ class WorkerExtension:
             self._reload(map_tensors(base, _layouts.read(base)))
             self.model_runner.lightrl_base = base.digest
         vllm_lora.load(self.model_runner, tensors, lora)
+
+    def lightrl_is_batch_invariant(self) -> bool:
+        return vllm_versions.has_batch_invariant_kernels()
 
     def lightrl_sleep(self) -> int:
         """Gives back weights and KV cache; how many bytes that is on this worker's GPU.

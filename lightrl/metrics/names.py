@@ -23,6 +23,8 @@ class Metric:
     trl: str = ""
 
 
+_PROBS, _CLIP = "training/rollout_probs_diff_", "clip_ratio/"
+_LOGP, _RATIO = "sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/"
 _TOKENS, _S, _SHARE, _NATS = "tokens", "s", "share", "nats"
 
 METRICS: tuple[Metric, ...] = (
@@ -31,13 +33,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy_version", "of the weights after the step"),
     Metric("num_tokens_total", "prompts and responses trained so far", _TOKENS, "", "num_tokens"),
     # rewards
-    Metric(
-        "reward/mean",
-        "of the trained responses, without algorithm.overlong_penalty",
-        "",
-        "critic/score/mean",
-        "reward",
-    ),
+    Metric("reward/mean", "of trained responses, unpenalised", "", "critic/score/mean", "reward"),
     Metric("reward/scored", "mean of all scored responses of the round, trained or not"),
     Metric("data/<set>/reward", "mean of the trained responses to prompts of a data set"),
     Metric("data/<set>/reward_scored", "mean of all scored ones, trained or not"),
@@ -102,27 +98,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss/policy", "as it is normalised, mean over updates"),
     Metric("loss/kl", "KL term as it is normalised, importance weights in it, without kl_coef"),
     Metric("kl/ref", "to the reference, mean over response tokens", _NATS, "", "kl"),
-    Metric(
-        "entropy",
-        "of the policy, mean over response tokens; of those without an advantage estimated by the "
-        "logprobs they were sampled with",
-        _NATS,
-        "actor/entropy",
-        "entropy",
-    ),
+    Metric("entropy", "mean over response tokens", _NATS, "actor/entropy", "entropy"),
     Metric("entropy/sampled", "minus the logprob of sampled tokens, all responses", _NATS),
     Metric("ratio/mean", "to the old policy, of trained tokens"),
     Metric("ratio/min", "to the old policy, of trained tokens"),
     Metric("ratio/max", "to the old policy, of trained tokens"),
     Metric(
-        "clip_frac",
-        "response tokens clipped",
-        _SHARE,
-        "actor/pg_clipfrac",
-        "clip_ratio/region_mean",
+        "clip_frac", "response tokens clipped", _SHARE, "actor/pg_clipfrac", f"{_CLIP}region_mean"
     ),
-    Metric("clip_frac/low", "from below", _SHARE, "", "clip_ratio/low_mean"),
-    Metric("clip_frac/high", "from above", _SHARE, "", "clip_ratio/high_mean"),
+    Metric("clip_frac/low", "from below", _SHARE, "", f"{_CLIP}low_mean"),
+    Metric("clip_frac/high", "from above", _SHARE, "", f"{_CLIP}high_mean"),
     Metric("clip_frac/dual", "by algorithm.clip_dual", _SHARE, "actor/pg_clipfrac_lower"),
     Metric("grad_norm", "before clipping, mean over updates", "", "actor/grad_norm", "grad_norm"),
     Metric("lr", "learning rate", "", "actor/lr", "learning_rate"),
@@ -147,41 +132,20 @@ METRICS: tuple[Metric, ...] = (
         "train_rollout_logprob_abs_diff",
         "engine against trainer, mean over tokens that the newest version sampled",
         _NATS,
-        "",
-        "sampling/sampling_logp_difference/mean",
+        trl=f"{_LOGP}mean",
     ),
+    Metric("train_rollout_logprob_abs_diff_max", "the largest", _NATS, "", f"{_LOGP}max"),
     Metric(
-        "train_rollout_logprob_abs_diff_max",
-        "the largest",
-        _NATS,
-        "",
-        "sampling/sampling_logp_difference/max",
+        "train_rollout_prob_abs_diff", "of probabilities, all trained tokens", "", f"{_PROBS}mean"
     ),
-    Metric(
-        "train_rollout_prob_abs_diff",
-        "the same of probabilities, over trained tokens of any version, mean",
-        "",
-        "training/rollout_probs_diff_mean",
-    ),
-    Metric("train_rollout_prob_abs_diff_max", "the largest", "", "training/rollout_probs_diff_max"),
-    Metric(
-        "train_rollout_prob_abs_diff_std",
-        "standard deviation, n - 1",
-        "",
-        "training/rollout_probs_diff_std",
-    ),
+    Metric("train_rollout_prob_abs_diff_max", "the largest", "", f"{_PROBS}max"),
+    Metric("train_rollout_prob_abs_diff_std", "standard deviation, n - 1", "", f"{_PROBS}std"),
     Metric("mismatch_kl/mean", "engine to trainer, k3, over tokens of the newest version", _NATS),
     Metric("mismatch_kl/max", "the largest of a token", _NATS),
-    Metric("mismatch_kl/all", "over trained tokens of any version", _NATS, "rollout_corr/k3_kl"),
-    Metric(
-        "tis/mean",
-        "importance weight of a token, within algorithm.tis_bounds",
-        "",
-        "",
-        "sampling/importance_sampling_ratio/mean",
-    ),
-    Metric("tis/min", "the smallest", "", "", "sampling/importance_sampling_ratio/min"),
-    Metric("tis/max", "the largest", "", "", "sampling/importance_sampling_ratio/max"),
+    Metric("mismatch_kl/all", "of all trained tokens, also older", _NATS, "rollout_corr/k3_kl"),
+    Metric("tis/mean", "importance weight, in algorithm.tis_bounds", "", "", f"{_RATIO}mean"),
+    Metric("tis/min", "the smallest", "", "", f"{_RATIO}min"),
+    Metric("tis/max", "the largest", "", "", f"{_RATIO}max"),
     Metric("tis/truncated_share", "tokens whose weight was outside algorithm.tis_bounds", _SHARE),
     Metric("tis/ess", "effective sample size (sum w)^2 / (n sum w^2) of n tokens", _SHARE),
     Metric("off_policy/span", "versions in a response"),

@@ -114,13 +114,11 @@ def _scored_figures(round: Round, trained: Sequence[Response]) -> dict[str, floa
     """Mean rewards of all that was scored in the round, dropped and deferred groups included, and,
     by data set, of that beside what is trained."""
     every = [r for g in round.groups.values() for r in g.responses if r.reward is not None]
-    figures = {"reward/scored": mean([r.reward or 0.0 for r in every])}
+    rewards: dict[str, list[float]] = {"reward/scored": [r.reward or 0.0 for r in every]}
     for key, responses in (("reward", trained), ("reward_scored", every)):
-        rewards: dict[str, list[float]] = {}
         for r in responses:
-            rewards.setdefault(r.group.set, []).append(r.reward or 0.0)
-        figures |= {f"data/{name}/{key}": mean(values) for name, values in rewards.items()}
-    return figures
+            rewards.setdefault(f"data/{r.group.set}/{key}", []).append(r.reward or 0.0)
+    return {name: mean(values) for name, values in rewards.items()}
 
 
 def off_policy_figures(round: Round) -> dict[str, float]:

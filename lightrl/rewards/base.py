@@ -156,16 +156,17 @@ def _score_number(value: Any) -> float | None:
     number = _number(value)
     if number is None:
         raise RewardError(f"returned {type(value).__name__}, not a number, dict or None")
-    require_score(number, "returned")
+    if why := why_no_score(number):
+        raise RewardError(f"returned {why}")
     return number
 
 
-def require_score(number: float, what: str) -> None:
-    """Raises RewardError for one that cannot be trained. Example: "returned nan, which is not
-    finite"."""
-    if not fits_f32(number):
-        why = "is outside the range of float32" if math.isfinite(number) else "is not finite"
-        raise RewardError(f"{what} {number}, which {why}")
+def why_no_score(number: float) -> str:
+    """Why it cannot be trained, or "". Example: "nan, which is not finite"."""
+    if fits_f32(number):
+        return ""
+    why = "is outside the range of float32" if math.isfinite(number) else "is not finite"
+    return f"{number}, which {why}"
 
 
 def _number(value: Any) -> float | None:

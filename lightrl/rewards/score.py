@@ -20,7 +20,7 @@ from lightrl.rewards.base import (
     TrainerState,
     read_answer,
     read_answers,
-    require_score,
+    why_no_score,
 )
 from lightrl.rewards.no_loop import no_running_loop
 from lightrl.wire import fits_f32
@@ -70,11 +70,9 @@ async def score(
             each.reward = None
         elif each.reward is None:
             each.failure = NO_SCORE
-        else:
-            try:
-                require_score(each.reward, f"the sum of {', '.join(f.name for f in functions)} is")
-            except RewardError as e:
-                each.reward, each.failure = None, str(e)
+        elif why := why_no_score(each.reward):
+            names = ", ".join(f.name for f in functions)
+            each.reward, each.failure = None, f"the sum of {names} is {why}"
     return scores
 
 

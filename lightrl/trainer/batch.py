@@ -27,29 +27,26 @@ PADDING_SHARE = 0.125
 def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[TrainSample]:
     """The samples with a gradient. The others count in the denominators of `FinishStep` all the
     same."""
-    return [s for s in samples if _has_gradient(s, algorithm)]
+    return [
+        s
+        for s in samples
+        if num_trained(s.token_ids, s.loss_mask) and (s.advantage != 0.0 or algorithm.trains_all)
+    ]
 
 
-def _has_gradient(sample: TrainSample, algorithm: AlgorithmSection) -> bool:
-    has_signal = sample.advantage != 0.0 or algorithm.trains_all
-    return has_signal and num_trained(sample.token_ids, sample.loss_mask) > 0
-
-
-def surprisal_of_rest(
-    groups: Sequence[list[TrainSample]], algorithm: AlgorithmSection
-) -> tuple[float, int]:
-    """Of the samples that are not `trainable`: minus the sum of the logprobs [nats] with which
-    their tokens were sampled, and the number of these tokens. The mean is an unbiased estimate of
-    the entropy at them. What a loss mask leaves out does not count."""
-    total, number = 0.0, 0
-    for s in (s for samples in groups for s in samples if not _has_gradient(s, algorithm)):
+def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[float]:
+    """Of those that are not `trainable`: minus the sum of the logprobs [nats] with which their
+    trained tokens were sampled, and the number of these. The mean is an unbiased estimate of the
+    entropy at them."""
+    computed, total, number = set(map(id, trainable(samples, algorithm))), 0.0, 0
+    for s in (s for s in samples if id(s) not in computed):
         logprobs = np.frombuffer(s.rollout_logprobs, "<f4")
         if s.loss_mask:
             bits = np.unpackbits(np.frombuffer(s.loss_mask, np.uint8), bitorder="little")
             logprobs = logprobs[bits[: len(logprobs)] > 0]
         total -= float(logprobs.sum(dtype=np.float64))
         number += len(logprobs)
-    return total, number
+    return [total, number]
 
 
 def useful(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:

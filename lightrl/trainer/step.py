@@ -149,11 +149,10 @@ class Step:
     def entropy(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Mean over all response tokens of the step [nats]: `metrics` of the ranks has the mean
         over those that they computed, the rest is estimated by its surprisal."""
-        computed, rest = metrics.get("num_trained_tokens", 0.0), self._num_rest
-        if "entropy" not in metrics or not computed + rest:
+        (nats, num_rest), computed = self._rest, metrics.get("num_trained_tokens", 0.0)
+        if "entropy" not in metrics or not computed + num_rest:
             return {}
-        total = metrics["entropy"] * computed + self._surprisal_of_rest
-        return {"entropy": total / (computed + rest)}
+        return {"entropy": (metrics["entropy"] * computed + nats) / (computed + num_rest)}
 
     async def close(self) -> None:
         await self._replicas.close()
@@ -162,7 +161,7 @@ class Step:
         config, train = self._config, self._config.train
         self.queue = ShardQueue(step)
         full = self._replicas.num_ranks * train.max_tokens_per_gpu
-        self._surprisal_of_rest, self._num_rest = 0.0, 0
+        self._rest = [0.0, 0.0]  # see `surprisal_of_rest`
         self._is_held_up = False  # some groups only wait for a replica that is free
         self._portions = Portions(train.replicas, full, config.run.deterministic)
 
@@ -194,9 +193,8 @@ class Step:
 
     def _compute(self, replica: int, groups: Sequence[list[TrainSample]]) -> None:
         config, num = self._config, self._replicas.num_ranks
-        surprisal, num_rest = surprisal_of_rest(groups, config.algorithm)
-        self._surprisal_of_rest += surprisal
-        self._num_rest += num_rest
+        rest = surprisal_of_rest([s for samples in groups for s in samples], config.algorithm)
+        self._rest = [a + b for a, b in zip(self._rest, rest, strict=True)]
         most, in_order = config.train.max_tokens_per_gpu, config.run.deterministic
         batches_R = streamed(useful(groups, config), num, most, in_order, self._is_packed)
         is_last = self.queue.has_whole and not self.queue.held

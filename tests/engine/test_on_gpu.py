@@ -174,3 +174,19 @@ def test_a_deterministic_run_asks_vllm_for_kernels_that_do_not_depend_on_the_bat
     spec = EngineSpec("vllm", str(tmp_path), "auto", 256, 4, is_deterministic=is_deterministic)
     with pytest.raises(EngineUnusable, match="far enough"):
         vllm.VllmEngine(spec)
+
+
+def test_a_vllm_that_ignores_the_setting_is_no_engine_of_a_deterministic_run(
+    config, tmp_path, monkeypatch
+):
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # by whoever started the daemon
+    monkeypatch.setattr("lightrl.devices.cuda.has_cuda", lambda: True)
+    monkeypatch.setattr(vllm, "Api", lambda needs_lora, can_sleep: None)
+    for name in (*vllm.ENVIRONMENT, *vllm.CUDA_ENVIRONMENT):
+        monkeypatch.setenv(name, "")
+        del os.environ[name]
+    spec = EngineSpec("vllm", str(tmp_path), "auto", 256, 4, is_deterministic=True)
+    refusal = "^run.deterministic: VLLM_BATCH_INVARIANT is off in the environment"
+    with pytest.raises(EngineUnusable, match=refusal):
+        vllm.VllmEngine(spec)

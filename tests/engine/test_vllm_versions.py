@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.engine.vllm_versions import (
+    BATCH_INVARIANT,
     DRAFTS,
     ENGINE,
     NEWEST,
@@ -22,9 +23,11 @@ from lightrl.engine.vllm_versions import (
     Call,
     Replaced,
     decides_by_config,
+    has_batch_invariant_kernels,
     lacking,
     outside,
     torch_mismatch,
+    why_not_batch_invariant,
 )
 from tests.support.cli import arguments
 from tests.support.paths import python_path
@@ -176,3 +179,36 @@ def test_check_names_the_window_and_what_lies_outside_it(tmp_path):
     assert line.startswith("warn")
     assert "vLLM 0.19.1 is older than the releases that LightRL supports, 0.20 to 0.32" in line
     assert "built for torch 2.10.0" in line
+
+
+@pytest.fixture
+def envs(monkeypatch):
+    """vLLM's own module of settings, uncached, without its setting for batch invariance."""
+    found = pytest.importorskip("vllm.envs")
+    monkeypatch.delenv(BATCH_INVARIANT, raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("1", None),
+        ("0", "VLLM_BATCH_INVARIANT is off in the environment"),
+    ],
+)
+def test_whether_this_vllm_acts_on_its_setting_is_read_from_vllm(envs, monkeypatch, value, why):
+    monkeypatch.setenv(BATCH_INVARIANT, value)
+    assert why_not_batch_invariant() == why
+
+
+def test_a_vllm_that_does_not_know_the_setting_is_told_from_one_that_does(envs, monkeypatch):
+    monkeypatch.setenv(BATCH_INVARIANT, "1")
+    monkeypatch.delitem(envs.environment_variables, BATCH_INVARIANT)
+    assert why_not_batch_invariant() == "this vLLM does not know VLLM_BATCH_INVARIANT"
+
+
+def test_kernels_that_ignore_their_batch_are_found_in_the_worker(envs, monkeypatch):
+    module = pytest.importorskip("vllm.model_executor.determinism.batch_invariant")
+    assert not has_batch_invariant_kernels()
+    monkeypatch.setattr(module, "_batch_invariant_MODE", True)  # as `enable_batch_invariant_mode`
+    assert has_batch_invariant_kernels()

@@ -470,7 +470,7 @@ def test_a_figure_of_a_function_never_takes_the_place_of_one_that_is_always_ther
     known = {metric.name for metric in METRICS if metric.name.startswith("reward/")}
     assert known - {"reward/<name>"} == {f"reward/{name}" for name in OF_ALL_FUNCTIONS}
     assert 77.0 not in [record[f"reward/{name}"] for name in OF_ALL_FUNCTIONS]
-    assert [record[f"reward/function/{name}"] for name in OF_ALL_FUNCTIONS] == [77.0] * 8
+    assert [record[f"reward/function/{name}"] for name in OF_ALL_FUNCTIONS] == [77.0] * 9
 
 
 def test_a_figure_that_some_responses_lack_is_the_mean_of_the_others():

@@ -161,7 +161,7 @@ def test_the_surprisal_of_the_rest_is_of_its_trained_tokens():
         return TrainSample("p#0", b"", tokens, pack_f32(logprobs), advantage, loss_mask=mask)
 
     flat = [one(0.0, [-1.0, -2.0]), one(0.0, [-9.0, -4.0, -8.0], b"\x02")]
-    groups = [[one(1.0, [-5.0]), *flat], [one(0.0, [-0.5])], [one(1.0, [-7.0], b"\x00")]]
-    assert surprisal_of_rest(groups, AlgorithmSection()) == (7.5, 4)
-    assert surprisal_of_rest(groups, AlgorithmSection(kl_coef=0.1)) == (0.0, 0)
-    assert surprisal_of_rest([], AlgorithmSection()) == (0.0, 0)
+    samples = [one(1.0, [-5.0]), *flat, one(0.0, [-0.5]), one(1.0, [-7.0], b"\x00")]
+    assert surprisal_of_rest(samples, AlgorithmSection()) == [7.5, 4]
+    assert surprisal_of_rest(samples, AlgorithmSection(kl_coef=0.1)) == [0.0, 0]
+    assert surprisal_of_rest([], AlgorithmSection()) == [0.0, 0]

@@ -95,7 +95,7 @@ def dual_by_formula(ratio, advantage, low, high, c):
 
 
 @pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"gspo", "rloo", "cispo"}))
-@pytest.mark.parametrize("c", [1.5, 3.0, 0.0])
+@pytest.mark.parametrize("c", [1.5, 3.0, None])
 def test_dual_clip_is_its_formula(name, c):
     logs = [-25.0, -3.0, -0.3, 0.0, 0.1, 0.3, 0.5, 1.0, 1.2, 19.0, 25.0]
     algorithm = AlgorithmSection(name=name, loss_norm="token", clip_dual=c)

@@ -13,6 +13,7 @@ policy, also by several in one response: `rollout_logprobs` are theirs, and pi_o
 what `tis_bounds` is about.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,11 +26,11 @@ from lightrl.config.algorithm import AlgorithmSection, LossNorm
 @dataclass(frozen=True)
 class Clip:
     """Ratios are held to [1 - low, 1 + high]; low inf = open below. `dual`: of a negative
-    advantage A the loss is at most dual * |A|; 0 = no such limit."""
+    advantage A the loss is at most dual * |A|; None = no such limit."""
 
     low: float
     high: float
-    dual: float = 0.0
+    dual: float | None = None
 
     def apply(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(1 - self.low, 1 + self.high)
@@ -44,14 +45,14 @@ def log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
 LARGEST_LOG_RATIO = 20.0  # far beyond what any clip or bound lets through
 
 
-def held(log: Tensor) -> Tensor:
+def _held(log: Tensor) -> Tensor:
     """Within +-20, so that its exponential is finite; beyond that it has no gradient."""
     return log.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def token_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     """pi / pi_other of each token."""
-    return held(log_ratio(logprobs, others, mask)).exp()
+    return _held(log_ratio(logprobs, others, mask)).exp()
 
 
 def mean_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
@@ -59,13 +60,13 @@ def mean_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     ratios in logarithms (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7)."""
     length = mask.sum(1, keepdim=True).clamp(min=1)
     total = log_ratio(logprobs, others, mask).sum(1, keepdim=True)
-    return held(total / length).exp().expand_as(logprobs)
+    return _held(total / length).exp().expand_as(logprobs)
 
 
 def response_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     """pi(y) / pi_other(y), the same for all tokens of a response: the product of their ratios."""
     total = log_ratio(logprobs, others, mask).sum(1, keepdim=True)
-    return held(total).exp().expand_as(logprobs)
+    return _held(total).exp().expand_as(logprobs)
 
 
 # (logprobs, their ratios to the old ones, advantages, clip) -> (loss per token, where the ratio is
@@ -88,8 +89,8 @@ def clipped_ratio(
     """
     loss = -torch.minimum(ratio * advantages, clip.apply(ratio) * advantages)
     below = (ratio < 1 - clip.low) & (advantages < 0)
-    limit = -clip.dual * advantages
-    beyond = (advantages < 0) & (loss > limit) if clip.dual else torch.zeros_like(below)
+    limit = -(clip.dual or math.inf) * advantages  # NaN where A is 0, which nothing is above
+    beyond = (advantages < 0) & (loss > limit)
     loss = torch.where(beyond, limit, loss)
     return loss, below, (ratio > 1 + clip.high) & (advantages > 0), beyond
 
@@ -150,7 +151,7 @@ def kl(kind: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tenso
         case "k2":
             return k2
         case "k3":
-            k1 = held(k1)
+            k1 = _held(k1)
             return torch.expm1(-k1) + k1
         case _:
             raise ValueError(f"unknown KL estimator {kind!r}")
@@ -178,8 +179,8 @@ def importance_weights(
     al. 2025, arXiv 2505.24298, where the weight has no bounds). `tis_level` token takes what came
     before a token as it came: the gradient is exact for responses of one token, and an
     approximation beyond. `tis_level` sequence is exact for every length, but its variance grows
-    with the length: log ratios of standard deviation 0.0144 a token, as of bfloat16 against
-    float32, leave an effective sample size of 19 % over 8,000 tokens.
+    with the length: log ratios of standard deviation 0.0144 a token leave an effective sample size
+    of 19 % over 8,000 tokens.
     """
     bounds = algorithm.tis_bounds
     if not isinstance(bounds, tuple):
@@ -188,11 +189,9 @@ def importance_weights(
     # Both are of the whole softmax at the sampling temperature, also with top_p < 1 or top_k > 0.
     # Divided by the mass that the engine kept, which counts as a constant, both would be of the
     # part that was drawn from: the ratio is the same.
-    within = ratio.clamp(*bounds)
-    beyond = within != ratio
-    return Weights(
-        within.masked_fill(beyond, 0.0) if algorithm.tis_mode == "mask" else within, beyond
-    )
+    held = ratio.clamp(*bounds)
+    beyond = held != ratio
+    return Weights(held * ~beyond if algorithm.tis_mode == "mask" else held, beyond)
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ class StepFigures:
         """`has_weights`: importance weights are on; `has_reference`: there is a KL term."""
         sums, tokens = self._sums, max(1.0, self._sums["tokens"])
         compared, every = max(1.0, sums["compared"]), max(1, self._num_counted)
-        # those without a signal are not clipped
-        in_step = max(1, self._num_tokens)
+        every_compared = max(1.0, sums["compared_of_all"])
+        in_step = max(1, self._num_tokens)  # those without a signal are not clipped
         metrics = {name: value / every for name, value in self._losses.items()}
         metrics |= {
             "kl/ref": sums["kl_of_tokens"] / tokens,
@@ -118,7 +118,14 @@ class StepFigures:
             "train_rollout_logprob_abs_diff_max": self._largest("gap", 0.0),
             "mismatch_kl/mean": sums["mismatch_kl"] / compared,
             "mismatch_kl/max": self._largest("mismatch_kl", 0.0),
-            **self._probabilities(),
+            "mismatch_kl/all": sums["mismatch_kl_of_all"] / every_compared,
+            # |pi_old - pi_rollout| of sampled tokens, as verl's `calculate_debug_metrics`
+            "train_rollout_prob_abs_diff": (gap := sums["prob_gap"] / every_compared),
+            "train_rollout_prob_abs_diff_max": self._largest("prob_gap", 0.0),
+            "train_rollout_prob_abs_diff_std": math.sqrt(
+                max(0.0, sums["squared_prob_gap"] - every_compared * gap**2)
+                / max(1.0, every_compared - 1)
+            ),
             "train/skipped_nonfinite": float(self._num_skipped),
             "train/updates": float(len(self._norms) - self._num_skipped),
             "num_tokens": float(self._num_tokens),
@@ -141,19 +148,6 @@ class StepFigures:
             squares = sums["squared_weights"] * tokens  # Kish's effective sample size, as a share
             metrics["tis/ess"] = sums["weights"] ** 2 / squares if squares else 0.0
         return metrics
-
-    def _probabilities(self) -> dict[str, float]:
-        """|pi_old - pi_rollout| of sampled tokens, the standard deviation with n - 1, and k3, both
-        as verl computes them."""
-        sums, number = self._sums, self._sums["compared_of_all"]
-        mean = sums["prob_gap"] / max(1.0, number)
-        variance = (sums["squared_prob_gap"] - number * mean**2) / max(1.0, number - 1)
-        return {
-            "train_rollout_prob_abs_diff": mean,
-            "train_rollout_prob_abs_diff_max": self._largest("prob_gap", 0.0),
-            "train_rollout_prob_abs_diff_std": math.sqrt(max(0.0, variance)),
-            "mismatch_kl/all": sums["mismatch_kl_of_all"] / max(1.0, number),
-        }
 
     def _largest(self, name: str, without: float) -> float:
         """`without`: where nothing was trained."""

@@ -273,13 +273,7 @@ class Learner:
         sums.total.backward()
         # What engines serve are the weights of the step's begin.
         is_compared = begun_with is not None or not self._has_moved
-        every = batch.mask if is_compared else torch.zeros_like(batch.mask)
-        compared = batch.is_current * every
-        gap = (ours - batch.rollout_logprobs).abs() * compared
-        prob_gap = (ours.exp() - batch.rollout_logprobs.exp()).abs() * every
-        # Of samples from the engine: its divergence from what we think of them.
-        mismatch_of_all = loss.kl("k3", batch.rollout_logprobs, ours, every)
-        mismatch = mismatch_of_all * compared
+        gaps, largest_gaps = _gaps(ours, batch, is_compared)
         advantages = batch.advantages[: len(samples)].double()  # whose squares float32 may not hold
         num_read = sum(map(num_tokens_read, samples))
         values = [
@@ -294,13 +288,7 @@ class Learner:
             sums.weights,
             sums.squared_weights,
             sums.num_truncated,
-            gap.sum(),
-            compared.sum(),
-            mismatch.sum(),
-            prob_gap.sum(),
-            prob_gap.square().sum(),
-            mismatch_of_all.sum(),
-            every.sum(),
+            *gaps,
             batch.mask.sum(),
             len(samples),
             advantages.sum(),
@@ -308,12 +296,11 @@ class Learner:
             num_read,
             batch.ids.numel() - num_read,
         ]
-        self.sums += _stacked(values, gap)
-        maxima = [gap.max(), mismatch.max(), prob_gap.max(), sums.max_weight, -sums.min_weight]
-        maxima += [sums.max_ratio, -sums.min_ratio]
+        self.sums += _stacked(values, ours)
+        maxima = [*largest_gaps, sums.max_weight, -sums.min_weight, sums.max_ratio, -sums.min_ratio]
         has_any = bool(samples)
         maxima += [advantages.max(), -advantages.min()] if has_any else [-math.inf, -math.inf]
-        self.maxima = torch.maximum(self.maxima, _stacked(maxima, gap))
+        self.maxima = torch.maximum(self.maxima, _stacked(maxima, ours))
 
     def _logprobs_at_begin(self, batch: Batch, temperature: float) -> Tensor | None:
         """Of the weights with which the step began; None if nothing asks for them. A collective."""
@@ -397,6 +384,19 @@ class Learner:
             value = value.clone()
             dist.all_reduce(value, op)
         return value
+
+
+def _gaps(ours: Tensor, batch: Batch, is_compared: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Engine against trainer: sums and maxima, in the order of `SUMS` and `MAXIMA`."""
+    every = batch.mask if is_compared else torch.zeros_like(batch.mask)
+    compared = batch.is_current * every
+    gap = (ours - batch.rollout_logprobs).abs() * compared
+    prob_gap = (ours.exp() - batch.rollout_logprobs.exp()).abs() * every
+    # Of samples from the engine: its divergence from what we think of them.
+    mismatch_of_all = loss.kl("k3", batch.rollout_logprobs, ours, every)
+    mismatch = mismatch_of_all * compared
+    summed = [gap, compared, mismatch, prob_gap, prob_gap.square(), mismatch_of_all, every]
+    return [x.sum() for x in summed], [x.max() for x in (gap, mismatch, prob_gap)]
 
 
 def _stacked(values: Sequence[Tensor | float], like: Tensor) -> Tensor:

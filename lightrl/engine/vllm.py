@@ -62,8 +62,6 @@ ENVIRONMENT = {
     # has, and since 0.32 YaRN that config.json does not count in.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "HF_HUB_OFFLINE": "1",
-    # max_model_len is the context and one token, whose position no response reaches
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
 }
 # for several GPUs: this process has asked CUDA already
 CUDA_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

@@ -60,11 +60,14 @@ class _Known:
     # its last LONGEST tokens, once a response has begun to run
     prompt: Sequence[int] = ()
     num_running: int = 0
+    # tokens of the responses that run, which draft from each other and from themselves
+    num_live: int = 0
 
     @property
     def is_stale(self) -> bool:
         """Whether what is known has doubled: so no token is sorted more than a few times."""
-        return self.num_tokens > 0 and self.num_tokens >= 2 * self.num_indexed
+        known = self.num_tokens + self.num_live
+        return known > 0 and known >= 2 * self.num_indexed
 
 
 @dataclass(slots=True)
@@ -142,7 +145,8 @@ class Drafter:
         known = self._group(group_of(response))
         known.prompt = list(prompt[-LONGEST:])
         known.num_running += 1
-        self._is_urgent |= known.index is None and known.is_stale
+        known.num_live += len(prefix)
+        self._is_urgent |= known.index is None and known.num_tokens > 0
         self._cursors[response] = _Cursor(known, [*known.prompt, *prefix])
 
     def drafts(self, batch: Sequence[tuple[str, int]]) -> list[list[int]]:
@@ -173,6 +177,9 @@ class Drafter:
         """What the step brought for a response, in which a draft was verified or not."""
         c = self._cursors[response]
         c.tokens.extend(tokens)
+        c.known.num_live += len(tokens)
+        if c.known.is_stale:
+            self._stale[id(c.known)] = c.known
         self._counts.forwards += 1
         self._counts.emitted += len(tokens)
         if draft := c.draft:
@@ -194,6 +201,7 @@ class Drafter:
             return
         known = c.known
         known.num_running -= 1
+        known.num_live -= len(c.tokens) - len(known.prompt)
         if is_finished and self._known.get(group_of(response)) is known:
             weights = known.weights
             mean = sum(weights) / len(weights) if weights else 1.0
@@ -240,11 +248,16 @@ class Drafter:
         stale = [known for known in self._stale.values() if known.num_running]
         if not stale:
             return
-        total = accumulate(known.num_tokens for known in stale)
+        total = accumulate(known.num_tokens + known.num_live for known in stale)
         stale = stale[: max(1, sum(n <= MAX_SORTED for n in total))]
-        index = SuffixIndex([Book(k.prompt, k.responses, k.weights) for k in stale])
+        live: dict[int, list[list[int]]] = {id(known): [] for known in stale}
+        for c in self._cursors.values():
+            if id(c.known) in live:
+                live[id(c.known)].append(c.tokens[len(c.known.prompt) :])
+        index = SuffixIndex([_book(known, live[id(known)]) for known in stale])
         for i, known in enumerate(stale):
-            known.index, known.book, known.num_indexed = index, i, known.num_tokens
+            known.index, known.book = index, i
+            known.num_indexed = known.num_tokens + known.num_live
             del self._stale[id(known)]
         self._is_urgent = any(k.index is None and k.num_running for k in self._stale.values())
         self._steps_since_index = 0
@@ -271,6 +284,12 @@ class Drafter:
             self._num_tokens -= known.num_tokens
             if not known.num_running:
                 self._stale.pop(id(known), None)
+
+
+def _book(known: _Known, live: Sequence[Sequence[int]]) -> Book:
+    """What runs has no reward yet: it weighs as much as the mean of what has ended."""
+    mean = sum(known.weights) / len(known.weights) if known.weights else 1.0
+    return Book(known.prompt, [*known.responses, *live], [*known.weights, *[mean] * len(live)])
 
 
 def group_of(response: str) -> str:

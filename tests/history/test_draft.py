@@ -279,3 +279,39 @@ def test_whatever_is_drafted_the_counts_add_up(seed: int) -> None:
 
 def test_the_group_of_a_response() -> None:
     assert group_of("p#7@0#3") == "p#7@0"
+
+
+def test_what_runs_drafts_from_siblings_that_still_run() -> None:
+    d = opened()
+    for k in (0, 1):
+        d.start(f"p@0#{k}", PROMPT, ())
+    assert draft(d) == []
+    d.took("p@0#0", OLD[:40])  # it is ahead
+    d.took("p@0#1", OLD[:10])
+    for _ in range(module.INDEX_EVERY + 1):
+        found = draft(d, "p@0#1")
+    assert found == OLD[10 : 10 + FIRST_WINDOW]
+    d.start("q@0#0", PROMPT, ())  # another prompt's responses are none of its business
+    assert draft(d, "q@0#0") == []
+
+
+def test_what_runs_is_sorted_only_once_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    class Counted(module.SuffixIndex):
+        def __init__(self, books: Sequence[module.Book]) -> None:
+            made.append(sum(len(r) for book in books for r in book.responses))
+            super().__init__(books)
+
+    monkeypatch.setattr(module, "SuffixIndex", Counted)
+    d = opened()
+    d.start("p@0#0", PROMPT, ())
+    rng = random.Random(1)
+    for _ in range(1000):
+        draft(d)
+        d.took("p@0#0", [rng.randrange(1 << 20)])
+    assert sum(made) <= 3 * 1000
+    d.end("p@0#0", is_finished=False)
+    d.start("p@0#1", PROMPT, ())  # of what was given up nothing is left
+    d.took("p@0#1", OLD[:1])
+    assert d.drafts([("p@0#1", 9)]) == [[]]

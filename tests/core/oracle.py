@@ -43,7 +43,10 @@ def oracle(
         elif len(queue) >= s.prompts_per_step:
             kind = "long"
         else:
-            kind = "flush" if left_of_epoch < many and (queue or left_of_epoch) else "short"
+            is_end_of_epoch = left_of_epoch < many and (queue or left_of_epoch)
+            put_off = len(queue) + many - s.prompts_per_step  # after a short round
+            is_end_of_run = put_off > (s.num_steps - step - 1) * s.prompts_per_step
+            kind = "flush" if is_end_of_epoch or is_end_of_run else "short"
         launch, width = (many, wide) if kind == "short" else (s.prompts_per_step, s.group_size)
         prompts: list[Prompt] = []
         again: set[Prompt] = set()  # tried before, and put off

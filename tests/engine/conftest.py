@@ -270,7 +270,7 @@ def start(
 
 @pytest.fixture(scope="session")
 def emulated_engine(start: Callable[..., EngineClient]) -> EngineClient:
-    return start("emulated", can_sleep=True, engine_args={"t0_ms": 1.0})
+    return start("emulated", can_sleep=True, engine_args={"t0_ms": 1.0, "restart_change": 1.0})
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.errors import EngineError
 from lightrl.messages.responses import Sampling
+from tests.metrics.test_selection_bias import version_file
 
 
 @pytest.fixture
@@ -73,3 +74,23 @@ def test_it_sleeps_and_wakes_for_as_long_and_frees_as_much_as_it_is_told(emulate
     engine.wake()
     assert slept_at - begun_at >= 0.03
     assert time.perf_counter() - slept_at >= 0.02
+
+
+def test_a_version_changes_some_responses_and_any_version_continues_one_alike(
+    emulated, ask, tmp_path
+):
+    sampling = Sampling(1.0, stop_token_ids=(1,))
+    requests = [ask(f"r{i}", [4, 5], 4000, seed=i) for i in range(400)]
+    by_version = []
+    for version in (1, 2):
+        engine = emulated(mean_length=30, restart_change=0.5)
+        engine.load_weights(version_file(tmp_path, version))
+        by_version.append(run(engine, *requests, sampling=sampling)[0])
+    old, new = by_version
+    same = sum(old[name] == new[name] for name in old)
+    assert 0.17 < same / len(old) < 0.33  # a quarter: neither has changed it
+    longest = max(old, key=lambda name: len(old[name]))
+    half, seed = len(old[longest]) // 2, int(longest[1:])
+    rest = ask("x", [4, 5], 4000, seed=seed, prefix=old[longest][:half])
+    tokens, _ = run(engine, rest, sampling=sampling)
+    assert tokens["x"] == old[longest][half:]

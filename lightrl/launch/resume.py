@@ -53,15 +53,8 @@ MAY_CHANGE = (
     "rollout.parallel",
     *("train.devices", "train.nodes", "train.ranks", *(f"train.{key}" for key in HOW_IT_LIES)),
     "train.optim.",
-    *(
-        "speculation.",
-        "weights.",
-        "prices.",
-        "scale.",
-        "reward.env",
-        "reward.command",
-        "reward.source",
-    ),
+    *("speculation.", "weights.", "prices.", "scale."),
+    *("reward.env", "reward.command", "reward.source"),
 )
 # a run that stops to be recorded could not be resumed again, checkpoints stay where they are, what
 # a run began with is past, and the state of one optimizer is none of another

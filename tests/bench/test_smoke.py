@@ -38,7 +38,7 @@ SMALL = {
     "rewards": "--responses 64",
     "sandbox": "--responses 64",
     "sharing": "--millions 2 --hidden 128 --repeat 1",
-    "sharing_engine": "--millions 4 --repeat 1",
+    "sharing_engine": "--millions 30 --repeat 1",
     "sharing_step": "--steps 2 --repeat 1 --hidden 64 --prompts 2",
     "spec": "--sections lookup --repeat 1",
     "spec torch": "--sections engine --quick --engines torch --batches 1",

@@ -2,11 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightrl.config import schema
 from lightrl.rewards import kept
+from lightrl.rewards.jobs import RewardResult
 from lightrl.rewards.runner import RewardPool
 from tests.support.reward_pool import LIMIT_S, job, reward_set
 
@@ -37,10 +39,10 @@ def edit(folder: Path) -> None:
         file.write_text(file.read_text().replace("return ", "return 100.0 + "))
 
 
-async def rewards(model_files: Path, folder: Path, sources: dict[str, bytes]) -> list[object]:
+async def rewards(model_files: Path, folder: Path, sources: dict[str, bytes]) -> list[Any]:
     """Of a response before and one after a crash, between which the files are edited."""
     settings = schema.Reward(functions=(f"{folder}/rewards.py:reward",))
-    found: asyncio.Queue[object] = asyncio.Queue()
+    found: asyncio.Queue[RewardResult] = asyncio.Queue()
     sets = [reward_set(settings)]
     pool = RewardPool(settings, sets, model_files, folder, found.put_nowait, print, sources=sources)
     results = []

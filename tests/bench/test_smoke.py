@@ -27,6 +27,8 @@ SMALL = {
     "evaluation emulated": "--steps 2 --parts emulated",
     "harvest": "--steps 2 --mb 1 --arms foreseen",
     "journal": "--megabytes 20",
+    "learning": "--smoke --parts emulated",
+    "learning real": "--smoke --parts real --modes plain,continue",
     "long_contexts": "--responses 256 --handed 32 --at-once 64 --tokens 1024",
     "memory": "--tiny",
     "nodes": "--nodes 40 --limits 1024:4096 --steps 3",

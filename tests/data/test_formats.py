@@ -97,15 +97,15 @@ def test_a_row_is_named_by_its_place_in_the_file(tmp_path, name, wheres):
         ("a.csv", b"prompt,answer\n,2\n", "line 2: 'prompt' is missing"),
         ("a.csv", b"prompt\n\xff\n", "cannot be read"),
         ("a.csv", b"prompt,answer,answer\na,1,2\n", "line 1: two columns have the same name"),
-        ("a.jsonl.gz", gzip.compress(JSONL)[:-20], "cannot be"),
-        ("a.jsonl.gz", gzip.compress(b"{oops"), "line 1: not valid JSON"),
+        ("a.jsonl.gz", gzip.compress(JSONL, mtime=0)[:-20], "cannot be"),
+        ("a.jsonl.gz", gzip.compress(b"{oops", mtime=0), "line 1: not valid JSON"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\xff" * 50, "cannot be unpacked"),
         (
             "a.jsonl",
             b"PK\x03\x04\x14\x00\x00\x00",
             "is no text in UTF-8; data sets are JSONL, JSON arrays",
         ),
-        ("a.csv.gz", gzip.compress(b"\0" * 600), "is no text"),
+        ("a.csv.gz", gzip.compress(b"\0" * 600, mtime=0), "is no text"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path, plain, name, content, reason):

@@ -202,7 +202,8 @@ class Learner:
     def _begin_mini_batch(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        self.maxima = torch.full((len(MAXIMA),), -torch.inf, device=self.device)
+        # Of one dtype on all ranks, also on those that get no samples.
+        self.maxima = torch.full_like(self.sums[: len(MAXIMA)], -torch.inf)
         self.held: list[MicroBatch] = []  # only where advantages wait for the mini-batch's end
 
     def _load(self, model_dir: Path) -> Policy:

@@ -66,7 +66,9 @@ def next_kind(
     # What this round would put off is known once the next `max_staleness` rounds have begun.
     rounds_left = max(0, settings.num_steps - step - 1 - settings.max_staleness)
     surplus = settings.prompts_launched - settings.prompts_per_step
-    waiting = len(backlog.put_off) + surplus * (1 + sum(r.races for r in open_rounds))
+    still_open = (r for r in open_rounds if r.state is not RoundState.CLOSED)
+    surplus += sum(r.prompts_launched - r.needed for r in still_open)
+    waiting = len(backlog.put_off) + surplus
     return "flush" if waiting > rounds_left * settings.prompts_per_step else "short"
 
 

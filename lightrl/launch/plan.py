@@ -184,9 +184,10 @@ def _staleness(config: Config) -> str:
             "synchronous, but for responses that are put off: the tokens that they have by then "
             f"are of older versions, {weighted}"
         )
+    but = ", but for those of responses that were put off" if config.continues else ""
     return (
         f"asynchronous: up to {most} more rounds start before a step is trained; tokens are "
-        f"at most that many versions old, {weighted}"
+        f"at most that many versions old{but}, {weighted}"
     )
 
 

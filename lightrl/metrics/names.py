@@ -124,7 +124,7 @@ METRICS: tuple[Metric, ...] = (
         "of the k-th update of a step of several: mean over its responses",
         _TOKENS,
     ),
-    Metric("update/<k>/clip_frac", "likewise: trained tokens clipped", _SHARE),
+    Metric("update/<k>/clip_frac", "likewise: response tokens clipped", _SHARE),
     Metric("update/<k>/grad_norm", "likewise: before clipping; none without a signal"),
     Metric("train/skipped_nonfinite", "updates left out, whose gradient was not finite"),
     # engine against trainer, over tokens of the newest version

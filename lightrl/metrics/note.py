@@ -25,8 +25,8 @@ class RecordsNote:
     # set -> digest of its rows: see `coordinator/prompts.py`
     data: dict[str, str]
     bias: BiasNote
-    # whose rounds are in it
-    bias_steps: int
+    # that are not over, and whose rounds are in it
+    bias_steps: list[int]
     # of the training data
     num_prompts: int
     # of each set to evaluate on

@@ -91,7 +91,7 @@ class Records:
         self._digest = known_digest(bytes(16))
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
-        self._bias_steps = 0  # whose rounds it has counted
+        self._bias_steps = set[int]()  # that are not over, and whose rounds it has counted
         self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
         self._num_migrations = 0
         # response of an open round -> figures, and how its scoring went
@@ -147,9 +147,9 @@ class Records:
         """`history`: the figures of the store of earlier responses."""
         trained = [r for group in round.accepted for r in group.kept]
         figures = {**step_figures(round), **self._close_reward_figures(round, trained)}
-        # After a restart a round that had closed is told once more.
-        bias = self._bias.add(round, core.backlog, count=round.step >= self._bias_steps)
-        self._bias_steps = max(self._bias_steps, round.step + 1)
+        # After a restart a round that had closed comes once more; a later one may close before it.
+        bias = self._bias.add(round, core.backlog, count=round.step not in self._bias_steps)
+        self._bias_steps.add(round.step)
         self._bias_so_far = self._bias.figures()
         if core.settings.tail.races:
             figures |= {f"tail/{name}": value for name, value in bias.items()}
@@ -179,7 +179,8 @@ class Records:
             for r in g.responses
         }
         for g in round.groups.values():
-            for r in () if g.continues else g.responses:  # else its score counts in a later round
+            # those that a later round continues count there
+            for r in g.responses[g.size if g.continues else 0 :]:
                 self._reward_figures.pop(r.id, None)
         scorings = [self._scorings.pop(r) for r in list(said) if r in self._scorings]
         return scoring_figures(scorings) | {
@@ -191,6 +192,7 @@ class Records:
         """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see
         `hashed`."""
         closed = self._closed.pop(done.step)
+        self._bias_steps.discard(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
         self._num_tokens += closed.num_tokens
@@ -242,7 +244,7 @@ class Records:
                 elapsed_s,
                 data,
                 self._bias.note(),
-                self._bias_steps,
+                sorted(self._bias_steps),
                 settings.num_prompts,
                 sizes,
                 self.speculation.note(),
@@ -265,7 +267,7 @@ class Records:
         self.speculation.recall(known.speculation)
         self.weights.recall(known.weights)
         self._warnings.recall(known.warnings)
-        self._bias_steps = known.bias_steps
+        self._bias_steps = set(known.bias_steps)
         self._num_migrations = core.table.counters.migrations
 
     def _show(self, record: dict[str, float]) -> None:

@@ -2,8 +2,12 @@
 
 import pytest
 
+from lightrl.core import rounds
+from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish, Report
 from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
+from lightrl.core.settings import Tail
+from lightrl.core.state import DrawnPrompt, RoundState
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import Generate
 from lightrl.messages.training import StepDone, TrainShard
@@ -253,3 +257,21 @@ def test_step_that_the_trainer_still_finishes_while_the_run_stops_is_counted():
     [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
     assert str(finish.state) == "stopped"
     assert d.core.table.counters.trained_responses == 4
+
+
+@pytest.mark.parametrize(
+    ("is_closed", "num_waiting", "kind"),
+    [(True, 1, "short"), (False, 0, "short"), (False, 1, "flush")],
+)
+def test_the_surplus_of_a_round_counts_once_at_the_end_of_a_run(
+    is_closed: bool, num_waiting: int, kind: str
+):
+    """What a closed round put off is in the backlog, also while the round is trained."""
+    settings = Driver(
+        tail=Tail(1.5), prompts_per_step=2, num_steps=4, num_prompts=99, max_staleness=1
+    ).core.settings
+    backlog = Backlog(99, num_drawn=3)
+    backlog.put_off.extend(PutOff(DrawnPrompt("p9", 0, b""), 0, 0) for _ in range(num_waiting))
+    before = rounds.new_round(settings, "short", 0, 0.0)
+    before.state = RoundState.CLOSED if is_closed else RoundState.RUNNING
+    assert rounds.next_kind(settings, backlog, 1, [before]) == kind

@@ -7,6 +7,7 @@ import threading
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -391,10 +392,10 @@ def test_nobody_waits_until_a_step_is_hashed(tmp_path):
         if is_held_up:
             assert not kept.is_hashed
             with pytest.raises(TimeoutError):  # rather than to wait, or to tell what is not known
-                kept.note(1.0, "", SETTINGS)
+                kept.note(1.0, {}, SETTINGS)
             goes_on.set()
         digests.append(digest_of(kept, core))
-        assert digests[-1] == from_json(kept.note(1.0, "", SETTINGS), RecordsNote).digest
+        assert digests[-1] == from_json(kept.note(1.0, {}, SETTINGS), RecordsNote).digest
     assert digests[0] == digests[1] != digest_of(records(), Coordinator(SETTINGS, 0.0))
 
 
@@ -410,7 +411,7 @@ def test_who_stops_waiting_for_a_digest_leaves_it_to_others():
         await asyncio.gather(waiting, return_exceptions=True)
         goes_on.set()
         await kept.hashed()
-        assert kept.note(1.0, "", SETTINGS)
+        assert kept.note(1.0, {}, SETTINGS)
 
     asyncio.run(scenario())
 
@@ -634,7 +635,7 @@ def test_sums_over_all_steps_do_not_depend_on_how_many_records_are_read_again():
     steps = [shown | drafts | loads, shown | loads | {"weights/pull_s": math.inf}, shown | loads]
     for step in steps:
         kept._show(step)
-    note = from_json(kept.note(1.0, "", SETTINGS), RecordsNote)
+    note = from_json(kept.note(1.0, {}, SETTINGS), RecordsNote)
     for num in range(4):
         again = records()
         again.recall(note, core, steps[len(steps) - num :])
@@ -651,11 +652,42 @@ def test_tokens_of_a_run_are_counted_on_after_a_restart():
     assert (first["num_tokens_total"], first["perf/tokens_per_gpu_s"]) == (number, number / 2.0)
     again = records()
     asyncio.run(kept.hashed())
-    note = from_json(kept.note(1.0, "", SETTINGS), RecordsNote)
+    note = from_json(kept.note(1.0, {}, SETTINGS), RecordsNote)
     again.recall(note, core, [first])
     again.close_round(LONG, core, {})
     second = again.close_step(CloseStep(1, 1.0, 0.5, 0.5, {}), core)
     assert second["num_tokens_total"] == number + total_tokens(LONG)
+
+
+def test_a_round_that_closes_before_an_earlier_one_counts_and_so_does_the_earlier_one():
+    """In asynchronous runs a short round overtakes a long one; a restart comes in between."""
+    core, kept = Coordinator(SETTINGS, 0.0), records()
+    later = closed("short", {"e": (A, [(1, "stop", 1.0)]), "f": (A, [(2, "stop", 0.0)])}, step=2)
+    kept.close_round(SHORT, core, {})
+    kept.close_step(CloseStep(0, 1.0, 0.5, 0.5, {}), core)
+    kept.close_round(later, core, {})
+    asyncio.run(kept.hashed())
+    again = records()
+    again.recall(from_json(kept.note(1.0, {}, SETTINGS), RecordsNote), core, [])
+    for number in range(2):
+        again.close_round((later, LONG)[number], core, {})  # the first one once more
+    asyncio.run(again.hashed())
+    summary: Any = again.summary(core, "", 1.0)
+    assert summary["tail"]["rounds"] == {"short": 2, "long": 1}
+    lengths = [2, 4, 3, 1, 1, 2, 3, 10, 8, 9]
+    assert summary["tail"]["kept_length"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_figures_of_responses_that_nobody_continues_are_not_kept():
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    round = closed("short", {"c": (P, [(3, "stop", 0.5), (5, "stop", 0.0), (6, "stop", 1.0)])})
+    [group] = round.groups.values()
+    group.continues, round.state = True, RoundState.RUNNING
+    for response in group.responses:
+        kept.scored(response, {"digits": 1.0}, "", 0.1)
+    round.state = RoundState.CLOSED
+    kept.close_round(round, core, {})
+    assert list(kept._reward_figures) == ["c@0#0", "c@0#1"]
 
 
 def test_rewards_by_data_set_are_of_all_prompts_of_a_set_and_of_dropped_groups_too():

@@ -118,3 +118,19 @@ def test_figures_of_each_update(new_rank, short, long):
     clipped = sum(metrics[f"update/{k}/clip_frac"] * n for k, n in enumerate(counts, 1))
     assert clipped / sum(counts) == pytest.approx(metrics["clip_frac"])
     assert not [name for name in train(rank, 1, short)[1] if name.startswith("update/")]
+
+
+def test_figures_of_updates_count_responses_without_a_signal(new_rank, samples):
+    """They are accumulated by nobody, and are in the totals all the same."""
+    optim = {"lr": 0.1, "grad_clip": 0.0}  # the second update is clipped
+    rank, halves = new_rank(train={"optim": optim, "mini_batches": 2}), (samples[:9], samples[9:])
+    tokens = [4 * totals(half)[1] for half in halves]
+    for half, num in zip(halves, tokens, strict=True):
+        list(rank.perform(Accumulate(0, (tuple(half),))))
+        if half is halves[0]:
+            list(rank.perform(UpdateWeights(0, 4 * len(half), num)))
+    _, finished = rank.perform(FinishStep(0, 4 * len(halves[1]), tokens[1], 1))
+    metrics = finished.metrics
+    clipped = sum(metrics[f"update/{k}/clip_frac"] * n for k, n in enumerate(tokens, 1))
+    assert clipped > 0
+    assert clipped / sum(tokens) == pytest.approx(metrics["clip_frac"])

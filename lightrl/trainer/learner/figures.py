@@ -83,10 +83,8 @@ class StepFigures:
         self._num_counted += num_responses > 0
         if num_responses or totals["responses"]:
             clipped = totals["clipped_low"] + totals["clipped_high"]
-            share = clipped / max(1.0, totals["tokens"])
-            self._updates.append(
-                {"response_length": num_tokens / max(1, num_responses), "clip_frac": share}
-            )
+            length, share = num_tokens / max(1, num_responses), clipped / max(1, num_tokens)
+            self._updates.append({"response_length": length, "clip_frac": share})
 
     def add_update(self, grad_norm: float, is_skipped: bool) -> None:
         """It had something to learn from. `grad_norm`: before clipping."""

@@ -157,12 +157,20 @@ class _Calls:
 
 
 def _shown(value: Any) -> str:
-    return str(value)[:MAX_EXTRA]
+    return _text(value)[:MAX_EXTRA]
+
+
+def _text(value: object) -> str:
+    """What can travel, of an object of the user's: in UTF-8, without lone surrogates."""
+    try:
+        return str(value).encode(errors="backslashreplace").decode()
+    except Exception:  # its __str__ is the user's, too
+        return f"{type(value).__name__} without text"
 
 
 def one_line(e: BaseException) -> str:
     """Example: "ValueError: could not convert string to float: 'x'"."""
-    lines = str(e).strip().splitlines()
+    lines = _text(e).strip().splitlines()
     if isinstance(e, RewardError):
         return lines[0][:300]
     if isinstance(e, SystemExit) and (said := getattr(sys.stderr, "last_line", "")):

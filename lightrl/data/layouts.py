@@ -59,10 +59,7 @@ def messages_of(where: str, prompt: Any) -> Any:
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
         return messages
     if MESSAGES.match(prompt):
-        raise DataError(
-            f"{where}: the prompt is the text of chat messages, but not JSON of "
-            "[{'role': ..., 'content': ...}, ...]"
-        )
+        raise DataError(f"{where}: the prompt is the text of chat messages, but not such JSON")
     return prompt
 
 

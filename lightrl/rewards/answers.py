@@ -8,11 +8,9 @@ from typing import Any
 GSM8K = re.compile(r"####\s*(.+?)\s*$")  # how its answers end
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# <think>, [THINK], ◁think▷, <seed:think>, <|begin_of_thought|>, <reasoning>; its first group is of
-# those that close.
+# Also [THINK], ◁think▷, <|begin_of_thought|> and the like. The first group is of those that close.
 _THOUGHT = re.compile(
-    r"(?:<|◁|\[(?=/?THINK\]))(\|?(?:/|end_))?[\w|:]{,16}(?:think|thought|reason)[\w|:]{,16}[>\]▷]",
-    re.IGNORECASE,
+    r"(?i)(?:<|◁|\[(?=/?think]))(\|?(?:/|end_))?[\w|:]{,16}(?:think|thought|reason)[\w|:]{,9}[]>▷]"
 )
 _TOGETHER = re.compile(r"(?:[\s$}]|\\text\s*\{)*(?:,|,?\s*(?:\\text\s*\{\s*)?(?:and|or))[\s$}]*")
 
@@ -60,9 +58,8 @@ def last_boxes(text: str) -> list[str]:
 
 
 def after_thinking(prompt: str, response: str) -> str | None:
-    """What follows the last </think>, or its like, of a response; all of it if nothing was opened.
-    None where the thought is not closed, be it opened by the response or at the end of its
-    prompt."""
+    """What follows the last </think>, or its like; the whole response if nothing was opened. None
+    where the thought is not closed, be it opened by the response or at the end of its prompt."""
     marks = list(_THOUGHT.finditer(response))
     if marks:
         return response[marks[-1].end() :] if marks[-1][1] else None

@@ -90,11 +90,9 @@ class JudgeReward:
     def _new_client(self) -> httpx.AsyncClient:
         url = httpx.URL(self._url)
         # With a transport of its own the client does not look at the proxies at all.
-        direct = httpx.AsyncHTTPTransport() if is_direct(url.host, url.port) else None
+        own = httpx.AsyncHTTPTransport() if is_direct(url.host, url.port) else None
         try:
-            return httpx.AsyncClient(
-                timeout=self._timeout_s, headers=self._headers, transport=direct
-            )
+            return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers, transport=own)
         except (ImportError, ValueError) as e:
             raise RewardError(f"judge: {self._url}: proxy of the environment: {e}") from None
 

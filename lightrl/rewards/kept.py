@@ -63,14 +63,10 @@ def _read(functions: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         roots = [first.parent, first.parents[depth], *others]
         while todo:
             file = todo.pop()
-            if file in seen or not file.is_file():
+            if file in seen or not (file.is_file() and os.access(file, os.R_OK)):
                 continue
             seen.add(file)
-            try:
-                source = file.read_bytes()
-            except OSError:
-                continue
-            yield str(file), source
+            yield str(file), (source := file.read_bytes())
             for base, parts in _imports(source, file, roots):
                 for part in parts:
                     base /= part

@@ -42,8 +42,7 @@ def math_reward(sample: Sample) -> float | None:
         return None
     text = _CURRENCY.sub("", after_thinking(sample.prompt, sample.response) or "")
     if boxed := last_boxes(text):
-        several = getattr(gold[0], "is_FiniteSet", False)
-        text = _in_box([_amounts(box) for box in (boxed if several else boxed[-1:])])
+        text = _in_box(boxed if getattr(gold[0], "is_FiniteSet", False) else boxed[-1:])
     return float(verify(gold, _parse(text), timeout_seconds=None))
 
 
@@ -53,7 +52,7 @@ def _amounts(text: str) -> str:
 
 
 def _in_box(parts: list[str]) -> str:
-    return ", ".join(f"\\boxed{{{part}}}" for part in parts)
+    return ", ".join(f"\\boxed{{{_amounts(part)}}}" for part in parts)
 
 
 def _parse(text: str) -> list[Any]:

@@ -14,18 +14,22 @@ from lightrl.errors import ConfigError
 
 MAX_ETA = 4.0
 DATA_SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv", ".json")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
 VERIFIERS = "verifiers:"  # before the name of an environment, which brings data and rewards
 
 
 def without_compression(path: str) -> PurePath:
     """Example: "a/train.jsonl" of "a/train.jsonl.gz"."""
-    return PurePath(path.removesuffix(next(filter(path.endswith, COMPRESSED_SUFFIXES), "")))
+    return PurePath(re.sub(r"\.(gz|zst)$", "", path, flags=re.IGNORECASE))
 
 
 def is_data_file(path: str) -> bool:
     """Whether its name is that of a file of rows, compressed or not."""
-    return without_compression(path).suffix in DATA_SUFFIXES
+    return data_suffix(path) in DATA_SUFFIXES
+
+
+def data_suffix(path: str) -> str:
+    """In small letters, without that of a compression. Example: ".csv" of "A.CSV.gz"."""
+    return without_compression(path).suffix.lower()
 
 
 def expanded(path: str, folder: Path = Path()) -> str:

@@ -17,7 +17,7 @@ from typing import IO
 
 import zstandard
 
-from lightrl.config.values import without_compression
+from lightrl.config.values import data_suffix
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
 
@@ -47,7 +47,7 @@ def other_lines(file: Path, raw: io.BufferedReader) -> tuple[str, Lines] | None:
             f"{file}: is no text in UTF-8; data sets are JSONL, JSON arrays, CSV or parquet"
         )
     first = head.lstrip(BLANK).partition(b"\n")[0].strip()
-    is_csv = without_compression(str(file)).suffix in (".csv", ".tsv")
+    is_csv = data_suffix(str(file)) in (".csv", ".tsv")
     is_array = first.startswith(b"[") or first == b"{"  # an object on several lines is none of rows
     if opened is raw and not is_csv and not is_array:
         return None
@@ -66,7 +66,7 @@ def _readable(file: Path, text: IO[str], lines: Lines) -> Lines:
         with text:
             yield from lines
     except BROKEN as e:
-        raise DataError(f"{file}: cannot be read (cut off?): {first_line(e)}") from None
+        raise DataError(f"{file}: cannot be read as a whole: {first_line(e)}") from None
 
 
 def _csv_lines(file: Path, text: IO[str], delimiter: str) -> Lines:

@@ -17,7 +17,10 @@ from lightrl.errors import DataError
 from lightrl.model_files import first_line
 from lightrl.wire import to_json
 
-MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")  # that are text
+# Chat messages that are text, also those of ShareGPT.
+MESSAGES = re.compile(
+    r"""\s*\[\s*\{\s*['"]((role|content)['"]\s*:|from['"]\s*:\s*['"](human|user|system)\b)"""
+)
 MAX_ID = 128  # characters
 ANSWER_COLUMNS = ("reward_model", "reward_spec", "ground_truth", "solution")
 TOOLS = "tools"  # descriptions of functions, for the chat template
@@ -48,15 +51,15 @@ def prompt_of(where: str, row: Mapping[str, Any], prompt_key: str) -> Any:
 
 def messages_of(where: str, prompt: Any) -> Any:
     """The messages that a prompt holds as JSON; any other prompt as it is. Raises DataError for
-    text that begins as messages do and is not JSON, as pandas writes lists into CSV."""
+    text that begins as messages do and is not such JSON: pandas writes lists otherwise into CSV."""
     if not isinstance(prompt, str) or not prompt.lstrip().startswith(("[", "{")):
         return prompt
     found = _parsed(prompt)
     messages = [found] if isinstance(found, dict) else found
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
         return messages
-    if found is prompt and MESSAGES.match(prompt):
-        raise DataError(f"{where}: the prompt is the text of chat messages, but not as JSON")
+    if MESSAGES.match(prompt):
+        raise DataError(f"{where}: the prompt is the text of chat messages, but not such JSON")
     return prompt
 
 

@@ -166,10 +166,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     finite = [v for v in visible if math.isfinite(v)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    if high - low < 1e-12:
-        low, high = low - 3.0, high + 4.0  # one block of middle height for all
+    scale = 7 / (high - low) if high - low >= 1e-12 else 0.0
     return "".join(
-        BLOCKS[round((v - low) / (high - low) * 7)] if math.isfinite(v) else NO_BLOCK
+        # one block of middle height where all are equal
+        (BLOCKS[round((v - low) * scale) if scale else 3] if math.isfinite(v) else NO_BLOCK)
         for v in visible
     )
 

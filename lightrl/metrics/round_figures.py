@@ -277,7 +277,7 @@ def eval_lines(step: int, scores: Scores, record: dict[str, float]) -> Iterator[
 def warnings(record: dict[str, float]) -> Iterator[str]:
     """What an operator should know of a step."""
     gap = record.get("train_rollout_logprob_abs_diff", 0.0)
-    if gap > SUSPICIOUS_GAP:
+    if not gap <= SUSPICIOUS_GAP:  # NaN, too
         yield f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
     skipped, made = record.get("train/skipped_nonfinite", 0), record.get("train/updates", 0)
     if skipped and not made:

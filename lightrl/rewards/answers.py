@@ -8,7 +8,10 @@ from typing import Any
 GSM8K = re.compile(r"####\s*(.+?)\s*$")  # how its answers end
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_THOUGHT = re.compile(r"<(/?)think(?:ing)?>")
+# Also [THINK], ◁think▷, <|begin_of_thought|> and the like. The first group is of those that close.
+_THOUGHT = re.compile(
+    r"(?i)(?:<|◁|\[(?=/?think]))(\|?(?:/|end_))?[\w|:]{,16}(?:think|thought|reason)[\w|:]{,9}[]>▷]"
+)
 _TOGETHER = re.compile(r"(?:[\s$}]|\\text\s*\{)*(?:,|,?\s*(?:\\text\s*\{\s*)?(?:and|or))[\s$}]*")
 
 
@@ -55,11 +58,12 @@ def last_boxes(text: str) -> list[str]:
 
 
 def after_thinking(prompt: str, response: str) -> str | None:
-    """What follows the last </think> of a response; all of it if nothing was opened. None where the
-    thought is not closed, be it opened by the response or at the end of its prompt."""
+    """What follows the last </think>, or its like; the whole response if nothing was opened. None
+    where the thought is not closed, be it opened by the response or at the end of its prompt."""
     marks = list(_THOUGHT.finditer(response))
     if marks:
         return response[marks[-1].end() :] if marks[-1][1] else None
-    opened = list(_THOUGHT.finditer(prompt.rstrip()[-len("<thinking>") :]))
-    is_open = bool(opened) and not opened[-1][1] and prompt.rstrip().endswith(opened[-1][0])
+    prompt = prompt[-64:].rstrip()
+    opened = list(_THOUGHT.finditer(prompt))[-1:]
+    is_open = any(not mark[1] and mark.end() == len(prompt) for mark in opened)
     return None if is_open else response

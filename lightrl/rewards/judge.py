@@ -7,6 +7,7 @@ Runs in the reward worker; must not make a score of a reply that has none.
 import asyncio
 import random
 import re
+import socket
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from types import MappingProxyType
@@ -88,9 +89,12 @@ class JudgeReward:
 
     def _new_client(self) -> httpx.AsyncClient:
         url = httpx.URL(self._url)
-        host = f"[{url.host}]" if ":" in url.host else url.host
-        direct = {f"all://{host}": None} if is_direct(url.host, url.port) else {}
-        return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers, mounts=direct)
+        # With a transport of its own the client does not look at the proxies at all.
+        own = httpx.AsyncHTTPTransport() if is_direct(url.host, url.port) else None
+        try:
+            return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers, transport=own)
+        except (ImportError, ValueError) as e:
+            raise RewardError(f"judge: {self._url}: proxy of the environment: {e}") from None
 
     async def __call__(self, sample: Sample) -> float | None:
         """The score, or None for a reply without one. Raises RewardError if nobody replied."""
@@ -140,7 +144,8 @@ def is_direct(host: str, port: int | None) -> bool:
     try:
         address = ip_address(host)
     except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        name = host.rstrip(".")
+        return name in ("localhost", socket.gethostname()) or name.endswith(".localhost")
     networks = getproxies_environment().get("no", "").split(",")
     found = any(address in network for part in networks if (network := _network(part)))
     return found or address.is_loopback or address.is_unspecified

@@ -6,6 +6,7 @@ what they receive. `__file__` stays the path of the file, so that data beside it
 """
 
 import ast
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,16 +52,18 @@ def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict
 
 
 def _read(functions: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Each file with what it imports from its own folder, its package or the working directory, and
-    what that imports; a file that cannot be read is left to the import."""
+    """Each file with what it imports from its own folder, its package, the working directory or
+    PYTHONPATH, and what that imports; a file that cannot be read is left to the import."""
+    searched = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    others = [Path.cwd(), *(Path(folder).absolute() for folder in searched)]
     for function in functions:
         first = Path(function.rpartition(":")[0]).absolute()
         depth, seen = package_depth(first), set[Path]()
         todo = [first, *(package / "__init__.py" for package in first.parents[:depth])]
-        roots = [first.parent, first.parents[depth], Path.cwd()]
+        roots = [first.parent, first.parents[depth], *others]
         while todo:
             file = todo.pop()
-            if file in seen or not file.is_file():
+            if file in seen or not (file.is_file() and os.access(file, os.R_OK)):
                 continue
             seen.add(file)
             yield str(file), (source := file.read_bytes())

@@ -12,7 +12,8 @@ from lightrl.rewards.answers import GSM8K, after_thinking, answer_text, last_box
 from lightrl.rewards.base import Sample
 
 _CURRENCY = re.compile(r"(?:\bUS)?\\\$|\\text\{\s*\\?\$\s*\}|[€£¥]")
-_LONE_DOLLAR = re.compile(r"\A([^$]*?)(?:\bUS)?\$([^$]*)\Z", re.DOTALL)
+_DOLLAR = re.compile(r"(?:\bUS)?\$")
+_DELIMITER = re.compile(r"\$(?!\s?\.?\d)")  # of a formula: in front of amounts all are dollars
 _DELIMITED = re.compile(r"\\boxed|\$|\\\(|\\\[")
 
 
@@ -31,7 +32,7 @@ def math_reward(sample: Sample) -> float | None:
         return None
     if found := GSM8K.search(answer):
         answer = found[1].replace(",", "")
-    answer = _LONE_DOLLAR.sub(r"\1\2", _CURRENCY.sub("", answer))
+    answer = _amounts(_CURRENCY.sub("", answer))
     if boxed := last_boxes(answer):
         answer = _in_box(boxed)
     elif not _DELIMITED.search(answer):
@@ -45,8 +46,13 @@ def math_reward(sample: Sample) -> float | None:
     return float(verify(gold, _parse(text), timeout_seconds=None))
 
 
+def _amounts(text: str) -> str:
+    is_formula = text.count("$") > 1 and _DELIMITER.search(text)
+    return text if is_formula else _DOLLAR.sub("", text)
+
+
 def _in_box(parts: list[str]) -> str:
-    return ", ".join(f"\\boxed{{{part}}}" for part in parts)
+    return ", ".join(f"\\boxed{{{_amounts(part)}}}" for part in parts)
 
 
 def _parse(text: str) -> list[Any]:

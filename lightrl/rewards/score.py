@@ -137,7 +137,7 @@ class _Calls:
             if prefix:
                 mine.metrics[self.function.name] = value
         mine.metrics.update((prefix + key, figure) for key, figure in figures.items())
-        mine.extras.update((prefix + key, _shown(text)) for key, text in texts.items())
+        mine.extras.update((prefix + key, _shown(text)[:MAX_EXTRA]) for key, text in texts.items())
 
     def _log(self, log: CallLog, part: list[int]) -> None:
         """A metric is one of every sample of the call, so that its mean is the mean."""
@@ -149,20 +149,24 @@ class _Calls:
                 self.scores[k].metrics[name] = mean
         for column, values in log.extras.items():
             for k, value in zip(part, values, strict=False):
-                self.scores[k].extras[column] = _shown(value)
+                self.scores[k].extras[column] = _shown(value)[:MAX_EXTRA]
 
     def _fail(self, k: int, why: str) -> None:
         """The first reason counts."""
         self.scores[k].failure = self.scores[k].failure or why
 
 
-def _shown(value: Any) -> str:
-    return str(value)[:MAX_EXTRA]
+def _shown(value: object) -> str:
+    """As text that UTF-8 can encode: without lone surrogates."""
+    try:
+        return str(value).encode(errors="backslashreplace").decode()
+    except Exception:  # of a __str__ of the user's
+        return f"{type(value).__name__} without text"
 
 
 def one_line(e: BaseException) -> str:
     """Example: "ValueError: could not convert string to float: 'x'"."""
-    lines = str(e).strip().splitlines()
+    lines = _shown(e).strip().splitlines()
     if isinstance(e, RewardError):
         return lines[0][:300]
     if isinstance(e, SystemExit) and (said := getattr(sys.stderr, "last_line", "")):

@@ -109,12 +109,24 @@ def test_messages_as_json_are_messages(tmp_path, writes, kind, prompt):
     assert conversation(sample, Columns(frozenset({"prompt"}))) == USER
 
 
-def test_what_pandas_writes_of_messages_is_refused(tmp_path, writes):
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        str(USER),  # as pandas writes it
+        json.dumps(USER)[:-5],
+        json.dumps([*USER, {"content": "and?"}]),
+        json.dumps([{"from": "human", "value": "hi"}]),
+        str([{"from": "system", "value": "be brief"}]),
+    ],
+)
+def test_other_text_that_begins_as_messages_is_refused(tmp_path, writes, prompt):
     with pytest.raises(DataError, match="line 1: the prompt is the text of chat messages, but not"):
-        text_of(tmp_path, writes, {"prompt": str(USER)})
+        text_of(tmp_path, writes, {"prompt": prompt})
 
 
-@pytest.mark.parametrize("prompt", ["[1, 2] reversed?", '{"a": 1}', "[{", '[{"name": "role"}]'])
+@pytest.mark.parametrize(
+    "prompt", ["[1, 2] reversed?", '{"a": 1}', "[{", '[{"name": "role"}]', '[{"from": "Rome"}]']
+)
 def test_other_text_in_brackets_stays_text(tmp_path, writes, prompt):
     assert text_of(tmp_path, writes, {"prompt": prompt}) == prompt
 

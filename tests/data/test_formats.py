@@ -50,6 +50,8 @@ FILES = {
     "lines.jsonl.gz": gzip.compress(JSONL),
     "array.json.gz": gzip.compress(ARRAY),
     "table.csv.gz": gzip.compress(as_csv()),
+    "CAPITALS.CSV": as_csv(),
+    "CAPITALS.CSV.GZ": gzip.compress(as_csv()),
     "two_members.jsonl.gz": gzip.compress(JSONL[:20]) + gzip.compress(JSONL[20:]),
     "lines.jsonl.zst": zstandard.compress(JSONL),
     "two_frames.jsonl.zst": zstandard.compress(JSONL[:20]) + zstandard.compress(JSONL[20:]),

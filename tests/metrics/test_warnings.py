@@ -39,6 +39,10 @@ EMPTY = {"round/groups_trained": 0.0, "round/groups_unscored": 1.0, "round/group
             FINE | {"train_rollout_logprob_abs_diff": 0.5},
             ["engine and trainer differ by 0.500 in logprobs: stale weights?"],
         ),
+        (
+            FINE | {"train_rollout_logprob_abs_diff": float("nan")},
+            ["engine and trainer differ by nan in logprobs: stale weights?"],
+        ),
     ],
 )
 def test_warnings_of_a_step(record: dict[str, float], told: list[str]):

@@ -321,6 +321,22 @@ def test_an_exception_is_no_score_for_the_responses_of_its_call_alone():
     assert [r.failure for r in results] == ["", "KeyError: 'x'", ""]
 
 
+def test_an_exception_whose_text_cannot_be_sent_is_no_score_either():
+    class Nameless(Exception):
+        def __str__(self):
+            raise ValueError
+
+    def f(data_source, solution_str, ground_truth, extra_info):
+        if solution_str == "a":
+            return {"score": 1, "file": "\udcff"}
+        raise (ValueError("\udcff.txt") if solution_str == "b" else Nameless)
+
+    said = scores(f, *siblings("a", "b", "c"))
+    assert said[0].extras == {"file": r"\udcff"}
+    assert said[1].failure == r"ValueError: \udcff.txt"
+    assert said[2].failure == "Nameless: Nameless without text"
+
+
 def test_of_several_functions_one_that_fails_leaves_no_sum():
     functions = [wrap(lambda sample: 1.0, "a"), wrap(lambda sample: 1 / 0, "b")]
     functions.append(wrap(lambda sample: {}["x"], "c"))  # the first reason is told

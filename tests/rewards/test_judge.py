@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -209,6 +210,8 @@ def test_a_field_that_nobody_fills_is_refused() -> None:
         ("http://localhost:8000/v1", "", True),
         ("http://[::1]:8000/v1", "", True),
         ("http://0.0.0.0:8000/v1", "", True),
+        ("http://LOCALHOST.:8000/v1", "", True),
+        (f"http://{socket.gethostname()}:8000/v1", "", True),
         ("http://10.1.2.3:8000/v1", "", False),
         ("http://10.1.2.3:8000/v1", "10.1.2.3", True),
         ("http://10.1.2.3:8000/v1", "example.com, 10.0.0.0/8", True),
@@ -231,10 +234,20 @@ def test_which_judges_are_asked_without_a_proxy(monkeypatch, url, no_proxy, is_d
     assert (transport is client._transport) == is_direct
 
 
-def test_a_judge_on_this_machine_is_asked_although_a_proxy_is_set(monkeypatch):
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:9", "socks5://127.0.0.1:9"])
+def test_a_judge_on_this_machine_is_asked_although_a_proxy_is_set(monkeypatch, proxy):
+    """Nobody listens there, and httpx may not know its protocol."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, proxy)
     assert asyncio.run(judged(lambda _: says("Score: 1"))) == 1.0
     asyncio.run(_checked(lambda _: says("1")))
+
+
+def test_a_proxy_that_httpx_does_not_know_is_named(monkeypatch):
+    monkeypatch.setenv("all_proxy", "gopher://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with pytest.raises(RewardError, match=r"proxy of the environment: .*gopher"):
+        asyncio.run(JudgeReward("http://judge.example.com/v1", "m").check())

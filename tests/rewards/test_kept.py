@@ -1,6 +1,7 @@
 """Reward functions whose files change while they are used."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,14 @@ def test_a_file_that_cannot_be_imported_is_kept_as_it_is(tmp_path, body):
     functions = [f"{tmp_path}/rewards.py:f", f"{tmp_path}/none.py:f"]
     sources, line = kept.sources(functions, tmp_path / "run", is_anew=False)
     assert (sources, line) == ({f"{tmp_path}/rewards.py": body.encode()}, "")
+
+
+def test_modules_of_pythonpath_are_kept_and_unreadable_ones_are_left_out(tmp_path, monkeypatch):
+    for name in ("project/f.py", "library/scores/__init__.py", "library/scores/broken.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import scores.broken\n")
+    # root may read anything
+    monkeypatch.setattr(os, "access", lambda path, _: path.name != "broken.py")
+    monkeypatch.setenv("PYTHONPATH", f":{tmp_path}/library")
+    sources, _ = kept.sources([f"{tmp_path}/project/f.py:f"], tmp_path / "run", is_anew=False)
+    assert set(sources) == {f"{tmp_path}/project/f.py", f"{tmp_path}/library/scores/__init__.py"}

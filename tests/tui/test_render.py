@@ -355,7 +355,7 @@ def test_figures():
     assert bar(0.5, 5) == "━━╸  "
     assert bar(7.0, 3) == "━━━"
     assert sparkline((0.0, 1.0), 10) == "▁█"
-    assert sparkline((2.0, 2.0), 10) == "▄▄"
+    assert sparkline((2.0, 2.0), 10) == sparkline((1e20, 1e20), 10) == "▄▄"
     assert sparkline((0.0, math.inf, 1.0, math.nan, -math.inf), 10) == "▁·█··"
     assert sparkline((math.nan, 1.0), 10) == "·▄"
     assert sparkline((math.nan,), 10) == "·"

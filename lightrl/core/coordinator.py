@@ -331,7 +331,7 @@ class Coordinator:
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
             if may_return and not self.ending.has_begun:
-                self.outbox.warn(self.fleet.trainers.patience(self.settings.patience_s))
+                self.outbox.report(self.fleet.trainers.patience(self.settings.patience_s))
         if not self.ending.has_begun and (why := self.fleet.why_deserted()) is not None:
             self.ending.begin(RunState.FAILED, why)
 

@@ -78,7 +78,7 @@ class Versions:
         else:
             self._fleet.trainer_is_behind(version)
             behind = f"{name} is at step {version}, the run at step {self._steps.step}"
-            self._outbox.warn(f"{behind}: the steps in between are trained again")
+            self._outbox.report(f"{behind}: the steps in between are trained again")
         self._fleet.trainer_stands()
         self._steps.feed_trainer(has_come=stood_at is None)
         if self._ending.has_begun:

@@ -184,10 +184,10 @@ def _staleness(config: Config) -> str:
             "synchronous, but for responses that are put off: the tokens that they have by then "
             f"are of older versions, {weighted}"
         )
-    but = ", but for those of responses that were put off" if config.continues else ""
+    older = " (older ones in responses that are put off)" * config.continues
     return (
         f"asynchronous: up to {most} more rounds start before a step is trained; tokens are "
-        f"at most that many versions old{but}, {weighted}"
+        f"at most that many versions old{older}, {weighted}"
     )
 
 
@@ -210,10 +210,12 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
     responses = config.train.prompts_per_step * config.rollout.group_size
     if config.train.engine != "emulated":
         yield from _overlap_notes(config, responses)
-    if config.round.tail_batching == "off" and config.round.race == "clock":
-        yield "round.race = clock has no effect without round.tail_batching"
-    if config.round.tail_batching == "off" and config.round.deferred is not None:
-        yield f"round.deferred = {config.deferred} has no effect without round.tail_batching"
+    if config.round.tail_batching == "off":
+        for key in sorted(config.round.model_fields_set & {"eta", "race", "deferred"}):
+            if (value := getattr(config.round, key)) != type(config.round).model_fields[
+                key
+            ].default:
+                yield f"round.{key} = {value} has no effect without round.tail_batching"
 
 
 def _rollout(config: Config, slots: int) -> str:
@@ -229,9 +231,11 @@ def _rollout(config: Config, slots: int) -> str:
         else f"a {most}'s {responses:,} take {ceil(responses / slots)} turns or more"
     )
     daemons = "daemon" if rollout.nodes == 1 else "daemons"
+    cut = f", top_p {rollout.top_p:g}" * (rollout.top_p < 1)
+    cut += f", top_k {rollout.top_k}" * (rollout.top_k > 0)
     return (
         f"{rollout.nodes} {daemons} ({rollout.engine}) x {rollout.slots} slots = {slots:,} at "
-        f"once; {fit}; temperature {rollout.temperature:g}"
+        f"once; {fit}; temperature {rollout.temperature:g}{cut}"
     )
 
 

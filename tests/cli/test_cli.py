@@ -140,15 +140,20 @@ backward pass but the last groups overlaps with generation""",
             "round.tail_batching=prompts round.deferred=continue run.deterministic=true",
             """length bias: none: responses that are put off are continued, not replaced
             staleness   synchronous, but for responses that are put off
-            of older versions, importance weights of at most 2 (algorithm.tis_bounds)
-            note        run.deterministic does not cover round.deferred = 'continue': how far""",
+            are of older versions, importance weights of at most 2 (algorithm.tis_bounds)
+            note        run.deterministic does not cover round.deferred = 'continue'""",
         ),
-        ("round.deferred=restart", "note        round.deferred = restart has no effect without"),
+        (
+            "round.deferred=restart round.eta=1.5 rollout.top_p=0.9 rollout.top_k=20",
+            """temperature 1, top_p 0.9, top_k 20
+            note        round.deferred = restart has no effect without
+            note        round.eta = 1.5 has no effect without""",
+        ),
         (
             "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",
             """32 prompts x 12 responses = 384
             staleness   asynchronous: up to 1 more rounds start before a step is trained
-            that many versions old, but for those of responses that were put off, importance
+            at most that many versions old (older ones in responses that are put off)
             importance weights of at most 2 (algorithm.tis_bounds)""",
         ),
         (

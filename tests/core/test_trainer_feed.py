@@ -95,6 +95,16 @@ def test_nodes_are_not_disturbed_by_versions_that_are_trained_again():
     assert (node, [s.node for s in offer.sources]) == ("late", ["a", "t"])
 
 
+def test_a_trainer_that_catches_up_is_reported_but_is_no_warning():
+    """`up` repeats warnings at the end of a run, when nothing is waited for any more."""
+    d = trained(3)
+    lost = of_kind(d.feed(NodeLost("t", "gone")), Report)
+    assert [c.text for c in lost if c.is_warning] == ["t lost (gone)"]
+    behind = of_kind(come_back(d, 1), Report)
+    assert [c.text for c in behind if "trained again" in c.text]
+    assert not [c for c in behind if c.is_warning]
+
+
 def test_version_that_comes_out_different_fails_a_deterministic_run_and_is_never_served():
     d = trained(2, deterministic=True)
     d.feed(NodeLost("t", "gone"))

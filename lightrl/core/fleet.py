@@ -262,8 +262,8 @@ class Fleet:
             self._offer(node)
 
     def publish_again(self, message: PublishWeights) -> None:
-        """Sends the newest version's new source to nodes without it. If the version was trained again
-        with another digest, no node has it."""
+        """Offers the newest version again to nodes without it. If it was trained again with another
+        digest, no node has it."""
         published, version = self.published, message.policy_version
         is_other = published is not None and published.digest != message.digest
         self._announce(message)

@@ -29,9 +29,9 @@ DEFAULTS = {
     "mean_length": 0.0,  # of a response, tokens; 0 = always to the length limit
     # of responses that run to the limit whatever mean_length says: a long tail
     "runaway_share": 0.0,
-    # chance that a version draws a response anew, whatever others made of it: two versions agree in
-    # (1 - chance)^2 of them, by default in 16 %, as a real model did for 1,000 tokens after one
-    # optimizer step (core/README.md)
+    # chance that a version samples another response than the seed gives: two versions agree in
+    # (1 - chance)^2 of the responses, by default in 16 %, as a real model did for 1,000 tokens
+    # after one optimizer step (core/README.md)
     "restart_change": RESTART_CHANGE,
     "train_token_ms": 0.0,  # of a trained token, on its rank
     "train_step_ms": 0.0,  # of an optimizer step

@@ -79,8 +79,8 @@ def _settle_dynamic(rope: dict[str, Any], text: Any, max_length: int) -> None:
 
 def context(text: Mapping[str, Any]) -> int | None:
     """Tokens that a model reads, by its config.json (of a model that reads more than text, by its
-    part `text_config`); None: it does not tell. Scaled positions reach as far as vLLM lets them:
-    YaRN as Qwen's model cards add it leaves max_position_embeddings as it was."""
+    part `text_config`); None: not given there. Scaled positions reach as far as in vLLM: YaRN as
+    Qwen's model cards add it leaves max_position_embeddings as it was."""
     longest = text.get("max_position_embeddings")
     if not isinstance(longest, int):
         return None

@@ -183,7 +183,7 @@ class Fleet:
     def why_deserted(self) -> str | None:
         """Why no rollout node will take part any more, in one line; None if some do or may come.
 
-        Those that the run started must all have failed for good, and whoever else took part: one
+        All that the run started must have failed for good, and all others that took part: a node
         that was lost or preempted may come back. With `scale.max` more may be started.
         """
         settings, failed = self._settings, self.failed
@@ -262,8 +262,8 @@ class Fleet:
             self._offer(node)
 
     def publish_again(self, message: PublishWeights) -> None:
-        """The newest version is to be had where it was not before; nodes without it are told so. If
-        it was trained again with another digest, no node has it."""
+        """Offers the newest version again to nodes without it. If it was trained again with another
+        digest, no node has it."""
         published, version = self.published, message.policy_version
         is_other = published is not None and published.digest != message.digest
         self._announce(message)

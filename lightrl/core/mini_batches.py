@@ -68,5 +68,5 @@ def assign(settings: Settings, round: Round) -> None:
 
 def _key(settings: Settings, group: Group) -> tuple[int, bytes]:
     last = group.round.prompts_launched - 1
-    said = f"mini-batch {settings.run_seed} {group.round.step} {group.position}".encode()
-    return max(group.position, last), hashlib.blake2b(said, digest_size=8).digest()
+    text = f"mini-batch {settings.run_seed} {group.round.step} {group.position}".encode()
+    return max(group.position, last), hashlib.blake2b(text, digest_size=8).digest()

@@ -75,7 +75,7 @@ class Offers:
     # What is there
 
     def begin(self, published: PublishedVersion, deltas: Iterable[DeltaOffer] = ()) -> None:
-        """A version is published, or published again: nobody has been told of it so. One that was
+        """A version is published, or published again: no node has an offer of it yet. One that was
         trained again with another digest replaces the one that nodes hold."""
         before, self._published = self._published, published
         self._deltas.add(published.digest, deltas)

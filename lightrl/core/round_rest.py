@@ -17,7 +17,7 @@ class Rest:
     # of each open group that will be trained, first first: (until it is complete, trained then)
     groups: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     finished: int = 0
-    # that a response has got in this round which goes on
+    # the most tokens that this round has added to a response that has not ended
     most_held: int = 0
     # the most that the caches hold at once, if all of it runs from now on
     kv_tokens: float = 0.0

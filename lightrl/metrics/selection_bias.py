@@ -8,8 +8,8 @@ nothing.
 Over the run, `length_bias` compares the trained responses with the first attempts at all responses
 that were launched. A first attempt that was given up is a censored observation. It is completed
 where a later round continued it, and where a restart has repeated all of its tokens; another
-response in its place says nothing of it. So censoring depends on what was sampled until then alone,
-as the estimator requires. Prompts of similar lengths make the standard error too small.
+response in its place is no observation of it. So censoring depends on what was sampled until then
+alone, as the estimator requires. Prompts of similar lengths make the standard error too small.
 """
 
 import math

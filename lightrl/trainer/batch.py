@@ -37,7 +37,7 @@ def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> li
 def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[float]:
     """Of those that are not `trainable`: minus the sum of the logprobs [nats] with which their
     trained tokens were sampled, and the number of these. The mean is an unbiased estimate of the
-    entropy at them."""
+    entropy at them; with top_k or top_p it leaves out the tokens that cannot be drawn."""
     computed, total, number = set(map(id, trainable(samples, algorithm))), 0.0, 0
     for s in (s for s in samples if id(s) not in computed):
         logprobs = np.frombuffer(s.rollout_logprobs, "<f4")

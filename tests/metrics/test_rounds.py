@@ -73,7 +73,7 @@ Answer = tuple[int, FinishReason | None, float | None]
 
 def closed(
     kind: RoundKind,
-    groups: dict[str, tuple[GroupState, list[Answer]]],
+    groups: dict[str, Any],
     step: int = 0,
     epoch: int = 0,
 ) -> Round:

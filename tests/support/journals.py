@@ -66,7 +66,7 @@ def note(
     sizes = (eval_sizes or {}).items()
     sets = tuple(EvalSet(name, num, 1, Sampling(0.0), 9) for name, num in sizes)
     settings = replace(SETTINGS, num_prompts=num_prompts, eval_sets=sets)
-    return ShellNote(records.note(elapsed_s, "", settings))
+    return ShellNote(records.note(elapsed_s, {}, settings))
 
 
 FIRST: list[LogEntry] = [

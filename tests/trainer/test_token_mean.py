@@ -1,5 +1,7 @@
 """Tokens of tail-batched runs are normalised by a running mean of tokens per response."""
 
+from typing import Any
+
 import pytest
 
 from lightrl.trainer.learner.token_mean import KEEP, TokenMean
@@ -8,7 +10,7 @@ from lightrl.wire import unpack_i32
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-TAIL = {"round": {"tail_batching": "prompts"}}
+TAIL: dict[str, Any] = {"round": {"tail_batching": "prompts"}}
 
 
 def totals(samples):

@@ -7,8 +7,8 @@ and the longest responses less than in a run without tail batching. Instead an u
 
     responses of the update x T / R,    T = sum of k^(s - t) T_t,    R = sum of k^(s - t) R_t
 
-with T_t and R_t the trained tokens and the responses of step t, s the step at hand with what it has
-had so far, and k = `KEEP`: 50 steps count most, several periods of short and long rounds. All
+with T_t and R_t the trained tokens and the responses of step t, s the current step with its updates
+so far, and k = `KEEP`: 50 steps count most, several periods of short and long rounds. All
 tokens of such a period then weigh about the same, as in one large batch. The mean follows from the
 counts in the commands alone: it is equal on all ranks, and a step that is trained again has the
 same. Until the first long round it is the mean of short rounds.

@@ -17,8 +17,7 @@ from lightrl.errors import DataError
 from lightrl.model_files import first_line
 from lightrl.wire import to_json
 
-# Chat messages that are text, also those of ShareGPT.
-MESSAGES = re.compile(
+MESSAGES = re.compile(  # that are text, also those of ShareGPT
     r"""\s*\[\s*\{\s*['"]((role|content)['"]\s*:|from['"]\s*:\s*['"](human|user|system)\b)"""
 )
 MAX_ID = 128  # characters

@@ -162,7 +162,7 @@ class PromptSet:
             )
 
     def notes(self) -> list[str]:
-        """What is hardly meant of the prompts that have been looked at, one line each."""
+        """Notes on the prompts read so far: what is probably a mistake, one line each."""
         return [f"{self.name}: {note}" for note in self._template.notes()]
 
     def dropped_line(self) -> str:

@@ -132,7 +132,7 @@ class Template:
             self._tag = tag[0]
 
     def notes(self) -> Iterator[str]:
-        """What is hardly meant of the prompts that have come so far, one line each."""
+        """Notes on the prompts so far: what is probably a mistake, one line each."""
         kwargs = self._data.chat_template_kwargs
         parts = {
             "the model's chat template": self._source,

@@ -58,7 +58,7 @@ class SetReport:
     columns: list[str]
     # that no reward function sees
     unportable: list[str]
-    # what is hardly meant of its prompts
+    # notes on its prompts: what is probably a mistake
     notes: list[str]
     prompts: list[ShownPrompt]
 

@@ -20,8 +20,8 @@ from lightrl.system.temporary import temporary_folder
 
 
 def try_rewards(config: Config) -> tuple[list[Tried], list[str]]:
-    """What came of the first row of each set, those of the evaluation last; and what is hardly
-    meant of their prompts, in lines.
+    """The results of the first row of each set, those of the evaluation last; and notes on the
+    prompts, in lines.
 
     Raises ConfigError, DataError or RewardError, one line, for what a run would not begin with.
     """

@@ -27,6 +27,7 @@ from lightrl.launch.model_check import require_dtypes, require_engine, require_t
 from lightrl.messages.nodes import Role
 from lightrl.metrics.sinks import require_installed
 from lightrl.model_files import require_no_code, require_trainable
+from lightrl.rewards.kept import FOLDER
 from lightrl.system.threads import num_cores
 from lightrl.trainer.checkpoint.saved import MODEL
 from lightrl.weight_files import stored_tensors
@@ -44,10 +45,10 @@ def require_files(config: Config) -> None:
     several = (("data", config.data, config.data.all_sets), ("eval", config.eval, config.eval_sets))
     for name, section, sets in several:
         for one in sets:
-            _require_data(f"{name}.{'sets.' if section.sets else ''}path", one)
+            _require_data(f"{name}.{'sets.' if section.sets else ''}path", one, config)
     if (command := config.reward.command) and shutil.which(command[0]) is None:
         raise ConfigError(f"reward.command = {command[0]!r}: no such program on this machine")
-    _require_functions("reward.functions", config.reward.functions)
+    _require_functions("reward.functions", config.reward.functions, config)
     if config.checkpoint.dir:
         _require_place("checkpoint.dir", config.checkpoint.dir)
 
@@ -209,16 +210,18 @@ def _require_on_hub(name: str) -> Path | None:
         ) from None
 
 
-def _require_data(key: str, one: DataSet) -> None:
+def _require_data(key: str, one: DataSet, config: Config) -> None:
     try:
         if not one.path.startswith(VERIFIERS):  # whether there is such an environment, it says
             require_there(one)
     except DataError as e:
         raise ConfigError(f"{key} = {e}") from None
-    _require_functions(f"{key.removesuffix('path')}reward", one.reward)
+    _require_functions(f"{key.removesuffix('path')}reward", one.reward, config)
 
 
-def _require_functions(key: str, functions: Sequence[str]) -> None:
+def _require_functions(key: str, functions: Sequence[str], config: Config) -> None:
+    if config.reward.source == "kept" and (config.run_dir / FOLDER).is_dir():
+        return  # the run is resumed, with its copy of them
     for function in functions:
         file, colon, name = function.rpartition(":")
         if colon and file.endswith(".py"):

@@ -120,7 +120,7 @@ def read_answers(answer: Any, count: int) -> list[Any]:
 
 
 class Answer(NamedTuple):
-    """What a function says of one sample. `texts`: what of it is no finite float32, for people."""
+    """A function's value for one sample. `texts`: its entries that are not finite float32s."""
 
     score: float | None
     figures: dict[str, float]

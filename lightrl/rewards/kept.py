@@ -54,13 +54,12 @@ def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict
 def _read(functions: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """Each file with what it imports from its own folder, its package, the working directory or
     PYTHONPATH, and what that imports; a file that cannot be read is left to the import."""
-    searched = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    others = [Path.cwd(), *(Path(folder).absolute() for folder in searched)]
+    searched = "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)
     for function in functions:
         first = Path(function.rpartition(":")[0]).absolute()
         depth, seen = package_depth(first), set[Path]()
         todo = [first, *(package / "__init__.py" for package in first.parents[:depth])]
-        roots = [first.parent, first.parents[depth], *others]
+        roots = [first.parent, first.parents[depth], *(Path(f).absolute() for f in searched)]
         while todo:
             file = todo.pop()
             if file in seen or not (file.is_file() and os.access(file, os.R_OK)):
@@ -97,7 +96,7 @@ def package_depth(path: Path) -> int:
     """In how many folders the package of a file is nested, if it imports from it by dots; else
     0."""
     try:
-        tree = ast.parse(_KEPT.get(str(path)) or path.read_bytes())
+        tree = ast.parse(KEPT.get(str(path)) or path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return 0  # the import will raise it
     dots = max((n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)), default=0)
@@ -109,13 +108,13 @@ def package_depth(path: Path) -> int:
 
 def install(kept: Mapping[str, bytes]) -> None:
     """From now on this process imports the modules of these files from these sources."""
-    _KEPT.update(kept)
+    KEPT.update(kept)
     sys.meta_path.insert(0, _Finder())
 
 
 def spec_of(name: str, path: Path) -> ModuleSpec | None:
     """For the import of a file by its path."""
-    loader = _Loader(name, str(path)) if str(path) in _KEPT else None
+    loader = _Loader(name, str(path)) if str(path) in KEPT else None
     return spec_from_file_location(name, path, loader=loader)
 
 
@@ -123,10 +122,10 @@ class _Loader(SourceFileLoader):
     """Without byte code: that on the disk may be of an edited file."""
 
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(_KEPT[self.path], self.path)
+        return self.source_to_code(KEPT[self.path], self.path)
 
     def get_data(self, path: str) -> bytes:
-        return _KEPT[path] if path in _KEPT else super().get_data(path)
+        return KEPT[path] if path in KEPT else super().get_data(path)
 
 
 class _Finder(MetaPathFinder):
@@ -136,10 +135,10 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.origin not in _KEPT:
+        if spec is None or spec.origin not in KEPT:
             return None
         spec.loader = _Loader(fullname, spec.origin)
         return spec
 
 
-_KEPT: dict[str, bytes] = {}  # absolute path -> source
+KEPT: dict[str, bytes] = {}  # absolute path -> source

@@ -28,7 +28,7 @@ def import_function(reference: str) -> Callable[..., Any]:
     if there is none."""
     file, name = split_reference(reference)
     path = Path(file)
-    if not path.is_file():
+    if not path.is_file() and str(path.absolute()) not in kept.KEPT:
         raise RewardError(f"{reference}: no such file")
     module = _import_file(path.absolute())
     function = getattr(module, name, None)

@@ -12,7 +12,6 @@ from lightrl.rewards.answers import GSM8K, after_thinking, answer_text, last_box
 from lightrl.rewards.base import Sample
 
 _CURRENCY = re.compile(r"(?:\bUS)?\\\$|\\text\{\s*\\?\$\s*\}|[€£¥]")
-_DOLLAR = re.compile(r"(?:\bUS)?\$")
 _DELIMITER = re.compile(r"\$(?!\s?\.?\d)")  # of a formula: in front of amounts all are dollars
 _DELIMITED = re.compile(r"\\boxed|\$|\\\(|\\\[")
 
@@ -48,7 +47,7 @@ def math_reward(sample: Sample) -> float | None:
 
 def _amounts(text: str) -> str:
     is_formula = text.count("$") > 1 and _DELIMITER.search(text)
-    return text if is_formula else _DOLLAR.sub("", text)
+    return text if is_formula else re.sub(r"(?:\bUS)?\$", "", text)
 
 
 def _in_box(parts: list[str]) -> str:

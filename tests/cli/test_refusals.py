@@ -66,6 +66,16 @@ def test_a_function_that_a_set_lacks_is_named_with_the_key_of_the_set(capsys, tm
     assert reason == f"data.sets.reward = {tmp_path}/nofile.py:x: no such file nofile.py"
 
 
+def test_a_run_with_a_copy_of_its_functions_needs_no_file_of_them(tmp_path):
+    functions = 'reward.functions="nofile.py:x"', "run.name=old"
+    with pytest.raises(ConfigError, match=r"no such file nofile\.py"):
+        require_files(config(*functions))
+    (tmp_path / "runs" / "old" / "rewards").mkdir(parents=True)
+    require_files(config(*functions))
+    with pytest.raises(ConfigError, match=r"no such file nofile\.py"):
+        require_files(config(*functions, "reward.source=files"))
+
+
 @pytest.mark.parametrize(
     ("says", "reason"),
     [

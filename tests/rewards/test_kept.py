@@ -37,6 +37,8 @@ def project(folder: Path) -> str:
 def edit(folder: Path) -> None:
     for name in ("rewards.py", "helper.py", "late.py"):
         file = folder / name
+        if not file.exists():
+            continue
         file.write_text(file.read_text().replace("return ", "return 100.0 + "))
 
 
@@ -64,6 +66,13 @@ def test_a_worker_that_starts_again_scores_as_before(model_files, tmp_path):
     sources, line = kept.sources([name], tmp_path / "run" / "rewards", is_anew=False)
     assert line == ""
     assert {Path(path).name for path in sources} == {"rewards.py", "helper.py", "late.py"}
+    assert asyncio.run(rewards(model_files, tmp_path, sources)) == [1.75, 1.75]
+
+
+def test_a_worker_starts_again_without_the_file(model_files, tmp_path):
+    name = project(tmp_path)
+    sources, _ = kept.sources([name], tmp_path / "run" / "rewards", is_anew=False)
+    (tmp_path / "rewards.py").unlink()
     assert asyncio.run(rewards(model_files, tmp_path, sources)) == [1.75, 1.75]
 
 

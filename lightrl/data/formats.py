@@ -65,6 +65,8 @@ def _readable(file: Path, text: IO[str], lines: Lines) -> Lines:
     try:
         with text:
             yield from lines
+    except UnicodeDecodeError as e:
+        raise DataError(f"{file}: is no text in UTF-8: {first_line(e)}") from None
     except BROKEN as e:
         raise DataError(f"{file}: cannot be read as a whole: {first_line(e)}") from None
 

@@ -285,6 +285,8 @@ def key_notes(config: Config) -> Iterator[str]:
         yield from _algorithm_notes(config)
         yield from _optimizer_notes(config)
         yield from _sync_notes(config.train)
+    if config.rollout.top_p < 1 or config.rollout.top_k:
+        yield "rollout.top_p, top_k: tokens that they leave out are never sampled, nor explored"
     if config.train.mini_batches == 1 and config.train.mini_batch_order != "random":
         yield (
             f"train.mini_batch_order = {config.train.mini_batch_order!r} cannot act: a step is one "

@@ -97,7 +97,7 @@ def test_a_row_is_named_by_its_place_in_the_file(tmp_path, name, wheres):
         ("a.csv", b'prompt,answer\n"a,1\n', "cannot be read .*unexpected end of data"),
         ("a.csv", b"1+1=,2\n3+3=,6\n", r"line 2: no 'prompt' .*its keys are 1\+1=, 2"),
         ("a.csv", b"prompt,answer\n,2\n", "line 2: 'prompt' is missing"),
-        ("a.csv", b"prompt\n\xff\n", "cannot be read"),
+        ("a.csv", b"prompt\n\xff\n", "is no text in UTF-8: .*0xff"),
         ("a.csv", b"prompt,answer,answer\na,1,2\n", "line 1: two columns have the same name"),
         ("a.jsonl.gz", gzip.compress(JSONL, mtime=0)[:-20], "cannot be"),
         ("a.jsonl.gz", gzip.compress(b"{oops", mtime=0), "line 1: not valid JSON"),

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightrl.errors import ConfigError
+from lightrl.errors import ConfigError, first_line
 from lightrl.tokenizer import plain_tokenizer
 from lightrl.weight_files import WEIGHTS_INDEX, weight_files
 
@@ -206,8 +206,3 @@ def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
         raise ConfigError(
             f"model.path = {model_path!r}: no such directory, and the hub says: {first_line(e)}"
         ) from e
-
-
-def first_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return lines[0][:300] if lines else type(e).__name__

@@ -534,8 +534,8 @@ MUTATIONS = [
     Mutation(
         "stopped run sends the trainer the next step",
         "core/round_scheduler.py",
-        "        if self._is_trained():\n            self._close_step(now)\n\n",
-        "        if self._is_trained():\n            self._close_step(now)\n"
+        "        if self.is_step_done:\n            self._close_step(now)\n\n",
+        "        if self.is_step_done:\n            self._close_step(now)\n"
         "            if (upcoming := self.training()) is not None:\n"
         "                self._send_accepted(upcoming)\n\n",
     ),

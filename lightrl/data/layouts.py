@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightrl.config.data import ANSWER_KEY
-from lightrl.errors import DataError
-from lightrl.model_files import first_line
+from lightrl.errors import DataError, first_line
 from lightrl.wire import to_json
 
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")  # that are text

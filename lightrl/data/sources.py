@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lightrl.config.data import DataSet
 from lightrl.config.evaluation import EvalSet
 from lightrl.config.values import is_data_file, without_compression
-from lightrl.errors import DataError, DataUnreachable
-from lightrl.model_files import HUB_ID, first_line
+from lightrl.errors import DataError, DataUnreachable, first_line
+from lightrl.model_files import HUB_ID
 
 if TYPE_CHECKING:
     from lightrl.data.rows import Rows
@@ -91,7 +91,8 @@ def files(one: DataSet) -> list[Path]:
     if one.subset:
         place = _subset(place, one.subset)
     there = [file for file in sorted(place.rglob("*")) if _is_data(file, place)]
-    kinds = ([file for file in there if _suffix(file) in kind] for kind in KINDS)
+    suffixes = {file: without_compression(str(file)).suffix for file in there}
+    kinds = ([file for file in there if suffixes[file] in kind] for kind in KINDS)
     found = next(filter(None, kinds), [])
     if not found:
         subsets = ", ".join(sorted(d.name for d in place.iterdir() if d.is_dir()))
@@ -124,10 +125,6 @@ def _path_and_split(one: DataSet) -> tuple[str, str]:
 def _is_data(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
     return is_data_file(str(file)) and file.is_file() and not hidden
-
-
-def _suffix(file: Path) -> str:
-    return without_compression(str(file)).suffix
 
 
 def _is_parquet(file: Path) -> bool:

@@ -13,8 +13,7 @@ from typing import Any
 
 from lightrl.config.data import Data
 from lightrl.data.layouts import TOOLS, messages_of, tools_of
-from lightrl.errors import DataError
-from lightrl.model_files import first_line
+from lightrl.errors import DataError, first_line
 
 # What a chat template, which is code of the model's, can fail with beside jinja2's own errors.
 TEMPLATE_ERRORS = (

@@ -6,7 +6,7 @@ Reads snapshots and the run directory; starts and stops nothing.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +179,7 @@ def _trouble(counters: Mapping[str, int]) -> list[str]:
     # flat ones were replaced
     unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)
     named = {**counters, "groups_dropped": unscored}
-    return _counted(named, [name for name in TROUBLE if named.get(name)])
-
-
-def _counted(counters: Mapping[str, int], names: Iterable[str]) -> list[str]:
-    return [f"{name.replace('_', ' ')}: {counters[name]:,}" for name in names]
+    return [f"{name.replace('_', ' ')}: {named[name]:,}" for name in TROUBLE if named.get(name)]
 
 
 def status_lines(s: Snapshot) -> list[str]:

@@ -7,7 +7,6 @@ token-mean) compute the same quantity. Where the meaning speaks of trained token
 responses without an advantage in, too, which are not computed here.
 """
 
-import re
 from dataclasses import dataclass
 
 
@@ -264,19 +263,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/<source>/clip_ratio", "likewise", _SHARE),
     Metric("eval/<set>/<source>/failures", "likewise"),
 )
-
-_PART = re.compile(r"<[a-z]+>")
-
-
-def described(name: str) -> Metric | None:
-    """The entry of a name; the most particular one. None for a name that is not described."""
-    exact = next((m for m in METRICS if m.name == name), None)
-    return exact or next((m for m in METRICS if _pattern(m.name).fullmatch(name)), None)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    parts = _PART.split(name)
-    return re.compile("[^/]+".join(map(re.escape, parts)) if len(parts) > 1 else re.escape(name))
 
 
 def table() -> list[str]:

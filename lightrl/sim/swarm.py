@@ -32,10 +32,6 @@ class Parcel(NamedTuple):
     # -1 = the whole
     base: int = -1
 
-    @property
-    def is_delta(self) -> bool:
-        return self.base >= 0
-
 
 class Arrived(NamedTuple):
     """A node has all of it now. Bytes: those that this pull transferred, from others than the last

@@ -45,10 +45,6 @@ class _Inbound:
     delta_bytes: float = 0.0
     pull_s: float = 0.0
 
-    @property
-    def is_pulled(self) -> bool:
-        return not self.parcels
-
 
 class Transfers:
     def __init__(self, world: Simulation) -> None:
@@ -195,7 +191,7 @@ class Transfers:
         if not self._transfer.relays:
             sources = tuple(s for s in sources if s == TRAINER) or (TRAINER,)
         inbound.sources = tuple(dict.fromkeys((*inbound.sources, *sources)))
-        if not inbound.is_pulled:
+        if inbound.parcels:
             self._pull(inbound)
 
     def _pull(self, inbound: _Inbound) -> None:
@@ -232,7 +228,7 @@ class Transfers:
         inbound.parcels.popleft()
         inbound.num_bytes += arrived.num_bytes
         inbound.peer_bytes += arrived.peer_bytes
-        if arrived.parcel.is_delta:
+        if arrived.parcel.base >= 0:
             inbound.delta_bytes += arrived.num_bytes
         if inbound.parcels:
             self._pull(inbound)

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from lightrl.errors import LightRLError, WeightsError
+from lightrl.errors import LightRLError, WeightsError, first_line
 from lightrl.system.addresses import WILDCARD, join_address, split_address
 from lightrl.trainer.protocol import (
     GroupJoined,
@@ -19,7 +19,7 @@ from lightrl.trainer.protocol import (
     SendWeights,
     WeightsSent,
 )
-from lightrl.weights.broadcast.group import Group, first_line, form
+from lightrl.weights.broadcast.group import Group, form
 from lightrl.weights.broadcast.pieces import byte_range
 from lightrl.weights.broadcast.proof import Proof, proof_seed
 from lightrl.weights.broadcast.rendezvous import IsUnwanted, Rendezvous

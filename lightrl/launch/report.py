@@ -17,6 +17,7 @@ from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.log import WARNING
 from lightrl.messages.snapshot import INTERRUPTED, NodeRow, Snapshot
 from lightrl.metrics.display import (
+    aligned,
     cost,
     count,
     duration,
@@ -210,11 +211,7 @@ def status_lines(s: Snapshot) -> list[str]:
         ("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"),
         *map(_row, s.nodes),
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    table = (
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-    return [*lines, "", *table]
+    return [*lines, "", *aligned(rows, lambda _: False)]
 
 
 def _row(n: NodeRow) -> tuple[str, ...]:

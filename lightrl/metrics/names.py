@@ -9,6 +9,8 @@ responses without an advantage in, too, which are not computed here.
 
 from dataclasses import dataclass
 
+from lightrl.metrics.display import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -269,8 +271,4 @@ def table() -> list[str]:
     """For people, one line each, with a heading."""
     rows = [("name", "unit", "verl", "TRL", "meaning")]
     rows += [(m.name, m.unit, m.verl or "-", m.trl or "-", m.meaning) for m in METRICS]
-    widths = [max(len(row[k]) for row in rows) for k in range(4)]
-    return [
-        "  ".join(part.ljust(width) for part, width in zip(row, [*widths, 0], strict=True)).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, lambda _: False)

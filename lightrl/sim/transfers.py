@@ -18,11 +18,11 @@ from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.sim.broadcast import Broadcast
-from lightrl.sim.fluid import FluidSwarm
+from lightrl.sim.fluid import FluidSwarm, Swarm
 from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.messages import TRAINER, digest_of, publication, version_of
-from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel, Swarm
+from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel
 
 FEW = 16  # machines whose pulls are simulated bucket by bucket
 

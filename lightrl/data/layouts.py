@@ -52,7 +52,7 @@ def messages_of(where: str, prompt: Any) -> Any:
         return prompt
     found = _parsed(prompt)
     messages = [found] if isinstance(found, dict) else found
-    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+    if isinstance(messages, list) and messages and all(map(is_message, messages)):
         return messages
     if found is prompt and MESSAGES.match(prompt):
         raise DataError(f"{where}: the prompt is the text of chat messages, but not as JSON")
@@ -74,7 +74,8 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Whether it has what a chat message must have."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 

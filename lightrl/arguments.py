@@ -16,6 +16,7 @@ from lightrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
+    from lightrl.daemon.main import DaemonOptions
     from lightrl.messages.nodes import Role
 
 MAX_NAME = 64  # characters of a node's name
@@ -106,39 +107,28 @@ Settings = Annotated[
 ]
 
 
-def require_coherent(
-    settings: list[str],
-    join: str,
-    roles: "tuple[Role, ...]",
-    name: str,
-    slots: int,
-    preemptible: bool = False,
-    shares: str = "",
-    part: int = 0,
-    parallel: int = 0,
-) -> None:
+def require_coherent(settings: list[str], options: "DaemonOptions") -> None:
     """Nothing that a user says may be ignored. Raises ConfigError, one line."""
-    if join and settings and "coordinator" not in roles:
+    roles, name, shares, parallel = options.roles, options.name, options.shares, options.parallel
+    if options.join and settings and "coordinator" not in roles:
         raise ConfigError(
             "--join: a joining node takes its config from the coordinator; leave out "
             f"{' '.join(settings)}"
         )
-    if slots and "rollout" not in roles:
+    if options.slots and "rollout" not in roles:
         raise ConfigError(
             "--slots is for one rollout daemon: --join, or --role ...,rollout; else set "
             "rollout.slots"
         )
-    if preemptible and roles != ("rollout",):
-        raise ConfigError("--preemptible is for one rollout daemon that has to --join a run")
-    if shares and roles != ("rollout",):
-        raise ConfigError("--shares is for one rollout daemon that has to --join a run")
-    if part and not shares:
-        raise ConfigError(f"--part {part}: of whose devices? --shares TRAINER says that")
-    if shares and preemptible:
+    for option in ("preemptible", "shares", "parallel"):
+        given = options.is_preemptible if option == "preemptible" else getattr(options, option)
+        if given and roles != ("rollout",):
+            raise ConfigError(f"--{option} is for one rollout daemon that has to --join a run")
+    if options.part and not shares:
+        raise ConfigError(f"--part {options.part}: of whose devices? --shares TRAINER says that")
+    if shares and options.is_preemptible:
         raise ConfigError(f"--shares {shares}: a node that may be taken away has its own devices")
-    if parallel and roles != ("rollout",):
-        raise ConfigError("--parallel is for one rollout daemon that has to --join a run")
-    if parallel and preemptible:
+    if parallel and options.is_preemptible:
         raise ConfigError(
             f"--parallel {parallel}: a node that may be taken away has engines of one size"
         )

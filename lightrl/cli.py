@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ from lightrl.system.output import print_error, show, spell_what_cannot_be_printe
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
+    from lightrl.daemon.main import DaemonOptions
     from lightrl.messages.nodes import Role
 
 RED = "\x1b[31m"
@@ -92,15 +94,25 @@ def up(
     coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
     roles = arguments.roles(role or ("rollout" if join else ""))
-    turns = (preemptible, shares, part, parallel)
-    arguments.require_coherent(settings or [], join, roles, name, slots, *turns)
+    from lightrl.daemon.main import DaemonOptions
+
+    options = DaemonOptions(
+        *(name, roles),
+        join=join,
+        slots=slots,
+        is_preemptible=preemptible,
+        shares=shares,
+        part=part,
+        parallel=parallel,
+    )
+    arguments.require_coherent(settings or [], options)
     if key is not None and not join:
         raise ConfigError("--key is for --join: a run that is started makes its own key")
     config = arguments.config(settings or [], from_)
     if dry_run:
         _dry_run(config, roles, slots)
     elif roles:
-        _foreground(config, join, key, roles, name, slots, *turns)
+        _foreground(config, key, options)
     elif config is None:
         raise typer.BadParameter(
             "give a CONFIG to start a run, or --join tcp://HOST:PORT to join one"
@@ -131,7 +143,10 @@ def resume(
     On this machine as with `lightrl up`; with --role one daemon with these roles in the foreground.
     """
     roles = arguments.roles(role)
-    arguments.require_coherent([], "", roles, name, slots)
+    from lightrl.daemon.main import DaemonOptions
+
+    options = DaemonOptions(name, roles, slots=slots, resume=True)
+    arguments.require_coherent([], options)
     if roles and "coordinator" not in roles:
         raise typer.BadParameter(
             "--role needs coordinator to resume a run; others join it: lightrl up --join"
@@ -149,11 +164,7 @@ def resume(
 
         require_here(config, roles)
         require_room(config, roles, slots)
-        exit_with(
-            in_foreground(
-                config, _coordinator(config, roles, name, slots, resume=True), resume=True
-            )
-        )
+        exit_with(in_foreground(config, _coordinator(config, options), resume=True))
     else:
         _whole_run(config, no_tui, resume=True)
 
@@ -272,19 +283,9 @@ def _whole_run(config: "Config", no_tui: bool, resume: bool = False) -> None:
     exit_with(wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui, resume=resume)))
 
 
-def _foreground(
-    config: "Config | None",
-    join: str,
-    key: Path | None,
-    roles: "tuple[Role, ...]",
-    name: str,
-    slots: int,
-    preemptible: bool,
-    shares: str,
-    part: int,
-    parallel: int,
-) -> None:
+def _foreground(config: "Config | None", key: Path | None, options: "DaemonOptions") -> None:
     """One daemon in this process."""
+    roles, join = options.roles, options.join
     if "coordinator" in roles:
         if config is None:
             raise typer.BadParameter("--role coordinator needs a CONFIG")
@@ -298,10 +299,10 @@ def _foreground(
         config = settled(config)
         require_here(config, roles)
         require_new(config)
-        require_room(config, roles, slots)
+        require_room(config, roles, options.slots)
         from lightrl.launch.local import in_foreground
 
-        exit_with(in_foreground(config, _coordinator(config, roles, name, slots)))
+        exit_with(in_foreground(config, _coordinator(config, options)))
     elif not join:
         raise typer.BadParameter(
             f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator"
@@ -317,33 +318,21 @@ def _foreground(
         if roles != ("rollout",):
             require_full(text, f"--role {','.join(roles)} needs")
         require_reachable(join)
-        from lightrl.daemon.main import DaemonOptions, run
+        from lightrl.daemon.main import run
 
-        options = DaemonOptions(
-            name or arguments.default_name(),
-            roles,
-            join=join,
-            slots=slots,
-            key=text,
-            is_preemptible=preemptible,
-            shares=shares,
-            part=part,
-            parallel=parallel,
-        )
-        exit_with(run(options))
+        name = options.name or arguments.default_name()
+        exit_with(run(replace(options, name=name, join=join, key=text)))
 
 
-def _coordinator(
-    config: "Config", roles: "tuple[Role, ...]", name: str, slots: int, resume: bool = False
-) -> Callable[[Path], int]:
+def _coordinator(config: "Config", options: "DaemonOptions") -> Callable[[Path], int]:
     """Runs a daemon with that role, given its run directory."""
-    from lightrl.daemon.main import DaemonOptions, run
+    from lightrl.daemon.main import run
     from lightrl.keys import KEY_FILE, read_key
 
     def daemon(run_dir: Path) -> int:
         key = read_key(run_dir / KEY_FILE)
-        node = name or arguments.default_name()
-        return run(DaemonOptions(node, roles, run_dir, config, slots=slots, resume=resume, key=key))
+        name = options.name or arguments.default_name()
+        return run(replace(options, name=name, run_dir=run_dir, config=config, key=key))
 
     return daemon
 

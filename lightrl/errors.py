@@ -65,6 +65,12 @@ class InvariantViolation(LightRLError):
     """The core, or a role of a daemon, reached a state that must not exist: it stops."""
 
 
+def first_line(cause: object) -> str:
+    """The beginning of a message that may have several lines and a trace; without one, its
+    type."""
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]
+
+
 def first_error(group: BaseExceptionGroup[Any]) -> BaseException:
     """The first exception in a group of groups: the one that ended the others."""
     error: BaseException = group

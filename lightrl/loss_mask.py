@@ -5,16 +5,6 @@ bits after the last token are 0. Must not import numpy or torch: the coordinator
 too.
 """
 
-from collections.abc import Sequence
-
-
-def pack_mask(flags: Sequence[bool]) -> bytes:
-    """Example: pack_mask([False, True, True]) == b"\\x06"; pack_mask([True, True]) == b"" """
-    if all(flags):
-        return b""
-    bits = sum(1 << j for j, is_trained in enumerate(flags) if is_trained)
-    return bits.to_bytes(-(-len(flags) // 8), "little")
-
 
 def num_trained(token_ids: bytes, loss_mask: bytes) -> int:
     """Tokens of a response, int32 each, that are trained."""

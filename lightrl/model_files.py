@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightrl.errors import ConfigError
+from lightrl.errors import first_line
 from lightrl.tokenizer import plain_tokenizer
-from lightrl.weight_files import WEIGHTS_INDEX, weight_files
+from lightrl.weight_files import WEIGHTS_INDEX, refused, weight_files
 
 MODEL_FILES = (
     "config.json",
@@ -43,9 +43,7 @@ def load_tokenizer(model_path: str) -> Any:
     if not any(
         (folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
     ):
-        raise ConfigError(
-            f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json"
-        )
+        raise refused(model_path, "has no tokenizer.json or tokenizer_config.json")
     try:
         if (folder / "tokenizer.json").is_file():
             if (plain := plain_tokenizer(folder)) is not None:
@@ -56,9 +54,7 @@ def load_tokenizer(model_path: str) -> Any:
             from transformers import AutoTokenizer as Tokenizer
         return Tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # the tokenizers library raises plain Exception for a broken file
-        raise ConfigError(
-            f"model.path = {model_path!r}: its tokenizer cannot be loaded: {first_line(e)}"
-        ) from e
+        raise refused(model_path, f"its tokenizer cannot be loaded: {first_line(e)}") from e
 
 
 def require_no_code(model_path: str, folder: Path) -> None:
@@ -73,10 +69,11 @@ def require_no_code(model_path: str, folder: Path) -> None:
     from transformers import CONFIG_MAPPING
 
     if (kind := str(table.get("model_type"))) not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"model.path = {model_path!r}: its model_type {kind!r} is defined by Python code in "
+        raise refused(
+            model_path,
+            f"its model_type {kind!r} is defined by Python code in "
             "the directory (auto_map), which LightRL does not run; use a model that transformers "
-            "itself knows"
+            "itself knows",
         )
 
 
@@ -103,7 +100,7 @@ def require_trainable(model_path: str, folder: Path) -> None:
             "LightRL does not: merge it into the model, or remove that file"
         )
     if why:
-        raise ConfigError(f"model.path = {model_path!r}: {why}")
+        raise refused(model_path, f"{why}")
 
 
 def _read_json(model_path: str, file: Path) -> dict[str, Any]:
@@ -113,11 +110,9 @@ def _read_json(model_path: str, file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as e:
-        raise ConfigError(
-            f"model.path = {model_path!r}: {file.name} is not JSON: {first_line(e)}"
-        ) from None
+        raise refused(model_path, f"{file.name} is not JSON: {first_line(e)}") from None
     if not isinstance(table, dict):
-        raise ConfigError(f"model.path = {model_path!r}: {file.name} is not a JSON object")
+        raise refused(model_path, f"{file.name} is not a JSON object")
     return table
 
 
@@ -130,9 +125,7 @@ def _read(model_path: str, file: Path) -> bytes:
         raise
     except OSError as e:
         why = e.strerror or first_line(e)
-        raise ConfigError(
-            f"model.path = {model_path!r}: {file.name} cannot be read: {why}"
-        ) from None
+        raise refused(model_path, f"{file.name} cannot be read: {why}") from None
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -158,12 +151,13 @@ def model_files(model_path: str) -> dict[str, bytes]:
     folder = _model_folder(model_path)
     files = sorted({f for pattern in MODEL_FILES for f in folder.glob(pattern) if f.is_file()})
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {model_path!r}: has no config.json")
+        raise refused(model_path, "has no config.json")
     for f in files:
         if (size := f.stat().st_size) > MAX_MODEL_FILE_BYTES:
-            raise ConfigError(
-                f"model.path = {model_path!r}: {f.name} has {size >> 20} MiB; "
-                f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes"
+            raise refused(
+                model_path,
+                f"{f.name} has {size >> 20} MiB; "
+                f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes",
             )
     return {f.name: _read(model_path, f) for f in files}
 
@@ -187,9 +181,7 @@ def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists() or not HUB_ID.fullmatch(model_path):
-        raise ConfigError(
-            f"model.path = {model_path!r}: no such directory, and not a hub id (org/name)"
-        )
+        raise refused(model_path, "no such directory, and not a hub id (org/name)")
     from huggingface_hub import snapshot_download
 
     try:
@@ -203,11 +195,4 @@ def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
             )
         )
     except Exception as e:  # the errors of the hub's HTTP library have no base that we could name
-        raise ConfigError(
-            f"model.path = {model_path!r}: no such directory, and the hub says: {first_line(e)}"
-        ) from e
-
-
-def first_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return lines[0][:300] if lines else type(e).__name__
+        raise refused(model_path, f"no such directory, and the hub says: {first_line(e)}") from e

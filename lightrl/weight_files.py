@@ -36,7 +36,7 @@ def stored_tensors(folder: Path, named: str = "") -> dict[str, tuple[Path, dict[
             entries = header(file)
         except (OSError, ValueError) as e:
             why = e.strerror if isinstance(e, OSError) else "has no header of safetensors"
-            raise _refused(folder, named, f"{file.name} cannot be read: {why}") from None
+            raise refused(named or folder, f"{file.name} cannot be read: {why}") from None
         found |= {
             tensor: (file, entry)
             for tensor, entry in entries.items()
@@ -45,7 +45,7 @@ def stored_tensors(folder: Path, named: str = "") -> dict[str, tuple[Path, dict[
     missing = [tensor for tensor in index if tensor and tensor not in found]
     if missing:
         why = f"{WEIGHTS_INDEX} places {missing[0]} in {index[missing[0]]}, which does not hold it"
-        raise _refused(folder, named, why)
+        raise refused(named or folder, why)
     return found
 
 
@@ -75,31 +75,31 @@ def _index(folder: Path, named: str) -> dict[str, str]:
             why += f", which would tell whether {others[0]} is to be loaded"
         else:
             why += "; load a model of .bin or .pt files with transformers and save_pretrained() it"
-        raise _refused(folder, named, why)
+        raise refused(named or folder, why)
     try:
         index: Any = json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"]
         if not index or not all(isinstance(file, str) for file in index.values()):
             raise ValueError
     except OSError as e:
         why = f"{WEIGHTS_INDEX} cannot be read: {e.strerror or e}"
-        raise _refused(folder, named, why) from None
+        raise refused(named or folder, why) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise _refused(folder, named, f"{WEIGHTS_INDEX} is not an index") from None
+        raise refused(named or folder, f"{WEIGHTS_INDEX} is not an index") from None
     files = set(index.values())
     if single and WEIGHTS not in files:
         why = (
             f"holds two sets of weights, {WEIGHTS} and the shards that {WEIGHTS_INDEX} names: "
             "remove one"
         )
-        raise _refused(folder, named, why)
+        raise refused(named or folder, why)
     if missing := sorted(file for file in files if not (folder / file).is_file()):
         why = f"{len(missing)} shards of {WEIGHTS_INDEX} are missing: {missing[0]}"
-        raise _refused(folder, named, why)
+        raise refused(named or folder, why)
     return index
 
 
-def _refused(folder: Path, named: str, why: str) -> ConfigError:
-    return ConfigError(f"model.path = {(named or str(folder))!r}: {why}")
+def refused(model_path: str | Path, why: str) -> ConfigError:
+    return ConfigError(f"model.path = {str(model_path)!r}: {why}")
 
 
 def _is_entry(entry: Any) -> bool:

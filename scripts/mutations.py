@@ -534,8 +534,8 @@ MUTATIONS = [
     Mutation(
         "stopped run sends the trainer the next step",
         "core/round_scheduler.py",
-        "        if self._is_trained():\n            self._close_step(now)\n\n",
-        "        if self._is_trained():\n            self._close_step(now)\n"
+        "        if self.is_step_done:\n            self._close_step(now)\n\n",
+        "        if self.is_step_done:\n            self._close_step(now)\n"
         "            if (upcoming := self.training()) is not None:\n"
         "                self._send_accepted(upcoming)\n\n",
     ),
@@ -2911,10 +2911,10 @@ MUTATIONS = [
     ),
     Mutation(
         "evaluations are written in part",
-        "metrics/samples.py",
+        "coordinator/samples.py",
         "return group.round.is_eval or place < self._number",
         "return place < self._number",
-        ("tests/metrics/test_samples.py",),
+        ("tests/coordinator/test_samples.py",),
     ),
     Mutation(
         "one odd name of a figure ends MLflow",
@@ -2925,10 +2925,10 @@ MUTATIONS = [
     ),
     Mutation(
         "what was logged beside a score is not in samples.jsonl",
-        "metrics/samples.py",
-        '{"extras": dict(extras), "failure": failure}',
-        '{"failure": failure}',
-        ("tests/metrics/test_samples.py",),
+        "coordinator/samples.py",
+        '{"extras": result.extras, "failure": result.failure}',
+        '{"failure": result.failure}',
+        ("tests/coordinator/test_samples.py",),
     ),
     # An evaluation alone
     Mutation(

@@ -7,6 +7,7 @@ Owns no key. Raises ValueError with a line that schema.py passes on.
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -63,6 +64,15 @@ def shortened(value: object) -> str:
 def one_or_several(value: Any) -> Any:
     """A bare number where several are possible."""
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys, as on the command line, and their values; an empty table is one."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flat(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def not_greedy(value: Any) -> Any:

@@ -55,7 +55,9 @@ class Histories:
             if 0 < size <= left:
                 left -= size
                 sent.add(group.id)
-                histories.append(_history_of(group, newest))
+                tokens = tuple(encode(past.tokens) for past in newest)
+                rewards = tuple(past.reward for past in newest)
+                histories.append(PromptHistory(group.id, tokens, rewards))
         return replace(generate, histories=tuple(histories))
 
     def heard(self, identity: str, message: object) -> None:
@@ -109,12 +111,6 @@ def open_histories(
     else:
         saved.begin()
     return Histories(history, saved)
-
-
-def _history_of(group: Group, pasts: list[PastResponse]) -> PromptHistory:
-    return PromptHistory(
-        group.id, tuple(encode(p.tokens) for p in pasts), tuple(p.reward for p in pasts)
-    )
 
 
 def _newest(history: History, group: Group) -> list[PastResponse]:

@@ -6,6 +6,7 @@ decided by the core; what is heard is dealt with in inbound.py.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.core.fleet import Fleet
@@ -17,27 +18,20 @@ from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import why_unwelcome
 
 
+@dataclass(eq=False)
 class Peers:
-    def __init__(
-        self,
-        router: Router,
-        fleet: Fleet,
-        descriptors: Descriptors,
-        head: str,
-        run: str,
-        warn: Callable[[str], None],
-        lost: Callable[[str], None],
-    ) -> None:
-        """`head` is the name of the coordinator's own node; `lost` is called with a node of the
-        fleet for which nobody speaks any more."""
-        self._router = router
-        self._fleet = fleet
-        self._descriptors = descriptors
-        self._head = head
-        self._run = run
-        self._warn = warn
-        self._lost = lost
-        self._speakers: dict[str, Peer] = {}  # by node
+    """`head` is the name of the coordinator's own node; `lost` is called with a node of the
+    fleet for which nobody speaks any more."""
+
+    _router: Router
+    _fleet: Fleet
+    _descriptors: Descriptors
+    _head: str
+    _run: str
+    _warn: Callable[[str], None]
+    _lost: Callable[[str], None]
+    # by node
+    _speakers: dict[str, Peer] = field(default_factory=dict, init=False)
 
     def speaker(self, node: str) -> Peer | None:
         return self._speakers.get(node)

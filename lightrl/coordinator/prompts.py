@@ -85,7 +85,7 @@ class Prompts:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of each set, as "train/NAME" or "eval/NAME": with other rows a run that is resumed would
+        """Of each set, as "train/NAME" or "eval/NAME"; with other rows a run that is resumed would
         repeat or skip prompts, or score responses with rows of other prompts."""
         named = [(f"train/{one.name}", one.digest) for one in self.train_sets]
         return dict(named + [(f"eval/{one.name}", one.digest) for one in self.eval_sets])

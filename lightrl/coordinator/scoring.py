@@ -18,6 +18,7 @@ from lightrl.config.reward import is_own_function
 from lightrl.config.schema import Config
 from lightrl.coordinator.first_rows import first_rows
 from lightrl.coordinator.prompts import Prompts
+from lightrl.coordinator.samples import SamplesLog
 from lightrl.core import waits
 from lightrl.core.commands import ScoreResponse
 from lightrl.core.coordinator import Coordinator
@@ -27,7 +28,6 @@ from lightrl.data.prompts import Prompt
 from lightrl.errors import RewardError
 from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
-from lightrl.metrics.samples import SamplesLog
 from lightrl.rewards import kept
 from lightrl.rewards.base import SLOWEST
 from lightrl.rewards.jobs import RewardJob, RewardResult
@@ -167,15 +167,7 @@ class Scoring:
         # one that came too late is no figure and no sample
         if response is not None and done and response.attempt == result.attempt:
             self._records.scored(response, result.metrics, result.failure, result.duration_s)
-            self.samples.write(
-                response,
-                prompt,
-                result.text,
-                result.reward,
-                result.metrics,
-                result.failure,
-                result.extras,
-            )
+            self.samples.write(response, prompt, result)
             text = result.text + "".join(f"\n[{k}: {v}]" for k, v in result.extras.items())
             self._records.sample(sample_of(response, prompt, text, result.reward))
         r = result

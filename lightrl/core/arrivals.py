@@ -5,6 +5,7 @@ what becomes of a response by them is for `judge`, where it runs for `responses`
 """
 
 import math
+from dataclasses import dataclass, field
 
 from lightrl.core import attempts, race
 from lightrl.core.arrays import decode, encode, native
@@ -19,16 +20,15 @@ from lightrl.errors import InvariantViolation
 from lightrl.messages.responses import ResponseTokens, TokenChunk
 
 
+@dataclass(eq=False)
 class Arrivals:
-    def __init__(
-        self, settings: Settings, fleet: Fleet, table: ResponseTable, judge: Judge, outbox: Outbox
-    ) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._table = table
-        self._judge = judge
-        self._outbox = outbox
-        self._taken: list[ResponseTokens] = []  # of the chunk at hand
+    _settings: Settings
+    _fleet: Fleet
+    _table: ResponseTable
+    _judge: Judge
+    _outbox: Outbox
+    # of the chunk at hand
+    _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
 
     def accept(self, node: Node, chunk: TokenChunk, now: float) -> str | None:
         """Takes what is new in a chunk; returns what shows that its sender cannot be trusted."""

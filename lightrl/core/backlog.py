@@ -52,10 +52,6 @@ class Backlog:
         """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
         return -self.num_drawn % self.num_prompts + len(self.held_back)
 
-    @property
-    def num_held(self) -> int:
-        return len(self.put_off) + len(self.held_back)
-
     def pop_oldest(self, count: int) -> list[PutOff]:
         """The `count` that have waited longest, or all; of one prompt only the older epoch."""
         taken: dict[str, PutOff] = {}

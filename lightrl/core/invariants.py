@@ -306,7 +306,7 @@ def _prompts(core: "Coordinator") -> None:
         for g in r.groups.values()
     )
     done = counters.groups_trained + counters.groups_dropped
-    accounted = done + backlog.num_held + in_rounds
+    accounted = done + len(backlog.put_off) + len(backlog.held_back) + in_rounds
     _require(
         backlog.num_drawn == accounted,
         f"{backlog.num_drawn} prompts drawn, {accounted} accounted for",

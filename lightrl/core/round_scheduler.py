@@ -95,7 +95,7 @@ class RoundScheduler:
         if published is None:
             return
         version = published.policy_version
-        if self._is_trained() and (
+        if self.is_step_done and (
             self._fleet.ready or self._settings.max_staleness or self._ends_with(version)
         ):
             self._close_step(now)
@@ -118,7 +118,7 @@ class RoundScheduler:
 
     def finish_step(self, now: float) -> None:
         """The run is ending; the trainer may still have finished the step that it was at."""
-        if self._is_trained():
+        if self.is_step_done:
             self._close_step(now)
 
     def _ends_with(self, version: int) -> bool:
@@ -286,11 +286,6 @@ class RoundScheduler:
         """Of the newest steps, from then on to the new version; None before there are any."""
         return median(self._train_s) if self._train_s else None
 
-    @property
-    def is_step_done(self) -> bool:
-        """The trainer has finished the step that it is at; nodes may still have to load it."""
-        return self._is_trained()
-
     def training(self) -> Round | None:
         """The round that the trainer is at; rounds of later steps wait for it."""
         round = self._table.round
@@ -298,8 +293,10 @@ class RoundScheduler:
             round if round is not None and not round.is_eval and round.step == self.step else None
         )
 
-    def _is_trained(self) -> bool:
-        """The step is over: its round is closed, trained, and its version published."""
+    @property
+    def is_step_done(self) -> bool:
+        """The step is over: its round is closed, trained, and its version published; nodes may
+        still have to load it."""
         round, published = self.training(), self._fleet.published
         if round is None or published is None or round.state is not RoundState.CLOSED:
             return False

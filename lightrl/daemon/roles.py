@@ -7,7 +7,7 @@ Owns which of them there are, and starts and ends them. Whether the coordinator 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightrl.config.schema import Config
@@ -38,40 +38,29 @@ from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
 
+@dataclass(eq=False)
 class Roles:
-    """Empty until `start`; always `await close()` after that."""
+    """Empty until `start`; always `await close()` after that.
 
-    def __init__(
-        self,
-        node: str,
-        names: tuple[Role, ...],
-        coordinator: str,
-        run_dir: Path | None,
-        send: Callable[[Message], None],
-        on_restart: Callable[[], None],
-        relay: Callable[[Message], None],
-        drain: Callable[[str], None],
-        rejoin: Callable[[], None],
-        shares: str = "",
-        parallel: int = 0,
-    ) -> None:
-        """`coordinator` is its address; `send`, `on_restart`, `relay` and `rejoin` are as
-        `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares` and
-        `parallel` are those of the hello."""
-        self._node = node
-        self._names = names
-        self._coordinator = coordinator
-        self._run_dir = run_dir
-        self._send = send
-        self._on_restart = on_restart
-        self._relay = relay
-        self._drain = drain
-        self._rejoin = rejoin
-        self._shares = shares
-        self._parallel = parallel
-        self._rollout: RolloutAgent | None = None
-        self._trainer: Trainer | TrainerNode | None = None
-        self._tasks: dict[Role, asyncio.Task[None]] = {}
+    `coordinator` is its address; `send`, `on_restart`, `relay` and `rejoin` are as
+    `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares` and
+    `parallel` are those of the hello.
+    """
+
+    _node: str
+    _names: tuple[Role, ...]
+    _coordinator: str
+    _run_dir: Path | None
+    _send: Callable[[Message], None]
+    _on_restart: Callable[[], None]
+    _relay: Callable[[Message], None]
+    _drain: Callable[[str], None]
+    _rejoin: Callable[[], None]
+    _shares: str = ""
+    _parallel: int = 0
+    _rollout: RolloutAgent | None = field(default=None, init=False)
+    _trainer: Trainer | TrainerNode | None = field(default=None, init=False)
+    _tasks: dict[Role, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     @property
     def has_trainer(self) -> bool:

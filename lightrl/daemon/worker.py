@@ -308,42 +308,31 @@ class Worker:
             machine_weights(config, self._address, self._key, port) as self._weights,
         ):
             self._send(self._weights.endpoint)
-            await self._serve(link, config, model_files, early, scratch, force, gpus)
-
-    async def _serve(
-        self,
-        link: Link,
-        config: Config,
-        model_files: dict[str, bytes],
-        early: list[Message],
-        scratch: Path,
-        force: threading.Timer | None,
-        gpus: Assignment,
-    ) -> None:
-        assert self._weights is not None
-        self._heard_at = time.monotonic()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                slots = self._hello.slots or slots_of(config, self._hello.parallel)
-                self._roles.start(tasks, config, model_files, slots, scratch, self._weights, gpus)
-                for message in early:
-                    self._handle(message)
-                background = [
-                    tasks.create_task(self._receive(link), name="receive"),
-                    tasks.create_task(self._beat(link, config), name="heartbeat"),
-                ]
-                await self._drained.wait()
-                if force is not None:
-                    # no thread to spare: it leaves without that
-                    with contextlib.suppress(RuntimeError):
-                        force.start()
-                await self._roles.leave(config.node.grace_s, self._admitted)
-                for task in background:  # until here the coordinator must see that this node lives
-                    task.cancel()
-        except* LightRLError as errors:
-            raise first_error(errors) from None
-        finally:
-            await self._roles.close()
+            self._heard_at = time.monotonic()
+            slots = self._hello.slots or slots_of(config, self._hello.parallel)
+            what = (config, model_files, slots, scratch, self._weights, gpus)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    self._roles.start(tasks, *what)
+                    for message in early:
+                        self._handle(message)
+                    background = [
+                        tasks.create_task(self._receive(link), name="receive"),
+                        tasks.create_task(self._beat(link, config), name="heartbeat"),
+                    ]
+                    await self._drained.wait()
+                    if force is not None:
+                        # no thread to spare: it leaves without that
+                        with contextlib.suppress(RuntimeError):
+                            force.start()
+                    await self._roles.leave(config.node.grace_s, self._admitted)
+                    # until here the coordinator must see that this node lives
+                    for task in background:
+                        task.cancel()
+            except* LightRLError as errors:
+                raise first_error(errors) from None
+            finally:
+                await self._roles.close()
 
     async def _receive(self, link: Link) -> None:
         while True:

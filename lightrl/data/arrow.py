@@ -33,8 +33,7 @@ from lightrl.data.layouts import (
     without_nan,
 )
 from lightrl.data.rows import CHANGED, Keys
-from lightrl.errors import DataError
-from lightrl.model_files import first_line
+from lightrl.errors import DataError, first_line
 
 BATCH_ROWS = 4096  # unpacked, or made Python objects, at once
 UNPACKED_ROWS = 128  # read for one of them

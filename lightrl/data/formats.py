@@ -18,8 +18,7 @@ from typing import IO
 import zstandard
 
 from lightrl.config.values import data_suffix
-from lightrl.errors import DataError
-from lightrl.model_files import first_line
+from lightrl.errors import DataError, first_line
 
 Lines = Iterator[tuple[int, bytes]]  # with the number of each in its file, from 1
 

@@ -18,8 +18,7 @@ from lightrl.data.formats import BLANK, other_lines
 from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column, text_key
 from lightrl.data.open_files import OpenFiles
 from lightrl.data.rows import CHANGED, Keys
-from lightrl.errors import DataError
-from lightrl.model_files import first_line
+from lightrl.errors import DataError, first_line
 
 
 class JsonlRows:

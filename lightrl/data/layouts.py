@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightrl.config.data import ANSWER_KEY
-from lightrl.errors import DataError
-from lightrl.model_files import first_line
+from lightrl.errors import DataError, first_line
 from lightrl.wire import to_json
 
 MESSAGES = re.compile(  # that are text, also those of ShareGPT
@@ -55,7 +54,7 @@ def messages_of(where: str, prompt: Any) -> Any:
         return prompt
     found = _parsed(prompt)
     messages = [found] if isinstance(found, dict) else found
-    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+    if isinstance(messages, list) and messages and all(map(is_message, messages)):
         return messages
     if MESSAGES.match(prompt):
         raise DataError(f"{where}: the prompt is the text of chat messages, but not such JSON")
@@ -77,7 +76,8 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Whether it has what a chat message must have."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lightrl.config.data import DataSet
 from lightrl.config.evaluation import EvalSet
 from lightrl.config.values import data_suffix, is_data_file, without_compression
-from lightrl.errors import DataError, DataUnreachable
-from lightrl.model_files import HUB_ID, first_line
+from lightrl.errors import DataError, DataUnreachable, first_line
+from lightrl.model_files import HUB_ID
 
 if TYPE_CHECKING:
     from lightrl.data.rows import Rows

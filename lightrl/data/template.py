@@ -12,9 +12,8 @@ from datetime import date, datetime, time
 from typing import Any
 
 from lightrl.config.data import Data
-from lightrl.data.layouts import TOOLS, messages_of, tools_of
-from lightrl.errors import DataError
-from lightrl.model_files import first_line
+from lightrl.data.layouts import TOOLS, is_message, messages_of, tools_of
+from lightrl.errors import DataError, first_line
 
 # What a chat template, which is code of the model's, can fail with beside jinja2's own errors.
 TEMPLATE_ERRORS = (
@@ -211,11 +210,7 @@ class Template:
 
 def _message(where: str, message: Any) -> dict[str, Any]:
     """Without what is only there because another message of the file has it."""
-    if (
-        not isinstance(message, dict)
-        or not isinstance(message.get("role"), str)
-        or "content" not in message
-    ):
+    if not is_message(message):
         raise DataError(
             f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not "
             f"{str(message)[:80]!r}"

@@ -309,9 +309,8 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     left = device.free - rank - int(STARTED) * wanted.asleep
     awake = 1 if wanted.asleep else len(on.engines)  # at once
     each = left / awake / device.total
-    minus = _minus(rank) + (
-        f" - {gib(STARTED * wanted.asleep)} of engines asleep" if wanted.asleep else ""
-    )
+    minus = f" - {gib(rank)} of a training rank" if rank else ""
+    minus += f" - {gib(STARTED * wanted.asleep)} of engines asleep" if wanted.asleep else ""
     turns = " that take turns" if wanted.asleep else ""
     spare = max(SPARE, STARTED / device.total)
     if (share := wanted.utilization) is not None:
@@ -350,10 +349,6 @@ def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float,
             f"{share:g} each"
         ),
     )
-
-
-def _minus(rank: int) -> str:
-    return f" - {gib(rank)} of a training rank" if rank else ""
 
 
 def _engines(on: _Users) -> str:

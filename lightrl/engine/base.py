@@ -20,7 +20,11 @@ from lightrl.messages.responses import (
     TokenChunk,
 )
 from lightrl.messages.weights import Canary
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, Membership
+from lightrl.weights.broadcast.rendezvous import (
+    GroupJoined,
+    IsUnwanted,
+    JoinGroup,
+)
 from lightrl.weights.version.manifest import VersionFile
 
 Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
@@ -91,19 +95,6 @@ class LoadWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinGroup:
-    """Become a member of a broadcast group; answered by GroupJoined. Nothing is generated until
-    then.
-
-    `place` is that of the engine's first worker, the others follow it. Example:
-    JoinGroup("10.0.0.1:41873", Membership("7c1f...", 2, 2, 4, "gloo", 30.0))
-    """
-
-    address: str
-    place: Membership
-
-
-@dataclass(frozen=True, slots=True)
 class ReceiveWeights:
     """As LoadWeights, from the training ranks: of `file` only the manifest is on this machine.
 
@@ -151,16 +142,6 @@ class EngineWoken:
     """There is room for weights."""
 
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class GroupJoined:
-    """`error`: why it is not a member, in one line; the engine goes on."""
-
-    name: str
-    error: str | None = None
-    # nobody answers for the ranks at that address; not: nobody listens there any more
-    is_unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from lightrl.emulation import arguments, kv_capacity, logprobs, slowness, step_factor
-from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
 from lightrl.engine.emulated_cache import EmulatedCache
 from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
 from lightrl.messages.load import Load
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 
 _RUNAWAY_SALT = 0x7A11

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from lightrl.engine.base import JoinGroup, ReceiveWeights
+from lightrl.engine.base import ReceiveWeights
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import split_address
 from lightrl.weights.broadcast.group import Group, form
 from lightrl.weights.broadcast.proof import Proof, proof_seed
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
 from lightrl.weights.broadcast.transfer import receive
 from lightrl.weights.version.layout import TensorSpec
 

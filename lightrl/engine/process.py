@@ -25,8 +25,6 @@ from lightrl.engine.base import (
     EngineSpec,
     EngineStarted,
     EngineWoken,
-    GroupJoined,
-    JoinGroup,
     LoadWeights,
     ProveWeights,
     ReceiveWeights,
@@ -42,7 +40,7 @@ from lightrl.messages.responses import Abort, FinishReason, Generate, ResponseTo
 from lightrl.messages.weights import Canary
 from lightrl.system.child import Pipe
 from lightrl.system.imports import importing
-from lightrl.weights.broadcast.rendezvous import UNWANTED, OutOfReach
+from lightrl.weights.broadcast.rendezvous import UNWANTED, GroupJoined, JoinGroup, OutOfReach
 from lightrl.weights.canary import compare, tolerance
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32

@@ -17,7 +17,7 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
-from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
 from lightrl.engine.checkpoint import (
     attention_windows,
     build_model,
@@ -35,7 +35,7 @@ from lightrl.history.draft import Drafter
 from lightrl.messages.load import Load
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.rope import settle
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
 from lightrl.weights.version.manifest import VersionFile
 
 PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS  # of one pass, padding included; bounds its activations

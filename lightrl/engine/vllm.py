@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
 from lightrl.engine import vllm_lora
-from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
 from lightrl.engine.group_answers import askable, common_sums, require_joined
 from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm_memory import left_on_gpu, shared_memory_args
@@ -37,7 +37,7 @@ from lightrl.messages.load import Load
 from lightrl.messages.responses import FinishReason, PromptHistory, ResponseRequest, Sampling
 from lightrl.rope import settle, settled
 from lightrl.system.imports import importing
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.version.manifest import VersionFile
 

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
 from lightrl.engine import vllm_lora, vllm_versions
-from lightrl.engine.base import JoinGroup, LoraSpec, ReceiveWeights
+from lightrl.engine.base import LoraSpec, ReceiveWeights
 from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
 from lightrl.engine.sampling import keys, sample
@@ -27,7 +27,7 @@ from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, OutOfReach
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup, OutOfReach
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import map_tensors
 

@@ -9,7 +9,7 @@ import re
 import statistics
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
+from lightrl.config.values import flat
 from lightrl.errors import ConfigError
 from lightrl.metrics.sinks import read
 from lightrl.wire import to_json
@@ -40,7 +41,7 @@ class RunResult:
 def result_of(run_dir: Path) -> RunResult:
     """Raises ConfigError, one line, for a folder that is no run's."""
     try:
-        settings = dict(_flat(tomllib.loads((run_dir / "config.toml").read_text("utf-8"))))
+        settings = dict(flat(tomllib.loads((run_dir / "config.toml").read_text("utf-8"))))
     except FileNotFoundError:
         raise ConfigError(f"{run_dir}: is no run directory: it has no config.toml") from None
     except (OSError, ValueError) as e:
@@ -146,14 +147,6 @@ def _evaluations(records: Sequence[dict[str, float]]) -> dict[str, float | str |
         values = [r[name] for r in found if name in r]
         told |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
     return told
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _shown(value: float | str | None) -> str:

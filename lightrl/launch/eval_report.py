@@ -14,7 +14,7 @@ from lightrl.errors import LightRLError
 from lightrl.launch.eval_target import EvalTarget
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
-from lightrl.metrics.display import count, duration
+from lightrl.metrics.display import aligned, count, duration
 from lightrl.wire import from_json, to_json
 
 LINE_EVERY_S, SAME_EVERY_S = 2.0, 20.0
@@ -101,16 +101,7 @@ class Progress:
 
 def table(result: EvalResult) -> list[str]:
     """A line for each set, and below it one for each of its sources."""
-    header = COLUMNS.split()
-    rows = [header, *_rows(result)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned([COLUMNS.split(), *_rows(result)], bool)
 
 
 def _rows(result: EvalResult) -> Iterator[Sequence[str]]:

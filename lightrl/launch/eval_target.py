@@ -67,7 +67,11 @@ def _find_target(text: str) -> EvalTarget:
     if (folder := run_folder(text)) is not None:
         return _of_folder(text, folder)
     given = Path(text)
-    if given.exists() or (given.parent.is_dir() and given.parent != Path()) or not _is_id(text):
+    if (
+        given.exists()
+        or (given.parent.is_dir() and given.parent != Path())
+        or not HUB_ID.fullmatch(text)
+    ):
         raise ConfigError(
             f"{text}: no such checkpoint"
             + (
@@ -78,10 +82,6 @@ def _find_target(text: str) -> EvalTarget:
             )
         )
     return EvalTarget(text, model=text)
-
-
-def _is_id(text: str) -> bool:
-    return HUB_ID.fullmatch(text) is not None
 
 
 def _of_folder(text: str, folder: Path) -> EvalTarget:

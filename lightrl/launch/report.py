@@ -6,7 +6,7 @@ Reads snapshots and the run directory; starts and stops nothing.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.log import WARNING
 from lightrl.messages.snapshot import INTERRUPTED, NodeRow, Snapshot
 from lightrl.metrics.display import (
+    aligned,
     cost,
     count,
     duration,
@@ -179,11 +180,7 @@ def _trouble(counters: Mapping[str, int]) -> list[str]:
     # flat ones were replaced
     unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)
     named = {**counters, "groups_dropped": unscored}
-    return _counted(named, [name for name in TROUBLE if named.get(name)])
-
-
-def _counted(counters: Mapping[str, int], names: Iterable[str]) -> list[str]:
-    return [f"{name.replace('_', ' ')}: {counters[name]:,}" for name in names]
+    return [f"{name.replace('_', ' ')}: {named[name]:,}" for name in TROUBLE if named.get(name)]
 
 
 def status_lines(s: Snapshot) -> list[str]:
@@ -214,11 +211,7 @@ def status_lines(s: Snapshot) -> list[str]:
         ("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"),
         *map(_row, s.nodes),
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    table = (
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-    return [*lines, "", *table]
+    return [*lines, "", *aligned(rows, lambda _: False)]
 
 
 def _row(n: NodeRow) -> tuple[str, ...]:

@@ -5,9 +5,8 @@ Refuses in one line what would lose or falsify something. Starts nothing.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightrl.client.address import (
     accepts,
@@ -21,6 +20,7 @@ from lightrl.client.find_run import ask, final_snapshot, is_same
 from lightrl.config.run_file import load_config
 from lightrl.config.schema import Config
 from lightrl.config.sections import Train
+from lightrl.config.values import flat
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER, is_in_use, segments
@@ -111,8 +111,8 @@ def has_journal(run_dir: Path) -> bool:
 def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
     """The config with overrides, of this directory wherever it lies now. Raises ConfigError."""
     after = load_config(run_dir / CONFIG_FILE, overrides)
-    old = dict(_flat(before.model_dump(mode="json", by_alias=True)))
-    new = dict(_flat(after.model_dump(mode="json", by_alias=True)))
+    old = dict(flat(before.model_dump(mode="json", by_alias=True)))
+    new = dict(flat(after.model_dump(mode="json", by_alias=True)))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and (key in FIXED or not key.startswith(MAY_CHANGE)):
             may = ", ".join(f"{k}*" if k.endswith(".") else k for k in MAY_CHANGE)
@@ -121,14 +121,6 @@ def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
             )
     place = {"dir": str(run_dir.parent), "name": run_dir.name}
     return after.model_copy(update={"run": after.run.model_copy(update=place)})
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _require_unfinished(run_dir: Path, config: Config) -> None:

@@ -4,7 +4,6 @@ Arithmetic for `lightrl up --dry-run` and `lightrl check`; moves nothing. Reads 
 model's files and no weights; must not import torch.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,23 +77,14 @@ def room_to_park(
     )
     if not machine.gpus:
         return ParkingRoom(True, f"{what}; on a CPU that is memory that they had before")
-    free = _available() if available is None else available
-    if free is None or free >= parked + versions + more:
+    free = scratch.available_memory() if available is None else available
+    if free >= parked + versions + more:
         return ParkingRoom(True, what)
     return ParkingRoom(
         False,
         f"{what}: it has {_bytes(free)} free; more memory, more trainer nodes, "
         "train.optim.name = 'adamw8bit' or rollout.placement = 'own' helps",
     )
-
-
-def _available() -> int | None:
-    """Bytes of this host; None where that is not known."""
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
 
 
 def _of_adapters(config: Config, size: memory.VersionSize) -> list[str]:

@@ -4,7 +4,7 @@ Each function returns text of a known width. Knows nothing of runs but the names
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from lightrl.messages.costs import CostRow
@@ -25,6 +25,16 @@ def count(value: float) -> str:
             scaled = value / size
             return f"{scaled:.1f}{unit}" if scaled < 99.95 else f"{scaled:.0f}{unit}"
     return f"{value:.0f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], is_right: Callable[[int], bool]) -> list[str]:
+    """Rows of a table as lines, in columns two spaces apart: those that `is_right` to the right,
+    others to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    to_side = [str.rjust if is_right(i) else str.ljust for i in range(len(widths))]
+    columns = list(zip(to_side, widths, strict=True))
+    cells = ([to(c, w) for c, (to, w) in zip(row, columns, strict=True)] for row in rows)
+    return ["  ".join(line).rstrip() for line in cells]
 
 
 def duration(seconds: float) -> str:

@@ -7,8 +7,9 @@ token-mean) compute the same quantity. Where the meaning speaks of trained token
 responses without an advantage in, too, which are not computed here.
 """
 
-import re
 from dataclasses import dataclass
+
+from lightrl.metrics.display import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,26 +266,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/<source>/failures", "likewise"),
 )
 
-_PART = re.compile(r"<[a-z]+>")
-
-
-def described(name: str) -> Metric | None:
-    """The entry of a name; the most particular one. None for a name that is not described."""
-    exact = next((m for m in METRICS if m.name == name), None)
-    return exact or next((m for m in METRICS if _pattern(m.name).fullmatch(name)), None)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    parts = _PART.split(name)
-    return re.compile("[^/]+".join(map(re.escape, parts)) if len(parts) > 1 else re.escape(name))
-
 
 def table() -> list[str]:
     """For people, one line each, with a heading."""
     rows = [("name", "unit", "verl", "TRL", "meaning")]
     rows += [(m.name, m.unit, m.verl or "-", m.trl or "-", m.meaning) for m in METRICS]
-    widths = [max(len(row[k]) for row in rows) for k in range(4)]
-    return [
-        "  ".join(part.ljust(width) for part, width in zip(row, [*widths, 0], strict=True)).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, lambda _: False)

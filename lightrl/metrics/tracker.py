@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from lightrl.config.values import flat
 from lightrl.system.child import Pipe
 from lightrl.wire import Codec
 
@@ -159,7 +160,8 @@ class Mlflow:
             known.keep(run.info.run_id)
             tags = dict.fromkeys(start.tags, "true")
             mlflow.set_tags(tags | ({"group": start.group} if start.group else {}))
-            parameters = list(_flat(json.loads(start.config_json)))
+            config = flat(json.loads(start.config_json))
+            parameters = [(key, str(value)[:MAX_PARAMETER]) for key, value in config]
             for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
                 mlflow.log_params(dict(parameters[first : first + PARAMETERS_AT_ONCE]))
         self.place = mlflow.get_tracking_uri()
@@ -196,12 +198,3 @@ class _Id:
         draft.write_text(new)
         os.replace(draft, self._file)
         return new
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys, as on the command line."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, str(value)[:MAX_PARAMETER]

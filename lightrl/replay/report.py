@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.errors import LightRLError
-from lightrl.metrics.display import printable
+from lightrl.metrics.display import aligned, printable
 from lightrl.replay.log import Replay, ToldResponse, ToldRound, ToldRun, read_run
 from lightrl.wire import to_json, unpack_i32
 
@@ -143,10 +143,8 @@ def _stand(replay: Replay) -> str:
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     """Numbers to the right, words to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
-    def cell(text: str, i: int) -> str:
-        is_number = all(row[i][:1].isdigit() or row[i] == "-" for row in rows[1:]) and len(rows) > 1
-        return text.rjust(widths[i]) if is_number else text.ljust(widths[i])
+    def is_number(i: int) -> bool:
+        return len(rows) > 1 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows[1:])
 
-    return ["  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows]
+    return aligned(rows, is_number)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from lightrl.errors import RewardError
 from lightrl.rewards import kept
@@ -33,7 +33,10 @@ def import_function(reference: str) -> Callable[..., Any]:
     module = _import_file(path.absolute())
     function = getattr(module, name, None)
     if inspect.isclass(function) and any("__call__" in vars(base) for base in function.__mro__):
-        return _object_of(reference, function)
+        try:
+            return cast("Any", function)()
+        except TypeError as e:
+            raise RewardError(f"{reference}: is a class that needs arguments: {e}") from None
     if not callable(function) or inspect.isclass(function):
         found = [
             n
@@ -52,13 +55,6 @@ def split_reference(reference: str) -> tuple[str, str]:
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise RewardError(f'{reference!r}: expected a built-in name or "path.py:function"')
     return file, name
-
-
-def _object_of(reference: str, made_of: type) -> Callable[..., Any]:
-    try:
-        return made_of()
-    except TypeError as e:
-        raise RewardError(f"{reference}: is a class that needs arguments: {e}") from None
 
 
 def distinct_names(names: Sequence[str], references: Sequence[str]) -> list[str]:

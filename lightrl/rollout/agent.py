@@ -20,7 +20,6 @@ from lightrl.engine.base import (
     EngineSpec,
     EngineStarted,
     EngineWoken,
-    GroupJoined,
     Kind,
 )
 from lightrl.engine.start import EngineChild, resolve_engine, start_engine
@@ -43,6 +42,7 @@ from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
+from lightrl.weights.broadcast.rendezvous import GroupJoined
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 

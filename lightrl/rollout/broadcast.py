@@ -9,7 +9,7 @@ member the coordinator's.
 import logging
 from collections.abc import Callable
 
-from lightrl.engine.base import EngineCommand, GroupJoined, JoinGroup, ProveWeights, ReceiveWeights
+from lightrl.engine.base import EngineCommand, ProveWeights, ReceiveWeights
 from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
@@ -21,7 +21,7 @@ from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.fetched import are_same
 from lightrl.system.addresses import not_everywhere
-from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import GroupJoined, JoinGroup, Membership
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)

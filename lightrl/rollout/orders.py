@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSlept, LoadWeights, Sleep, Wake
 from lightrl.engine.start import EngineChild
@@ -24,19 +24,10 @@ from lightrl.rollout.turns import Turns
 from lightrl.rollout.weights import NodeWeights
 from lightrl.system.child import ChildDied
 
+if TYPE_CHECKING:
+    from lightrl.rollout.agent import RolloutAgent
+
 logger = logging.getLogger(__name__)
-
-
-class HasEngine(Protocol):
-    """Who knows where the engine is between its start and its end."""
-
-    @property
-    def state(self) -> EngineState: ...
-
-    @property
-    def serves(self) -> tuple[int, str] | None: ...
-
-    def move(self, change: EngineChange) -> None: ...
 
 
 class EngineOrders:
@@ -44,7 +35,7 @@ class EngineOrders:
 
     def __init__(
         self,
-        owner: HasEngine,
+        owner: "RolloutAgent",
         engine: EngineChild,
         weights: NodeWeights,
         member: BroadcastMember,

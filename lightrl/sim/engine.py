@@ -186,9 +186,6 @@ class SimEngine:
         self._advance(now)
         self._plan(now)
 
-    def tokens_of_all(self) -> list[int]:
-        return [self._tokens(s) for s in (*self.running.values(), *self.waiting)]
-
     # How time passes
 
     def _advance(self, now: float) -> None:

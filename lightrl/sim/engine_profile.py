@@ -31,9 +31,6 @@ class SimSpeculation:
         if not (all(0 <= a < 1 for a in shares) and self.max_window >= 1 and self.verify_cost >= 0):
             raise SimError(f"speculation: {self}: acceptance is in [0, 1), the window at least 1")
 
-    def without_history(self) -> "SimSpeculation":
-        return replace(self, acceptance=self.first_acceptance)
-
     def tokens_per_forward(self, window: int) -> float:
         """1 + a + a^2 + ... + a^w (Leviathan et al., arXiv 2211.17192, equation 1)."""
         return (1 - self.acceptance ** (window + 1)) / (1 - self.acceptance)

@@ -21,9 +21,10 @@ nodes. What is approximated:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lightrl.sim.lines import fair_rates
-from lightrl.sim.swarm import Arrived, Parcel
+from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel
 
 GRAIN = 0.01
 
@@ -49,6 +50,8 @@ class _Send:
 
 
 class FluidSwarm:
+    """With the methods of `swarm.BucketSwarm`."""
+
     def __init__(self, last_resort: str) -> None:
         self.sent: dict[str, float] = {}
         self._last_resort = last_resort
@@ -221,3 +224,6 @@ class FluidSwarm:
                 seen.add(key)
                 total[key[1]] = total.get(key[1], 0.0) + rate
         return total
+
+
+Swarm: TypeAlias = BucketSwarm | FluidSwarm

@@ -6,6 +6,7 @@ Decides nothing.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightrl.core.events import Event, NodeDraining, NodeLeft, NodeLost, TokensArrived
 from lightrl.messages.load import Load
@@ -18,18 +19,12 @@ from lightrl.sim.traces import TraceEvent
 from lightrl.sim.transfers import Transfers
 
 
+@dataclass(eq=False)
 class Membership:
-    def __init__(
-        self,
-        world: Simulation,
-        transfers: Transfers,
-        colocation: Colocation,
-        changes: NodeChanges,
-    ) -> None:
-        self._world = world
-        self._transfers = transfers
-        self._colocation = colocation
-        self._changes = changes
+    _world: Simulation
+    _transfers: Transfers
+    _colocation: Colocation
+    _changes: NodeChanges
 
     def set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         """The trainer and these nodes are there at once, others come by the trace."""

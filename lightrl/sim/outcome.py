@@ -124,7 +124,6 @@ class Outcome:
     counters: dict[str, int] = field(default_factory=dict[str, int])
     # put off and not trained at the end
     waiting_prompts: int = 0
-    num_events: int = 0
     winners: list[tuple[int, tuple[str, ...]]] = field(
         default_factory=list[tuple[int, tuple[str, ...]]]
     )

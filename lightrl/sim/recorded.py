@@ -18,6 +18,7 @@ from lightrl.core.speed import size_of
 from lightrl.errors import SimError
 from lightrl.history import lengths
 from lightrl.metrics import sinks
+from lightrl.metrics.speeds import RewardSpeed
 from lightrl.sim.costs import Training, Transfer
 from lightrl.sim.engine_profile import LEAST_S, EngineProfile
 from lightrl.sim.machines import SPOT, NodeChange, NodeChanges, NodeSpec
@@ -29,18 +30,6 @@ from lightrl.system.json_lines import read_rows
 SKIPPED = 1  # steps at the begin
 ENOUGH_STEPS = 3  # from which on they are
 LEAST_TOKENS = 32  # of a size of batch that counts by itself
-
-
-@dataclass(frozen=True, slots=True)
-class Rewards:
-    """As `metrics.speeds.RewardSpeed`."""
-
-    num: int = 0
-    seconds: float = 0.0
-    squares: float = 0.0
-    longest_s: float = 0.0
-    num_alone: int = 0
-    told_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,7 @@ class Step:
     nodes: dict[str, Node]
     changes: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
     drawn: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    rewards: Rewards = field(default_factory=Rewards)
+    rewards: RewardSpeed = field(default_factory=RewardSpeed)
     shard_s: list[float] = field(default_factory=list[float])
 
 

@@ -24,6 +24,7 @@ from lightrl.sim import models
 from lightrl.sim.costs import Prices, Training, Transfer
 from lightrl.sim.engine_profile import EngineProfile, SimSpeculation
 from lightrl.sim.measured import measured
+from lightrl.sim.traces import read_text
 from lightrl.sim.workload import (
     FITTED_8K,
     FITTED_16K,
@@ -220,10 +221,7 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
             raise SimError(f"{path}: no such file; a run that closed a round has it")
     else:
         require_known(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise SimError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    text = read_text(path)
     if path.suffix == ".jsonl":
         scenario = _from_lines(path, text, max_response_tokens, seed)
         return _speculating(scenario, path.parent) if is_run else scenario

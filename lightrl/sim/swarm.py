@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightrl.sim.lines import Lines
 
@@ -32,10 +32,6 @@ class Parcel(NamedTuple):
     # -1 = the whole
     base: int = -1
 
-    @property
-    def is_delta(self) -> bool:
-        return self.base >= 0
-
 
 class Arrived(NamedTuple):
     """A node has all of it now. Bytes: those that this pull transferred, from others than the last
@@ -45,53 +41,6 @@ class Arrived(NamedTuple):
     parcel: Parcel
     num_bytes: float
     peer_bytes: float
-
-
-class Swarm(Protocol):
-    """What a transfer needs of one. Times never go back; `next_at` is when to `advance` next."""
-
-    # Bytes that each node has sent.
-    sent: dict[str, float]
-
-    def add_node(self, node: str, up: float, down: float) -> None:
-        """Bytes per second of its line, in each direction."""
-        ...
-
-    def hold(self, now: float, node: str, parcel: Parcel) -> None:
-        """It holds all of this and serves it."""
-        ...
-
-    def pull(
-        self, now: float, node: str, parcel: Parcel, num_bytes: float, sources: Sequence[str]
-    ) -> None:
-        """From now on, instead of another parcel, or from these sources too; it keeps what it
-        has."""
-        ...
-
-    def left(self, now: float, node: str, parcel: Parcel) -> float | None:
-        """Bytes of what it pulls, None if that is something else."""
-        ...
-
-    def end_pull(self, now: float, node: str) -> None: ...
-
-    def send(self, now: float, path: tuple[str, ...], parcel: Parcel, num_bytes: float) -> None:
-        """From the first node to all others, none of which serves it: each passes on to the next
-        what it gets, in the moment in which it gets it. There is one path at a time."""
-        ...
-
-    def end_send(self, now: float) -> None: ...
-
-    def lose(self, now: float, node: str, missed_after_s: float) -> None:
-        """It serves and holds nothing any more; those who pull from it find out after a while."""
-        ...
-
-    def forget(self, before: int) -> None:
-        """Nobody will ask for parcels of versions before this one."""
-        ...
-
-    def next_at(self) -> float: ...
-
-    def advance(self, now: float) -> list[Arrived]: ...
 
 
 @dataclass(slots=True)
@@ -115,6 +64,9 @@ class _Pull:
 
 
 class BucketSwarm:
+    """What a transfer needs. Times never go back; `next_at` is when to `advance` next. `sent`:
+    bytes that each node has sent."""
+
     def __init__(self, last_resort: str, bucket_bytes: float) -> None:
         self.sent: dict[str, float] = {}
         self._last_resort = last_resort
@@ -127,10 +79,12 @@ class BucketSwarm:
         self._missed: list[tuple[float, str, str, int]] = []  # heap: when, node, source, bucket
 
     def add_node(self, node: str, up: float, down: float) -> None:
+        """Bytes per second of its line, in each direction."""
         self._lines.add_node(node, up, down)
         self.sent.setdefault(node, 0.0)
 
     def hold(self, now: float, node: str, parcel: Parcel) -> None:
+        """It holds all of this and serves it."""
         self._lines.advance(now)  # what is through there is told by the next `advance`
         self._whole.add((node, parcel))
         self._held.pop((node, parcel), None)
@@ -139,6 +93,8 @@ class BucketSwarm:
     def pull(
         self, now: float, node: str, parcel: Parcel, num_bytes: float, sources: Sequence[str]
     ) -> None:
+        """From now on, instead of another parcel, or from these sources too; it keeps what it
+        has."""
         pull = self._pulls.get(node)
         if pull is None or pull.parcel != parcel:
             self.end_pull(now, node)
@@ -156,6 +112,7 @@ class BucketSwarm:
             self._ask(node, pull, source)
 
     def left(self, now: float, node: str, parcel: Parcel) -> float | None:
+        """Bytes of what it pulls, None if that is something else."""
         pull = self._pulls.get(node)
         if pull is None or pull.parcel != parcel:
             return None
@@ -168,6 +125,8 @@ class BucketSwarm:
             self._lines.close((source, node))
 
     def send(self, now: float, path: tuple[str, ...], parcel: Parcel, num_bytes: float) -> None:
+        """From the first node to all others, none of which serves it: each passes on to the next
+        what it gets, in the moment in which it gets it. There is one path at a time."""
         self.end_send(now)
         self._send = _Send(path, parcel, num_bytes)
         self._lines.open(PATH, path, num_bytes)
@@ -181,6 +140,7 @@ class BucketSwarm:
             self._lines.close(PATH)
 
     def lose(self, now: float, node: str, missed_after_s: float) -> None:
+        """It serves and holds nothing any more; those who pull from it find out after a while."""
         self.end_pull(now, node)
         self._whole = {(n, p) for n, p in self._whole if n != node}
         self._held = {(n, p): b for (n, p), b in self._held.items() if n != node}
@@ -192,6 +152,7 @@ class BucketSwarm:
                 heappush(self._missed, (now + missed_after_s, name, node, bucket))
 
     def forget(self, before: int) -> None:
+        """Nobody will ask for parcels of versions before this one."""
         self._whole = {(n, p) for n, p in self._whole if p.version >= before}
         self._held = {(n, p): b for (n, p), b in self._held.items() if p.version >= before}
 

@@ -23,10 +23,7 @@ class TraceEvent:
 
 def read_trace(path: Path) -> tuple[TraceEvent, ...]:
     """Raises SimError with file and line number for the first row that cannot be."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise SimError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    text = read_text(path)
     events: list[TraceEvent] = []
     present: set[str] = set()
     for number, line in enumerate(text.splitlines(), 1):
@@ -47,6 +44,14 @@ def read_trace(path: Path) -> tuple[TraceEvent, ...]:
     if not events:
         raise SimError(f"{path}: the trace is empty; rows are milliseconds,add|remove,node")
     return tuple(events)
+
+
+def read_text(path: Path) -> str:
+    """Raises SimError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise SimError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
 
 
 def _row(line: str) -> TraceEvent:

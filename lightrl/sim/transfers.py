@@ -18,11 +18,11 @@ from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.sim.broadcast import Broadcast
-from lightrl.sim.fluid import FluidSwarm
+from lightrl.sim.fluid import FluidSwarm, Swarm
 from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.messages import TRAINER, digest_of, publication, version_of
-from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel, Swarm
+from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel
 
 FEW = 16  # machines whose pulls are simulated bucket by bucket
 
@@ -44,10 +44,6 @@ class _Inbound:
     peer_bytes: float = 0.0
     delta_bytes: float = 0.0
     pull_s: float = 0.0
-
-    @property
-    def is_pulled(self) -> bool:
-        return not self.parcels
 
 
 class Transfers:
@@ -195,7 +191,7 @@ class Transfers:
         if not self._transfer.relays:
             sources = tuple(s for s in sources if s == TRAINER) or (TRAINER,)
         inbound.sources = tuple(dict.fromkeys((*inbound.sources, *sources)))
-        if not inbound.is_pulled:
+        if inbound.parcels:
             self._pull(inbound)
 
     def _pull(self, inbound: _Inbound) -> None:
@@ -232,7 +228,7 @@ class Transfers:
         inbound.parcels.popleft()
         inbound.num_bytes += arrived.num_bytes
         inbound.peer_bytes += arrived.peer_bytes
-        if arrived.parcel.is_delta:
+        if arrived.parcel.base >= 0:
             inbound.delta_bytes += arrived.num_bytes
         if inbound.parcels:
             self._pull(inbound)

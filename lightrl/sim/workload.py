@@ -335,9 +335,6 @@ FITTED_16K = LengthModel(
     luck=0.995,
 )
 SHORT_TAIL = LengthModel()  # 8k, fitted to figure 12 alone with a constant time for each token
-MEDIUM_TAIL = LengthModel(
-    cap=16384, m=6.217, s_p=0.074, s_r=0.764, alpha=-2.624, beta=1.663, rho=0.821, tau=2.94
-)
 LONG_TAIL = LengthModel(
     cap=32768, m=6.547, s_p=0.495, s_r=0.146, alpha=-3.719, beta=1.5, rho=0.821, tau=1.414
 )

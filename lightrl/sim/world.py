@@ -100,7 +100,8 @@ class World:
         self.newest = StepRecord(-1, "", 0)
         self.engines = dict(scenario.engines)
         if switches.speculation:
-            self._speculate(scenario.speculation.without_history())
+            history = scenario.speculation
+            self._speculate(replace(history, acceptance=history.first_acceptance))
         workload, rewards = scenario.workload, scenario.workload.reward
         self.scoring = SimScoring(
             replace(rewards, adaptive=switches.adaptive_limit or rewards.adaptive)
@@ -181,7 +182,6 @@ class World:
         todo: deque[Event] = deque((event,))
         core, now = self.core, self.now
         while todo:
-            self.outcome.num_events += 1
             commands = self.handle(todo.popleft(), now)
             if self.check:
                 invariants.check(core)

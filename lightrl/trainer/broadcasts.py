@@ -27,17 +27,9 @@ from lightrl.messages.broadcasts import (
     VersionTaken,
 )
 from lightrl.messages.message import Message
-from lightrl.trainer.protocol import (
-    GroupJoined,
-    GroupOpened,
-    JoinGroup,
-    LeaveGroup,
-    OpenGroup,
-    SendWeights,
-    WeightsSent,
-)
+from lightrl.trainer.protocol import GroupOpened, LeaveGroup, OpenGroup, SendWeights, WeightsSent
 from lightrl.trainer.rank_processes import Ranks
-from lightrl.weights.broadcast.rendezvous import UNWANTED, Membership
+from lightrl.weights.broadcast.rendezvous import UNWANTED, GroupJoined, JoinGroup, Membership
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,10 @@ from typing import TypeAlias
 
 from lightrl.messages.responses import FinishReason
 from lightrl.messages.weights import Canary
-from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import (
+    GroupJoined,
+    JoinGroup,
+)
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec
 
@@ -171,15 +174,6 @@ class OpenGroup:
     answered by GroupOpened. Example: OpenGroup("10.0.0.1")."""
 
     host: str
-
-
-@dataclass(frozen=True, slots=True)
-class JoinGroup:
-    """Become a member of a broadcast group; answered by GroupJoined. `address` is of no use to
-    rank 0."""
-
-    address: str
-    place: Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,14 +332,6 @@ class GroupOpened:
     """Where its members meet. `error`: why nowhere, in one line."""
 
     address: str
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupJoined:
-    """`error`: why it is not a member, in one line; the rank goes on."""
-
-    name: str
     error: str | None = None
 
 

@@ -31,7 +31,6 @@ from lightrl.trainer.protocol import (
     RANK_TARGET,
     Computing,
     Exported,
-    GroupJoined,
     GroupOpened,
     LeaveGroup,
     RankCommand,
@@ -44,6 +43,7 @@ from lightrl.trainer.protocol import (
     StartRank,
     WeightsSent,
 )
+from lightrl.weights.broadcast.rendezvous import GroupJoined
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import pytest
 from lightrl.core.rounds import sample_seed
 from lightrl.errors import DataError
 from lightrl.metrics.evaluation import Evaluated, eval_figures
-from lightrl.metrics.names import described
 from lightrl.metrics.sinks import read
 from lightrl.wire import from_json, pack_i32
 from tests.support.daemons import QUICKSTART, Running, a_run, expected_tokens
+from tests.support.metric_names import described
 
 pytestmark = pytest.mark.usefixtures("warm_daemons")
 

@@ -12,20 +12,13 @@ from typing import Any
 
 import pytest
 
-from lightrl.engine.base import (
-    EngineFailed,
-    EngineLoaded,
-    GroupJoined,
-    JoinGroup,
-    ProveWeights,
-    ReceiveWeights,
-)
+from lightrl.engine.base import EngineFailed, EngineLoaded, ProveWeights, ReceiveWeights
 from lightrl.engine.group_answers import common_sums, require_joined
 from lightrl.errors import WeightsError
 from lightrl.messages.responses import Abort, Sampling
 from lightrl.messages.weights import Canary
 from lightrl.system.addresses import join_address
-from lightrl.weights.broadcast.rendezvous import Membership, Unreachable
+from lightrl.weights.broadcast.rendezvous import GroupJoined, JoinGroup, Membership, Unreachable
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import pack_f32, pack_i32
 from tests.engine import broadcast_rank

@@ -15,7 +15,7 @@ from lightrl.metrics.evaluation import (
     ks_of,
     pass_at_k,
 )
-from lightrl.metrics.names import described
+from tests.support.metric_names import described
 
 
 def answered(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.metrics.names import METRICS, described, table
+from lightrl.metrics.names import METRICS, table
+from tests.support.metric_names import described
 
 pytestmark = pytest.mark.usefixtures("warm_daemons")
 SOURCES = Path(__file__).parents[2] / "lightrl"

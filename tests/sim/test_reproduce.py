@@ -13,7 +13,6 @@ from lightrl.sim.calibration.played import Check, Played, Setting
 from lightrl.sim.calibration.published import (
     ENGINES,
     ETA,
-    PERIOD,
     RESERVED_ENGINES,
     RLBOOST,
     STUDIES,
@@ -33,6 +32,8 @@ from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World
 from tests.sim.conftest import COLOCATED, nodes, world
 from tests.sim.test_world import BOTH, SYNCHRONOUS
+
+PERIOD = "ssssl"  # four short rounds, one long
 
 SHORT_STUDY = STUDIES[0]
 BARS = {b.name: b for b in SHORT_STUDY.bars}

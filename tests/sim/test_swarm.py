@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightrl.core.sources import choose
-from lightrl.sim.fluid import FluidSwarm
-from lightrl.sim.swarm import BucketSwarm, Parcel, Swarm
+from lightrl.sim.fluid import FluidSwarm, Swarm
+from lightrl.sim.swarm import BucketSwarm, Parcel
 
 NEWS = Parcel(1)
 SIZE = 1e9

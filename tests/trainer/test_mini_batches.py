@@ -10,7 +10,7 @@ import torch
 
 from lightrl.config.algorithm import ALGORITHMS
 from lightrl.errors import TrainerError
-from lightrl.loss_mask import num_trained, pack_mask
+from lightrl.loss_mask import num_trained
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.batch import micro_batches, num_tokens
 from lightrl.trainer.nonfinite import MAX_IN_A_ROW, NonfiniteSteps
@@ -26,6 +26,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import pack_f32, unpack_f32, unpack_i32
+from tests.support.masks import pack_mask
 from tests.trainer.conftest import DEADLINE_S
 from tests.trainer.test_step import assert_close, weights, whitened_by_formula
 

@@ -14,9 +14,7 @@ import torch
 from lightrl.system.addresses import split_address
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
-    GroupJoined,
     GroupOpened,
-    JoinGroup,
     LeaveGroup,
     OpenGroup,
     SendWeights,
@@ -24,7 +22,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.weights.broadcast.group import form
 from lightrl.weights.broadcast.proof import Proof, proof_seed
-from lightrl.weights.broadcast.rendezvous import UNWANTED, Membership
+from lightrl.weights.broadcast.rendezvous import UNWANTED, GroupJoined, JoinGroup, Membership
 from lightrl.weights.broadcast.transfer import receive
 from lightrl.weights.version.manifest import read_manifest
 from lightrl.weights.version.tensors import read_tensors

@@ -4,10 +4,11 @@ from collections import deque
 
 import pytest
 
-from lightrl.loss_mask import fits, num_trained, pack_mask
+from lightrl.loss_mask import fits, num_trained
 from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.trainer.protocol import TrainSample
 from lightrl.trainer.shard_queue import ShardQueue
+from tests.support.masks import pack_mask
 
 
 def shards(*sizes, each=8, alone=False):

@@ -21,7 +21,6 @@ RESERVED_ENGINES, INSTANCE_SLOTS, BALANCED_SLOTS = 4, 256, 75
 WINDOW_S = {1: 346.0, 2: 212.0, 3: 145.0, 4: 60.0, 5: 8.0, 6: 5.0}
 LEAST_WINDOW_S = 5.0
 ETA = 1.25
-PERIOD = "ssssl"  # four short rounds, one long
 
 
 @dataclass(frozen=True, slots=True)

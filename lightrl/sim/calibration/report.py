@@ -44,15 +44,14 @@ CLOSE = 0.12
 
 
 def as_json(results: Iterable[Reproduction]) -> dict[str, object]:
-    return {r.workload: _tree(r) for r in results}
-
-
-def _tree(r: Reproduction) -> dict[str, object]:
     return {
-        "checks": [{**asdict(c), "error": c.error} for c in r.checks],
-        "rounds": r.period,
-        "systems": [{**asdict(s), "bias": s.bias} for s in r.rivals],
-        "parameters": {name: asdict(cast("Any", part)) for name, part in r.parameters.items()},
+        r.workload: {
+            "checks": [{**asdict(c), "error": c.error} for c in r.checks],
+            "rounds": r.period,
+            "systems": [{**asdict(s), "bias": s.bias} for s in r.rivals],
+            "parameters": {name: asdict(cast("Any", part)) for name, part in r.parameters.items()},
+        }
+        for r in results
     }
 
 

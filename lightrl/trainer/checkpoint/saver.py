@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +159,15 @@ class Saver:
 
     def _export(self, job: _Job) -> str:
         """From the disk: no rank holds more of it than one file. Why not, in one line."""
-        is_wanted = partial(_is_clear, self._is_export_unwanted)
         size = self._settings.shard_mb * MB
         try:
             revert = reverter(self._policy.module) if job.layout.conversions else None
-            export(job.path, job.path / EXPORT, size, revert, is_wanted)
+            is_unwanted = self._is_export_unwanted.is_set
+            export(job.path, job.path / EXPORT, size, revert, lambda: not is_unwanted())
         except Exception as e:
             logger.exception("%s was not exported", job.path)
             return first_line(e)
         return ""
-
-
-def _is_clear(event: threading.Event) -> bool:
-    return not event.is_set()
 
 
 class _Stager(DefaultStager):

@@ -30,9 +30,9 @@ class _Unwanted(Exception):
 
 def sealed(saved: SavedStep, checkpoint: Path) -> SavedStep:
     """With the digests of all files that are in the checkpoint now. Raises OSError."""
-    paths = [
-        p for p in sorted(checkpoint.rglob("*")) if p.is_file() and not _is_exported(p, checkpoint)
-    ]
+    exported = checkpoint / EXPORT
+    found = [p for p in sorted(checkpoint.rglob("*")) if p.is_file()]
+    paths = [p for p in found if not p.is_relative_to(exported)]
     names = [str(p.relative_to(checkpoint)) for p in paths]
     return resealed(replace(saved, files=dict(zip(names, _digests(paths), strict=True))))
 
@@ -70,10 +70,6 @@ def damage(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> st
     pairs = zip(known.items(), found, strict=True)
     other = [name for (name, digest), now in pairs if now != digest]
     return f"{', '.join(other)}: damaged" if other else ""
-
-
-def _is_exported(path: Path, checkpoint: Path) -> bool:
-    return path.relative_to(checkpoint).parts[0] == EXPORT
 
 
 def _seal(data: bytes) -> str:

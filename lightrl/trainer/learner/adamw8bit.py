@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
 
+from lightrl.trainer.learner.host_memory import local_part
+
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
 LEAST_VALUES = 4096  # of a tensor that is worth it
 UPDATED_VALUES = 1 << 22  # at once: a dozen float32 copies of them are there meanwhile
@@ -83,7 +85,7 @@ def _new_state(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 def _like_rows(parameter: nn.Parameter, width: int) -> Tensor:
     """Zeros, float32 [rows of the parameter, width], divided as it is."""
-    local = _local(parameter)
+    local = local_part(parameter)
     zeros = torch.zeros(len(local), width, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
@@ -101,7 +103,7 @@ def _update(parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, 
     """Some rows at a time."""
     state["step"] += 1
     assert parameter.grad is not None
-    values, gradient = _local(parameter.detach()), _local(parameter.grad)
+    values, gradient = local_part(parameter.detach()), local_part(parameter.grad)
     if values.dim() == 0:
         values, gradient = values.view(1), gradient.view(1)
     rows = max(1, UPDATED_VALUES // max(1, math.prod(values.shape[1:])))
@@ -126,13 +128,13 @@ def _update(parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, 
 
 def _moment(state: dict[str, Tensor], moment: str, some: slice) -> Tensor:
     """A view of these rows of it, which torchao reads and writes as if it were float32."""
-    values = _local(state[moment])
+    values = local_part(state[moment])
     if (scale := state.get(f"{moment}_scale")) is None:
         return (values if values.dim() else values.view(1))[some]
     signed = moment == "exp_avg"
     codes = values[some]
     return OptimState8bit(
-        codes, _local(scale)[some].view(-1), _map(signed, codes.device), signed, torch.float32
+        codes, local_part(scale)[some].view(-1), _map(signed, codes.device), signed, torch.float32
     )
 
 
@@ -140,7 +142,3 @@ def _moment(state: dict[str, Tensor], moment: str, some: slice) -> Tensor:
 def _map(signed: bool, device: torch.device) -> Tensor:
     """The float32 value of each of the 256 codes."""
     return torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned(), device=device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

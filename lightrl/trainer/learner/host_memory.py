@@ -112,7 +112,7 @@ class HostMemory:
     def view(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or, while it is away, one of the same values on the host; what is
         written there is fetched later."""
-        local = _local(tensor)
+        local = local_part(tensor)
         if (found := self._away.get(local.untyped_storage()._cdata)) is None:
             return tensor
         place = found[1]
@@ -130,7 +130,7 @@ class HostMemory:
         """Of those that belong to the device, each once."""
         known: set[int] = set()
         for tensor in tensors:
-            local = _local(tensor)
+            local = local_part(tensor)
             storage = local.untyped_storage()
             if local.device == self._device and storage._cdata not in known:
                 known.add(storage._cdata)
@@ -171,7 +171,8 @@ class HostMemory:
                 done += os.preadv(self._file, [data[done:]], at)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -5,6 +5,7 @@ at a time: the weights become the same bits as without.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,19 +16,16 @@ from lightrl.trainer.learner.host_memory import HostMemory
 PART_VALUES = 1 << 26  # parameters of this rank whose state is on the device at once (512 MiB)
 
 
+@dataclass(eq=False)
 class HostedState:
-    """All that steps the optimizer, and all that makes it state."""
+    """All that steps the optimizer, and all that makes it state.
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[Tensor],
-        host: HostMemory | None,
-    ) -> None:
-        """Without a `host` nothing moves: on a processor that shares its memory with nobody."""
-        self._optimizer = optimizer
-        self._parameters = parameters
-        self._host = host
+    Without a `host` nothing moves: on a processor that shares its memory with nobody.
+    """
+
+    _optimizer: torch.optim.Optimizer
+    _parameters: Sequence[Tensor]
+    _host: HostMemory | None
 
     def step(self) -> None:
         """As `optimizer.step()`; the gradients are gone afterwards."""

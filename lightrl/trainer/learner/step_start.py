@@ -12,10 +12,9 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightrl.trainer.learner.host_memory import HostMemory
+from lightrl.trainer.learner.host_memory import HostMemory, local_part
 
 
 class StepStart:
@@ -39,9 +38,9 @@ class StepStart:
     def hold(self) -> None:
         """The step is about to move the weights. No collective."""
         if not self.weights:
-            self.weights = [torch.empty_like(_local(p)) for p in self._parameters]
+            self.weights = [torch.empty_like(local_part(p)) for p in self._parameters]
         for held, parameter in zip(self.weights, self._parameters, strict=True):
-            held.copy_(_local(parameter))
+            held.copy_(local_part(parameter))
         for parameter, values in self._optimizer.state.items():
             held = self._state.setdefault(parameter, {})
             for name, value in values.items():
@@ -76,12 +75,12 @@ class StepStart:
 
     def _at_hand(self, tensor: Tensor) -> Tensor:
         """What this rank has of it, wherever it is."""
-        return _local(tensor if self._host is None else self._host.view(tensor))
+        return local_part(tensor if self._host is None else self._host.view(tensor))
 
     @torch.no_grad()
     def _exchange(self) -> None:
         for held, parameter in zip(self.weights, self._parameters, strict=True):
-            local = _local(parameter)
+            local = local_part(parameter)
             now = local.clone()
             local.copy_(held)
             held.copy_(now)
@@ -92,7 +91,3 @@ class StepStart:
         for part in self._module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

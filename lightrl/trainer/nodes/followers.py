@@ -140,10 +140,6 @@ class Followers:
         self._life: Life | None = None
         self._changed = asyncio.Event()
 
-    @property
-    def are_here(self) -> bool:
-        return len(self._members) == self._num_needed
-
     def told(self, members: tuple[Follower, ...]) -> None:
         """Who follows from now on; () = some are missing."""
         if self._life is not None and members != self._life.members:
@@ -170,7 +166,7 @@ class Followers:
 
     async def wait(self) -> Literal[True]:
         """Returns when they are all here."""
-        while not self.are_here:
+        while len(self._members) != self._num_needed:
             self._changed.clear()
             await self._changed.wait()
         return True

@@ -47,9 +47,7 @@ from lightrl.trainer.protocol import (
     EncodeDelta,
     Exported,
     FinishStep,
-    GroupJoined,
     GroupOpened,
-    JoinGroup,
     LeaveGroup,
     MicroBatch,
     OpenGroup,
@@ -72,7 +70,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.rank.main import finished, require_step, serve
 from lightrl.trainer.rank.meeting import Meeting
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.rendezvous import GroupJoined, IsUnwanted, JoinGroup
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.version.manifest import VersionFile

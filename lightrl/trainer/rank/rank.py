@@ -36,7 +36,6 @@ from lightrl.trainer.protocol import (
     DeltaMade,
     EncodeDelta,
     FinishStep,
-    JoinGroup,
     LeaveGroup,
     OpenGroup,
     ParkRank,
@@ -56,7 +55,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank import canary
 from lightrl.trainer.rank.main import Report, finished, require_step, reuse_memory, serve
 from lightrl.trainer.rank.sender import Sender
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher
 from lightrl.weights.version.manifest import VersionFile

@@ -9,20 +9,13 @@ import logging
 
 import torch
 
-from lightrl.errors import LightRLError, WeightsError
+from lightrl.errors import LightRLError, WeightsError, first_line
 from lightrl.system.addresses import WILDCARD, join_address, split_address
-from lightrl.trainer.protocol import (
-    GroupJoined,
-    GroupOpened,
-    JoinGroup,
-    OpenGroup,
-    SendWeights,
-    WeightsSent,
-)
-from lightrl.weights.broadcast.group import Group, first_line, form
+from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
+from lightrl.weights.broadcast.group import Group, form
 from lightrl.weights.broadcast.pieces import byte_range
 from lightrl.weights.broadcast.proof import Proof, proof_seed
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, Rendezvous
+from lightrl.weights.broadcast.rendezvous import GroupJoined, IsUnwanted, JoinGroup, Rendezvous
 from lightrl.weights.broadcast.transfer import send
 from lightrl.weights.version.manifest import read_manifest
 from lightrl.weights.version.tensors import map_tensors

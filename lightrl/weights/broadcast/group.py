@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from lightrl.errors import WeightsError
+from lightrl.errors import WeightsError, first_line
 from lightrl.system.addresses import is_loopback
 from lightrl.system.interfaces import interface_of
 from lightrl.weights.broadcast.passing import Passing, Waiter
@@ -324,12 +324,6 @@ def _let_end(backend: Any, in_flight: list[tuple[Any, torch.Tensor]], device: to
         threading.Thread(target=run, daemon=True, name="broadcast ends").start()
     except RuntimeError:  # no memory for a thread
         _never_ended.append((backend, in_flight))
-
-
-def first_line(cause: object) -> str:
-    """The beginning of a message of torch's, which may have several lines and a trace."""
-    text = str(cause).splitlines()
-    return (text[0] if text else type(cause).__name__)[:200]
 
 
 @contextmanager

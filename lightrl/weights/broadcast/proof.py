@@ -35,7 +35,6 @@ from blake3 import blake3
 from lightrl.errors import WeightsError
 
 NUM_SUMS = 2
-SEED_BYTES = 32
 BLOCK_BYTES = 1 << 13
 MAX_WAITING = 4  # pieces that have come and are not added up yet
 BLOCKS_AT_ONCE = 1024  # 8 MiB of weights
@@ -61,7 +60,7 @@ class Proof:
     def __init__(
         self, seed: bytes, device: torch.device | str = "cpu", blocks_at_once: int | None = None
     ) -> None:
-        """`seed`: SEED_BYTES, known to the members only, used for one version. `blocks_at_once`:
+        """`seed`: 32 bytes, known to the members only, used for one version. `blocks_at_once`:
         as on a device, also on a CPU; it changes the speed, not the sums."""
         self._seed = seed
         self.device = torch.device(device)

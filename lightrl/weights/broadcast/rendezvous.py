@@ -71,6 +71,30 @@ class Membership:
         return blake3(self.name.encode()).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class JoinGroup:
+    """To a rank or an engine: become a member of a broadcast group; answered by GroupJoined. An
+    engine generates nothing until then. `address` is of no use to rank 0.
+
+    `place` is that of the engine's first worker, the others follow it. Example:
+    JoinGroup("10.0.0.1:41873", Membership("7c1f...", 2, 2, 4, "gloo", 30.0))
+    """
+
+    address: str
+    place: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJoined:
+    """`error`: why it is not a member, in one line; the rank or the engine goes on."""
+
+    name: str
+    error: str | None = None
+    # for an engine: nobody answers for the ranks at that address; not: nobody listens there any
+    # more
+    is_unreachable: bool = False
+
+
 class Rendezvous:
     """The listener of member 0; its address goes to the others over the encrypted channel."""
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from lightrl.errors import WeightsError
-from lightrl.weights.broadcast.group import Group, first_line
+from lightrl.errors import WeightsError, first_line
+from lightrl.weights.broadcast.group import Group
 from lightrl.weights.broadcast.pieces import Piece, byte_range, schedule
 from lightrl.weights.broadcast.proof import AddedBeside, Proof
 from lightrl.weights.broadcast.rendezvous import IsUnwanted

@@ -6,6 +6,7 @@ bucket is proved by the digests of the version that it is to be one of. Must not
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from blake3 import blake3
 
@@ -17,18 +18,18 @@ from lightrl.weights.version.manifest import Manifest
 from lightrl.weights.version.write import Write
 
 
+@dataclass(eq=False)
 class Patch:
-    """`make` may be called by many threads."""
+    """`make` may be called by many threads.
 
-    def __init__(
-        self, base: int, is_complete: bool, deltas: Sequence[PackedDelta], target: Manifest
-    ) -> None:
-        """`base`: an open file, which stays its owner's. `is_complete`: all of it should be right,
-        so that a bucket which cannot be made is an error."""
-        self._base = base
-        self._is_complete = is_complete
-        self._deltas = deltas
-        self._target = target
+    `base`: an open file, which stays its owner's. `is_complete`: all of it should be right,
+    so that a bucket which cannot be made is an error.
+    """
+
+    _base: int
+    _is_complete: bool
+    _deltas: Sequence[PackedDelta]
+    _target: Manifest
 
     def make(self, bucket: int, buffer: memoryview, write: Write) -> bool:
         """Writes a bucket by portions of `buffer` and proves it. False: that could not be, and what

@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +31,18 @@ from lightrl.weights.version.manifest import VersionFile
 _NOT_WORTH = 1 << 50  # in place of a bucket's size
 
 
+@dataclass(eq=False)
 class DeltaWriter:
-    """One rank's part in it. All ranks call `write` at the same time."""
+    """One rank's part in it. All ranks call `write` at the same time.
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world: int,
-        num_threads: int,
-        group: Any = None,
-    ) -> None:
-        """`group`: of these ranks, where there are others."""
-        self._folder = folder
-        self._rank = rank
-        self._world = world
-        self._num_threads = num_threads
-        self._group = group
+    `group`: of these ranks, where there are others.
+    """
+
+    _folder: Path
+    _rank: int
+    _world: int
+    _num_threads: int
+    _group: Any = None
 
     def write(
         self,

@@ -15,12 +15,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from lightrl.engine.base import JoinGroup as JoinAsEngine
 from lightrl.engine.base import ReceiveWeights
 from lightrl.engine.member import Member
-from lightrl.trainer.protocol import GroupOpened, JoinGroup, OpenGroup, SendWeights, WeightsSent
+from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
 from lightrl.trainer.rank.sender import Sender
-from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import JoinGroup, Membership
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from lightrl.weights.version.tensors import map_tensors
 
@@ -56,7 +55,7 @@ class Engine:
     def do(self, order: dict[str, Any]) -> dict[str, Any]:
         match order:
             case {"join": address, "place": place}:
-                self._member.join(JoinAsEngine(address, Membership(**place)), 0, "cpu")
+                self._member.join(JoinGroup(address, Membership(**place)), 0, "cpu")
             case {"prepare": file}:
                 for name, tensor in self._mapped(VersionFile(**file)):
                     self._targets[name] = torch.zeros_like(tensor)

@@ -4,11 +4,12 @@ Owns which responses of a step are written, and how a line looks. A run can do w
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.core.state import Response
+from lightrl.rewards.jobs import RewardResult
 from lightrl.system.append_file import AppendFile
 from lightrl.wire import to_json
 
@@ -24,21 +25,10 @@ class SamplesLog:
         self._number = math.inf if number == "all" else number
         self._file = AppendFile(run_dir / FILE_NAME, report, separator=b"\n")
 
-    def write(
-        self,
-        response: Response,
-        prompt: str,
-        text: str,
-        reward: float | None,
-        parts: Mapping[str, float],
-        failure: str,
-        extras: Mapping[str, str],
-    ) -> None:
-        """A response that was just scored. `parts`: figures that functions returned besides;
-        `failure`: why there is no reward, or ""; `extras`: what functions logged, by column."""
+    def write(self, response: Response, prompt: str, result: RewardResult) -> None:
+        """A response that was just scored."""
         if self.is_wanted(response):
-            line = as_line(response, prompt, text, reward, parts, failure, extras)
-            self._file.append(to_json(line) + b"\n")
+            self._file.append(to_json(as_line(response, prompt, result)) + b"\n")
 
     def is_wanted(self, response: Response) -> bool:
         """The first groups of a step, whole: which they are does not depend on who finishes
@@ -51,28 +41,21 @@ class SamplesLog:
         self._file.close()
 
 
-def as_line(
-    response: Response,
-    prompt: str,
-    text: str,
-    reward: float | None,
-    parts: Mapping[str, float],
-    failure: str,
-    extras: Mapping[str, str],
-) -> dict[str, Any]:
-    """`versions`: [policy version, tokens] in order."""
+def as_line(response: Response, prompt: str, result: RewardResult) -> dict[str, Any]:
+    """`parts`: figures that functions returned besides; `versions`: [policy version, tokens] in
+    order; `extras`: what functions logged, by column; `failure`: why there is no reward."""
     line: dict[str, Any] = {
         "step": response.group.round.step,
         "response": response.id,
         "set": response.group.set,
         "is_eval": response.group.round.is_eval,
         "prompt": prompt,
-        "text": text,
-        "reward": reward,
-        "parts": dict(parts),
+        "text": result.text,
+        "reward": result.reward,
+        "parts": result.metrics,
         "finish_reason": response.finish_reason,
         "tokens": len(response.tokens),
         "versions": [list(span) for span in response.spans],
     }
-    optional = {"extras": dict(extras), "failure": failure}
+    optional = {"extras": result.extras, "failure": result.failure}
     return line | {name: value for name, value in optional.items() if value}

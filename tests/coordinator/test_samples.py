@@ -4,8 +4,19 @@ import json
 
 import pytest
 
-from lightrl.metrics.samples import FILE_NAME, SamplesLog, as_line
+from lightrl.coordinator.samples import FILE_NAME, SamplesLog, as_line
+from lightrl.rewards.jobs import RewardResult
 from tests.core.conftest import Driver, held_out
+
+
+def scored(
+    text: str,
+    reward: float | None,
+    failure: str = "",
+    metrics: dict[str, float] | None = None,
+    extras: dict[str, str] | None = None,
+) -> RewardResult:
+    return RewardResult("r", 0, reward, metrics or {}, text, 0.0, failure, extras or {})
 
 
 @pytest.fixture
@@ -34,8 +45,8 @@ def test_evaluations_are_written_whole(tmp_path):
 
 def test_a_line_has_text_reward_and_versions(tmp_path, responses):
     log = SamplesLog(tmp_path, 2, [].append)
-    log.write(responses[0], "1+1=", "2 é", 1.0, {"digits": 1.0}, "", {"extracted": "2"})
-    log.write(responses[1], "1+1=", "", None, {}, "timeout", {})
+    log.write(responses[0], "1+1=", scored("2 é", 1.0, "", {"digits": 1.0}, {"extracted": "2"}))
+    log.write(responses[1], "1+1=", scored("", None, "timeout"))
     log.close()
     first, second = map(json.loads, (tmp_path / FILE_NAME).read_text().splitlines())
     assert (first["prompt"], first["text"], first["reward"]) == ("1+1=", "2 é", 1.0)
@@ -51,5 +62,5 @@ def test_versions_are_those_of_the_tokens(responses):
     response = responses[0]
     response.tokens.extend([5, 6, 7])
     response.starts.extend([(3, 0), (4, 2)])
-    line = as_line(response, "", "", 0.0, {}, "", {})
+    line = as_line(response, "", scored("", 0.0))
     assert (line["versions"], line["tokens"]) == ([[3, 2], [4, 1]], 3)

@@ -19,6 +19,7 @@ from lightrl.client import ask
 from lightrl.client.address import relative
 from lightrl.client.find_run import final_snapshot
 from lightrl.config.schema import Config
+from lightrl.coordinator import samples
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.launch.daemons import RunFailed
@@ -29,7 +30,6 @@ from lightrl.launch.local import LocalRun
 from lightrl.launch.preflight import require_files, require_here
 from lightrl.launch.report import repeated_warnings, stop_reason
 from lightrl.launch.run import cancel, configure_log, find_gpus, to_its_end
-from lightrl.metrics import samples
 from lightrl.system.files import replacing
 from lightrl.system.json_lines import read_rows
 from lightrl.system.output import never_fail, print_error, print_lines, show

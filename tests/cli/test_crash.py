@@ -36,7 +36,7 @@ if "rollout-0" in sys.orig_argv:
 
 def test_whoever_is_killed_comes_back_and_the_run_goes_on(tmp_path):
     with running(tmp_path, *ENDLESS, "checkpoint.interval=2") as process:
-        until(process, "reward")
+        until(process, " reward ")
         for name in ("rollout-0", "trainer-0", "head"):
             Victims(process).kill(name)
             until(
@@ -54,7 +54,7 @@ def test_whoever_is_killed_comes_back_and_the_run_goes_on(tmp_path):
 def test_a_run_whose_daemons_are_all_killed_at_once_finishes(tmp_path):
     slowly = "rollout.engine_args={train_step_ms=200}"  # it must not be over before all are killed
     with running(tmp_path, "train.steps=12", *EMULATED, slowly, "checkpoint.interval=2") as process:
-        until(process, "reward")
+        until(process, " reward ")
         for name in ("head", "trainer-0", "rollout-0"):
             Victims(process).kill(name)
         out, _ = process.communicate(timeout=DEADLINE_S)
@@ -94,7 +94,7 @@ def test_a_daemon_that_gives_a_reason_is_not_started_again(tmp_path):
 def test_a_coordinator_that_keeps_no_journal_is_not_started_again(tmp_path):
     # Nobody is left to whom the others could send what they still hold.
     with running(tmp_path, *ENDLESS, "journal.enabled=false", "node.grace_s=1") as process:
-        until(process, "reward")
+        until(process, " reward ")
         Victims(process).kill("head")
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
@@ -119,7 +119,7 @@ def without_descriptors(pid: int) -> Iterator[None]:
 def test_a_daemon_that_lacks_descriptors_is_started_when_there_are_some_again(tmp_path):
     lacking = "rollout-0 cannot be started: Too many open files; trying again"
     with running(tmp_path, *ENDLESS) as process:
-        until(process, "reward")
+        until(process, " reward ")
         with without_descriptors(process.pid):
             killed = Victims(process).kill("rollout-0")
             until(process, lacking)

@@ -222,7 +222,7 @@ def test_a_run_begins_with_another_one_and_goes_on_without_it(tmp_path):
     trained = json.loads((other / "summary.json").read_bytes())["weights_digest"]
     options = ("train.nodes=2", "train.steps=100000", "checkpoint.interval=0")
     with running(tmp_path, "--from", "first", *EMULATED, *options) as process:
-        said = until(process, "reward")
+        said = until(process, " reward ")
         below = descendants(process.pid)
         victims = Victims(process)
         names = ("head", "trainer-0", "trainer-1", "rollout-0")

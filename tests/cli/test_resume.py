@@ -315,7 +315,7 @@ def damaged(file: Path) -> None:
 @linux_only
 def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
     with running(tmp_path, *ENDLESS, "checkpoint.interval=2") as process:
-        until(process, "reward")
+        until(process, " reward ")
         below = descendants(process.pid)
         victims = Victims(process)
         pids = [process.pid, *(victims.pid(name) for name in ("head", "trainer-0", "rollout-0"))]
@@ -356,7 +356,7 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
 @linux_only
 def test_a_run_stopped_by_its_user_goes_on_and_while_it_lives_cannot_be_resumed(tmp_path):
     with running(tmp_path, *ENDLESS) as process:
-        until(process, "reward")
+        until(process, " reward ")
         with running(tmp_path, resume=True) as second:
             out, _ = second.communicate(timeout=DEADLINE_S)
         assert out == "lightrl: runs/one: this run is alive; lightrl top runs/one shows it\n"

@@ -41,7 +41,7 @@ def test_two_nodes_give_the_bits_of_two_ranks_whichever_is_killed(tmp_path: Path
     folder = tmp_path / "nodes"
     folder.mkdir()
     with running(folder, *REAL, "train.nodes=2") as process:
-        until(process, "reward")
+        until(process, " reward ")
         for name, step in (("trainer-1", 3), ("trainer-0", 5)):
             wait_for_step(folder, step)
             Victims(process).kill(name)
@@ -58,7 +58,7 @@ def test_nodes_are_told_of_each_other_again_when_the_coordinator_was_killed(tmp_
     folder = tmp_path / "nodes"
     folder.mkdir()
     with running(folder, *settings, "train.nodes=2") as process:
-        until(process, "reward")
+        until(process, " reward ")
         wait_for_step(folder, 4)
         Victims(process).kill("head")
         out, _ = process.communicate(timeout=DEADLINE_S)

@@ -57,7 +57,7 @@ def test_a_daemon_reads_the_key_that_it_needs_and_no_other(tmp_path, role, file,
 @linux_only
 def test_an_interrupted_run_stops_its_daemons_and_says_so(tmp_path):
     with running(tmp_path, "train.steps=100000", *EMULATED) as process:
-        until(process, "reward")
+        until(process, " reward ")
         below = descendants(process.pid)
         assert len(below) >= 6  # three daemons, an engine, a training rank, a reward worker
         process.send_signal(signal.SIGINT)
@@ -72,7 +72,7 @@ def test_an_interrupted_run_stops_its_daemons_and_says_so(tmp_path):
 
 def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
     with running(tmp_path, "train.steps=100000", *EMULATED) as process:
-        until(process, "reward")
+        until(process, " reward ")
         ours, theirs = pty.openpty()
         with started(tmp_path, "top", "one", terminal=theirs) as top:
             said = read_until(ours, b"running")
@@ -108,7 +108,7 @@ def test_a_run_of_joined_nodes_only(tmp_path):
 @linux_only
 def test_daemons_leave_when_the_process_that_started_them_is_killed(tmp_path):
     with running(tmp_path, "train.steps=100000", *EMULATED) as process:
-        until(process, "reward")
+        until(process, " reward ")
         below = descendants(process.pid)
         process.kill()
         assert all_end(below)

@@ -107,7 +107,7 @@ def test_the_reward_of_the_quickstart_rises(device, engine, tmp_path, figure):
 def test_a_run_whose_engine_and_rank_are_killed_goes_on_and_is_resumed(device, engine, tmp_path):
     overrides = (*QUICK, f"rollout.engine={engine}", "checkpoint.interval=2", "train.steps=1000")
     with running(tmp_path, *overrides) as process:
-        until(process, "reward")
+        until(process, " reward ")
         for daemon, word in (("rollout-0", "engine"), ("trainer-0", "rank")):
             done = last_step(tmp_path)
             kill_child(Victims(process).pid(daemon), word)

@@ -114,7 +114,7 @@ def test_a_run_whose_engine_and_rank_are_killed_is_resumed_and_learns(
         "train.steps=1000",
     ]
     with running(tmp_path, *overrides) as process:
-        until(process, "reward")
+        until(process, " reward ")
         for daemon, word in (("rollout-0", "engine"), ("trainer-0", "rank")):
             done = last_step(tmp_path)
             kill_child(Victims(process).pid(daemon), word)

@@ -75,7 +75,7 @@ def test_only_the_hanging_and_crashing_jobs_fail_and_none_is_lost(model_files, t
     jobs = [job(f"{i}", attempt=i, do=kind) for i, kind in enumerate(kinds)]
     results = run_jobs(MISBEHAVE, jobs, model_files, tmp_path, timeout_s=1.0)
     failures = [results[f"{i}"].failure for i in range(len(kinds))]
-    assert failures == ["", "timeout", "", "crashed", "", "crashed", ""]
+    assert failures == ["", "timeout", "", "crashed", "", "SystemExit: 3", ""]
     assert results["1"].duration_s >= 1.0
     assert [results[f"{i}"].reward for i in (0, 2, 4, 6)] == [1.0] * 4
     assert [results[f"{i}"].attempt for i in range(len(kinds))] == list(range(len(kinds)))

@@ -81,7 +81,7 @@ FIRST: list[LogEntry] = [
     *(VersionPublished(1, "bb" * 16, (1,)), StepDone(0, 1, {"loss/policy": 0.5})),
 ]
 SECOND: list[LogEntry] = [  # begins with what of the first one still stands
-    *(SnapshotBegan(1, 2, version=1, digests={1: "bb" * 16}), note(61.0)),
+    *(SnapshotBegan(1, 2, version=1, digests={1: ("bb" * 16,)}), note(61.0)),
     RoundSnapshot(1, "plain", 1, (PutOff(OTHER, 0, 1),), False),
     *(TokensTaken(0, (tokens("p2@0#0", 0, [31, 32], attempt=2),)), SnapshotEnded()),
     TokensTaken(1, (tokens("p2@0#0", 2, [33, 34, 35], attempt=2),)),

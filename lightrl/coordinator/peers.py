@@ -21,7 +21,7 @@ from lightrl.transport.validate import why_unwelcome
 @dataclass(eq=False)
 class Peers:
     """`head` is the name of the coordinator's own node; `lost` is called with a node of the
-    fleet for which nobody speaks any more."""
+    fleet that no connected peer represents."""
 
     _router: Router
     _fleet: Fleet

@@ -10,12 +10,11 @@ be packed are padded to the longest sample; sorting by length keeps that small.
 import heapq
 from collections.abc import Sequence
 
-import numpy as np
-
 from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.schema import Config
 from lightrl.loss_mask import num_trained
 from lightrl.trainer.protocol import MicroBatch, TrainSample
+from lightrl.wire import unpack_f32
 
 # A micro-batch is closed once its padding costs more than starting another one: the larger of a
 # fixed price (tokens whose forward and backward pass takes as long as the Python around a pass) and
@@ -40,11 +39,10 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
     entropy at them; with top_k or top_p it leaves out the tokens that cannot be drawn."""
     computed, total, number = set(map(id, trainable(samples, algorithm))), 0.0, 0
     for s in (s for s in samples if id(s) not in computed):
-        logprobs = np.frombuffer(s.rollout_logprobs, "<f4")
+        logprobs = unpack_f32(s.rollout_logprobs)
         if s.loss_mask:
-            bits = np.unpackbits(np.frombuffer(s.loss_mask, np.uint8), bitorder="little")
-            logprobs = logprobs[bits[: len(logprobs)] > 0]
-        total -= float(logprobs.sum(dtype=np.float64))
+            logprobs = [x for j, x in enumerate(logprobs) if s.loss_mask[j // 8] >> (j % 8) & 1]
+        total -= sum(logprobs)
         number += len(logprobs)
     return [total, number]
 

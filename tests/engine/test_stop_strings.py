@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,8 +126,10 @@ def stopped(start: Callable[..., EngineClient], lettered: Path) -> Callable[[str
 
     def of(kind: str) -> EngineClient:
         if kind not in known:
-            window = {} if kind == "emulated" else {"max_window": 8}
-            known[kind] = start(kind, model_dir=lettered, stop=STOP, **window)
+            more: dict[str, Any] = {"max_window": 8}
+            if kind == "emulated":
+                more = {"engine_args": {"restart_change": 1.0}}  # as the other one
+            known[kind] = start(kind, model_dir=lettered, stop=STOP, **more)
             known[kind].load(1)
         return known[kind]
 

@@ -10,7 +10,8 @@ from lightrl.wire import unpack_i32
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-TAIL: dict[str, Any] = {"round": {"tail_batching": "prompts"}}
+# Continued responses would be weighted by what older versions gave their tokens, see `tis_bounds`.
+TAIL: dict[str, Any] = {"round": {"tail_batching": "prompts", "deferred": "restart"}}
 
 
 def totals(samples):

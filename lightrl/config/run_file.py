@@ -48,7 +48,6 @@ OTHER_NAMES = {
     "epsilon_high": "algorithm.clip_high",
     "clip_ratio_high": "algorithm.clip_high",
     "clip_ratio_c": "algorithm.clip_dual",
-    "tis_cap": "algorithm.tis_bounds",
     "adv_estimator": "algorithm.name",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.weights",

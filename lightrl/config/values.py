@@ -94,6 +94,8 @@ def eta_or_pair(value: Any) -> Any:
 
 
 def weight_bounds(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = [0, value] if value else "off"
     if value not in (None, "off") and not _are_bounds(value):
         raise ValueError(
             f"algorithm.tis_bounds = {shortened(value)}: expected [low, high] with 0 <= low <= 1 "

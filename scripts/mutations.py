@@ -1532,8 +1532,8 @@ MUTATIONS = [
     Mutation(
         "a right response that gets as much as a wrong one is enough",
         "rewards/trial.py",
-        "self.right.reward > self.wrong.reward",
-        "self.right.reward >= self.wrong.reward",
+        "scores[0] > scores[1]",
+        "scores[0] >= scores[1]",
         tests=(
             "tests/cli/test_first_rows.py::test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning",
         ),
@@ -1541,8 +1541,8 @@ MUTATIONS = [
     Mutation(
         "a run begins with functions that never give a score",
         "rewards/trial.py",
-        "if isinstance(reward.on_failure, str):",
-        "if reward.on_failure == 0:",
+        "if isinstance(self._on_failure, str):",
+        "if self._on_failure == 0:",
         tests=("tests/cli/test_first_rows.py::test_a_function_that_never_gives_a_score",),
     ),
     Mutation(

@@ -23,6 +23,7 @@ from lightrl.data.prompts import Prompt, PromptSet, load_prompts
 from lightrl.errors import DataError
 from lightrl.model_files import load_tokenizer, model_files, stop_token_ids
 from lightrl.rewards.rubrics import Split, rows_file
+from lightrl.rewards.trial import FirstRow, first_rows
 from lightrl.rewards.worker import RewardSet
 from lightrl.system.temporary import temporary_folder
 from lightrl.wire import pack_i32
@@ -119,6 +120,14 @@ class Prompts:
         """What `act` returns or raises: rows and tokenizers are made for one thread, in which it
         has its turn."""
         return await self._draws.in_turn(act)
+
+    async def first_rows(self) -> list[FirstRow]:
+        """A row of each set, to try reward functions with. Raises DataError."""
+        config, sets = self._config, (*self.train_sets, *self.eval_sets)
+        sizes = [config.rollout.group_size] * len(self.train_sets)
+        sizes += [config.eval_sampling(one).samples for one in config.eval_sets]
+        given = zip(sets, self.scored_alike, sizes, strict=True)
+        return await self.in_turn(lambda: list(first_rows(given, self.tokenizer)))
 
     def source_of(self, prompt: str) -> str:
         """`data_source` of a prompt to evaluate on, as verl's rows have it; "" = there is none."""

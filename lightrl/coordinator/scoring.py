@@ -16,7 +16,6 @@ from typing import Any
 
 from lightrl.config.reward import is_own_function
 from lightrl.config.schema import Config
-from lightrl.coordinator.first_rows import first_rows
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.samples import SamplesLog
 from lightrl.core import waits
@@ -32,10 +31,10 @@ from lightrl.rewards import kept
 from lightrl.rewards.base import SLOWEST
 from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
-from lightrl.rewards.trial import Trials, doubts
+from lightrl.rewards.trial import Trials
 
-# For how long a run waits for what functions say of first rows before its daemons are started, and
-# further forms of a right response are tried.
+# For how long a run waits for the trial of its reward functions before its daemons are started,
+# and a second pair of responses is tried.
 PATIENCE_S = 0.5
 
 
@@ -75,7 +74,7 @@ class Scoring:
         self._unread: asyncio.Queue[Sequence[Response]] = asyncio.Queue()  # of one prompt each
         self._num_unread = 0  # responses in there
         self._prompt_texts: dict[tuple[str, int], str] = {}  # of (response, attempt) in the pool
-        self._trials = Trials(config.reward, prompts.tokenizer, prompts.in_turn)
+        self._trials = Trials(config.reward, PATIENCE_S)
         records.waits.scoring = lambda: waits.Scoring(self._num_unscored, config.reward.workers)
 
     @property
@@ -88,9 +87,9 @@ class Scoring:
     ) -> None:
         """Until it is cancelled. `announce`: that the functions can be used, as soon as that is
         known. With `tries_rows` they are tried with a row of each set, before any response is
-        scored; if that takes long, it goes on beside whatever is announced.
+        scored; a trial that takes long is finished after `announce`.
 
-        Raises RewardError, one line, if they cannot be used or never say anything, or if the
+        Raises RewardError, one line, if they cannot be used or never give a score, or if the
         workers cannot be kept alive; DataError for a row that cannot be read.
         """
         await self.pool.start()
@@ -108,10 +107,12 @@ class Scoring:
                 self.submit(command)
 
     async def _try_rows(self, is_wanted: bool) -> None:
-        rows = await first_rows(self._config, self._prompts) if is_wanted else ()
-        for each in await self._trials.run(self.pool, rows, PATIENCE_S):
-            for line in doubts(self._config.reward, each):
-                self._report(f"rewards: {line}")
+        rows = await self._prompts.first_rows() if is_wanted else ()
+        for each in await self._trials.run(self.pool, rows):
+            if each.verdict == "fail":
+                raise RewardError(each.note)
+            if each.note:
+                self._report(f"rewards: {each.note}")
 
     def submit(self, command: ScoreResponse) -> None:
         response, group = command.response, command.response.group

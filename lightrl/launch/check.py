@@ -22,7 +22,7 @@ from lightrl.devices.driver import look
 from lightrl.devices.plan import assigned
 from lightrl.devices.visible import visible
 from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
-from lightrl.errors import ConfigError, DataError, DataUnreachable, LightRLError, RewardError
+from lightrl.errors import ConfigError, DataError, LightRLError, RewardError
 from lightrl.launch.initial import settled
 from lightrl.launch.plan import device_notes, key_notes
 from lightrl.launch.preflight import require_files, require_here
@@ -193,28 +193,21 @@ def _files(config: Config) -> Finding:
 
 
 def _rewards(config: Config) -> Iterator[Finding]:
-    """What the reward functions say of a row of each set."""
+    """The scores of a row of each set."""
     from lightrl.launch.first_rows import try_rewards
-    from lightrl.rewards.trial import doubts
 
     try:
         tried, notes = try_rewards(config)
-    except DataUnreachable as e:
-        yield Finding("data", "warn", f"{e}: no reward was tried")
-        return
     except LightRLError as e:
         subject = "rewards" if isinstance(e, RewardError) else "config"
         yield Finding("data" if isinstance(e, DataError) else subject, "fail", str(e))
         return
     yield from (Finding("data", "warn", note) for note in notes)
     for each in tried:
-        try:
-            lines = doubts(config.reward, each)
-        except RewardError as e:
-            yield Finding("rewards", "fail", str(e))
-            continue
-        yield Finding("rewards", "warn" if lines else "ok", each.sentence())
-        yield from (Finding("rewards", "warn", line) for line in lines)
+        if each.verdict != "fail":
+            yield Finding("rewards", each.verdict, each.line)
+        if each.note:
+            yield Finding("rewards", each.verdict, each.note)
 
 
 def _version(name: str) -> str | None:

@@ -1,55 +1,44 @@
-"""The data read and the reward functions tried as the beginning of a run would, without a run: for
-`lightrl up --dry-run` and `lightrl check`.
+"""Reads the data and tries the reward functions without a run, for `lightrl check` and the dry run.
 
-The rows, the worker process and what is concluded are those of a run; only the lines are made here.
+The rows, the worker process and the conclusions are those of a run.
 """
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from lightrl.config.schema import Config
-from lightrl.coordinator.first_rows import first_rows
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.scoring import require_whole_groups
 from lightrl.errors import DataUnreachable, RewardError, first_error
-from lightrl.rewards.jobs import RewardResult
 from lightrl.rewards.runner import RewardPool
-from lightrl.rewards.trial import Trials, Tried, doubts
+from lightrl.rewards.trial import Trials, Tried
 from lightrl.system.temporary import temporary_folder
 
 
 def try_rewards(config: Config) -> tuple[list[Tried], list[str]]:
-    """The results of the first row of each set, those of the evaluation last; and notes on the
-    prompts, in lines.
-
-    Raises ConfigError, DataError or RewardError, one line, for what a run would not begin with.
-    """
-    prompts = Prompts(config)
+    """The result for each set, those of the evaluation last; and notes on the prompts. Raises
+    ConfigError, DataError or RewardError, one line, if a run would not begin."""
     try:
-        with temporary_folder("check") as folder:
+        with closing(Prompts(config)) as prompts, temporary_folder("check") as folder:
             return asyncio.run(_try_rows(config, prompts, folder)), prompts.notes()
-    finally:
-        prompts.close()
+    except DataUnreachable as e:
+        return [], [f"{e}: no reward was tried"]
 
 
 async def _try_rows(config: Config, prompts: Prompts, folder: Path) -> list[Tried]:
     for name, content in prompts.model_files.items():
         (folder / name).write_bytes(content)
-    trials = Trials(config.reward, prompts.tokenizer, prompts.in_turn)
-
-    def take(result: RewardResult) -> None:
-        trials.take(result)
-
-    one_worker = config.reward.model_copy(update={"workers": 1})
-    sets, steps = prompts.scored_alike, config.train.steps
-    pool = RewardPool(one_worker, sets, folder, folder, take, lambda _: None, steps)
+    trials, sets = Trials(config.reward), prompts.scored_alike
+    reward = config.reward.model_copy(update={"workers": 1})
+    pool = RewardPool(reward, sets, folder, folder, trials.take, lambda _: None, config.train.steps)
     try:
         await pool.start()
         require_whole_groups(config, pool.by_group)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(pool.run(), name="scores")
-            tried = await trials.run(pool, await first_rows(config, prompts))
+            tried = await trials.run(pool, await prompts.first_rows())
             serving.cancel()
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
@@ -59,20 +48,10 @@ async def _try_rows(config: Config, prompts: Prompts, folder: Path) -> list[Trie
 
 
 def describe(config: Config) -> Iterator[str]:
-    """For a dry run; each line with a label of twelve columns. Raises as `try_rewards`, and
-    RewardError after all lines."""
-    try:
-        tried, notes = try_rewards(config)
-    except DataUnreachable as e:
-        yield f"{'note':12}{e}: no reward was tried"
-        return
-    errors: list[RewardError] = []
-    for each in tried:
-        yield f"{'rewards':12}{each.sentence()}"
-        try:
-            notes += doubts(config.reward, each)
-        except RewardError as e:
-            errors.append(e)
+    """Lines of a dry run with labels. Raises as `try_rewards`, and RewardError after all lines."""
+    tried, notes = try_rewards(config)
+    yield from (f"{'rewards':12}{each.line}" for each in tried)
+    notes += [each.note for each in tried if each.verdict == "warn"]
     yield from (f"{'note':12}{note}" for note in notes)
-    if errors:
-        raise errors[0]
+    if failed := [each.note for each in tried if each.verdict == "fail"]:
+        raise RewardError(failed[0])

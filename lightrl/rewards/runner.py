@@ -35,7 +35,7 @@ class RewardPool:
         sets: Sequence[RewardSet],
         tokenizer_dir: Path,
         log_dir: Path,
-        on_result: Callable[[RewardResult], None],
+        on_result: Callable[[RewardResult], object],
         report: Callable[[str], None],
         num_steps: int = 0,
         sources: Mapping[str, bytes] = MappingProxyType({}),

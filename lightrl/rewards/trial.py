@@ -1,305 +1,183 @@
-"""Reward functions tried before a run relies on them: one row of each set, with its own answer as
-the response and with a wrong one.
+"""Reward functions tried before a run relies on them: a row of each set is scored with a right
+response, made from its reference answer, and with a wrong one.
 
-Owns what is tried, and what is concluded from it: functions that never say anything cannot be
-meant, those that pay a right response no more than a wrong one are in doubt. Calls no function
-itself: a pool of workers does, as in a run.
+Owns the responses and the conclusion. Calls no function itself: the workers of a pool do.
 """
 
 import asyncio
-import json
-import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from lightrl.config.reward import Reward
+from lightrl.config.values import shortened
 from lightrl.data.layouts import answer_of
 from lightrl.data.prompts import PromptSet
-from lightrl.errors import RewardError
-from lightrl.rewards.builtin import BUILTIN
-from lightrl.rewards.forms import Pair, pairs
+from lightrl.rewards.answers import GSM8K, answer_text, last_boxes
 from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.score import NO_SCORE
+from lightrl.rewards.worker import RewardSet
 
-LOOKED_AT = 256  # rows of a set, in search of one with an answer, and of another answer
-NUM_OTHERS = 8
-SHOWN_TEXT = 60  # characters
-# Why there is no score, where another form of the response would change nothing.
-TIMEOUT = "timeout"
-HOPELESS = frozenset({TIMEOUT, "crashed"})
-Result = TypeVar("Result")
+LOOKED_AT = 64  # rows of a set, for one with an answer and for another answer
+# What functions commonly search for, in one response.
+MARKED = "<think>\n\n</think>\n\nAnswer: @\n#### @\n<answer>@</answer>\n\\boxed{@}"
+WRONG_ANSWER = "I do not know."  # where no other row has another answer
+WRONG_PROGRAM = "```python\nraise SystemExit(1)\n```"
 
-
-class InTurn(Protocol):
-    """What `act` returns, called in the thread that reads and tokenises."""
-
-    async def __call__(self, act: Callable[[], Result]) -> Result: ...
+# A right and a wrong response with their tokens, or a wrong one alone.
+Pair: TypeAlias = Mapping[str, "array[int]"]
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """What functions are tried with. `prompts`: index of the set in the pool; `others`: answers of
-    other rows; `group_size`: responses of a prompt in a run."""
+    """What functions are tried with. `job`: of any response; `group_size`: responses of a prompt in
+    a run."""
 
-    prompts: int
     name: str
     where: str
-    text: str
-    row: dict[str, Any]
-    answer: Any
-    others: tuple[Any, ...]
     functions: tuple[str, ...]
     group_size: int
+    job: RewardJob
+    pairs: tuple[Pair, ...]
 
 
-def first_row(
-    prompts: int, one: PromptSet, functions: tuple[str, ...], group_size: int
-) -> FirstRow | None:
-    """The first row of a set with an answer; if there is none, the first. None: no row among the
-    first is kept."""
-    first: FirstRow | None = None
-    others: list[Any] = []
-    for prompt, row in one.first(LOOKED_AT):
-        answer = answer_of(row, one.settings.answer_key)
-        if first is None or (first.answer is None and answer is not None):
-            where = one.rows.where(prompt.index)
-            own = (prompts, one.name, where, prompt.text, row, answer)
-            first = FirstRow(*own, (), functions, group_size)
-        elif answer is not None and answer != first.answer:
-            others.append(answer)
-        if len(others) == NUM_OTHERS:
-            break
-    return None if first is None else replace(first, others=tuple(others))
+def first_rows(
+    sets: Iterable[tuple[PromptSet, RewardSet, int]], tokenizer: Any
+) -> Iterator[FirstRow]:
+    """The first row of each set with an answer, or else the first; none of a set that keeps none.
+    `sets`: in the order of the pool, with the responses of a prompt in a run."""
+    encode = partial(tokenizer, add_special_tokens=False)
+    for index, (one, scored, size) in enumerate(sets):
+        if not (rows := list(one.first(LOOKED_AT))):
+            continue
+        answers = [answer_of(row, one.settings.answer_key) for _, row in rows]
+        texts = [answer_text(a) if isinstance(a, str | int | float) else None for a in answers]
+        first = next((k for k, text in enumerate(texts) if text), 0)
+        prompt, row = rows[first]
+        found = pairs_of(scored.functions, row, texts[first:])
+        pairs = tuple({t: array("i", encode(t)["input_ids"]) for t in pair} for pair in found)
+        job = RewardJob(f"first row {index}", 0, prompt.text, row, array("i"), "stop", index)
+        yield FirstRow(one.name, one.rows.where(prompt.index), scored.functions, size, job, pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What two responses of one form got; `right` None: nobody knew one, `wrong` None: it was not
-    tried, since the right one took all the time that there is."""
+def pairs_of(
+    functions: Sequence[str], row: Mapping[str, Any], answers: Sequence[str | None]
+) -> tuple[tuple[str, ...], ...]:
+    """A right and a wrong response, or a wrong one alone for a row without an answer; and a second
+    pair if the functions may want another form. `answers`: of the row itself and of later ones.
 
-    pair: Pair
-    right: RewardResult | None
-    wrong: RewardResult | None
+    Example: pairs_of(("judge",), {}, ["4", "7"]) is (("4", "7"),).
+    """
+    if "code" in functions:
+        program = row.get("code") or row.get("solution")  # as in MBPP and KodCode
+        if not isinstance(program, str):
+            return ((WRONG_PROGRAM,),)
+        return ((program if "```" in program else f"```python\n{program}\n```", WRONG_PROGRAM),)
+    if not (right := answers[0]):
+        return ((WRONG_ANSWER,),)
+    wrong = next((a for a in answers if a and final(a) != final(right)), WRONG_ANSWER)
+    forms = "\\boxed{@}", MARKED
+    boxed, marked = (tuple(f.replace("@", final(a)) for a in (right, wrong)) for f in forms)
+    first = boxed if "math" in functions else (right, wrong)
+    is_one = "judge" in functions or set(functions) <= {"exact_match", "math"}
+    return (first,) if is_one else (first, marked)
 
-    @property
-    def results(self) -> tuple[RewardResult, ...]:
-        return tuple(result for result in (self.right, self.wrong) if result is not None)
 
-    @property
-    def pays(self) -> bool:
-        """Whether the right one got more."""
-        if self.right is None or self.right.reward is None or self.wrong is None:
-            return False
-        return self.wrong.reward is None or self.right.reward > self.wrong.reward
-
-    @property
-    def failures(self) -> list[str]:
-        return [result.failure for result in self.results if result.failure]
+def final(answer: str) -> str:
+    """The end of an answer with its derivation: after "####", or in its last box."""
+    if found := GSM8K.search(answer):
+        return found[1].replace(",", "")
+    return next((box for box in last_boxes(answer)[-1:] if box), answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What came of a row. `is_complete`: there is nothing more to try."""
+    """`line`: the responses and their scores. `note`: why the functions cannot be used ("fail"), or
+    may never reward a response ("warn"), in one line."""
 
-    row: FirstRow
-    attempts: tuple[Attempt, ...]
-    is_complete: bool
-    limit_s: float
-
-    @property
-    def best(self) -> Attempt:
-        """The one to show: whose right response got more, else one with a score, else the first."""
-        scored = [a for a in self.attempts if len(a.failures) < len(a.results)]
-        return next((a for a in self.attempts if a.pays), (scored or self.attempts)[0])
-
-    @property
-    def failure(self) -> str:
-        """Why no response had a score, in one line; "" if one had."""
-        if not self.is_complete or any(len(a.failures) < len(a.results) for a in self.attempts):
-            return ""
-        why = self.attempts[0].failures[0]
-        if why == NO_SCORE and self.best.right is None:
-            return ""  # of a row without an answer nothing need be said
-        functions = ", ".join(self.row.functions)
-        forms = "a response" if self.best.right is None else "right and wrong responses"
-        if self.best.wrong is None:
-            forms = "the right response"
-        return (
-            f"{functions}: no score for {forms} to the first prompt of {self.row.name} "
-            f"({self.row.where}): {self._reason(why)}"
-        )
-
-    @property
-    def doubt(self) -> str:
-        """Why the set may never be rewarded, in one line; "" if a right response got more."""
-        if not self.is_complete or any(a.pays for a in self.attempts):
-            return ""
-        if self.best.right is None or self.best.wrong is None:
-            return ""
-        tried = list(dict.fromkeys(a.pair.right or "" for a in self.attempts))
-        forms = f"of its {len(tried)} forms that were tried ({', '.join(map(_quoted, tried[:3]))}"
-        if len(tried) > 3:
-            forms += ", ..."
-        if len(tried) == 1:
-            forms = f"as it was tried ({_quoted(tried[0])}"
-        is_ours = all(name in BUILTIN for name in self.row.functions)
-        unless = "" if is_ours else "unless your function wants another form, "
-        return (
-            f"{self.row.name}: the right answer to its first prompt, {forms}), gets no more than a "
-            f"wrong one ({self._worth(self.best.wrong)}){self._unwritable()}: {unless}this set may "
-            "never be rewarded"
-        )
-
-    def _unwritable(self) -> str:
-        """Where the functions saw another response, since the model cannot write this one."""
-        best = self.best
-        if best.right is None or best.right.text.split() == (best.pair.right or "").split():
-            return ""
-        return f"; the model's tokenizer makes {_quoted(best.right.text)} of it"
-
-    def sentence(self) -> str:
-        """The prompt, the two responses and what they got."""
-        best, row = self.best, self.row
-        start = f"{row.name}: to {_quoted(row.text)} ({row.where}) "
-        wrong = f"{_quoted(best.pair.wrong)} {self._gets(best.wrong)}"
-        if best.right is None:
-            return f"{start}the response {wrong}; {self._why_unknown()}"
-        right = f"{_quoted(best.pair.right or '')} {self._gets(best.right)}"
-        return f"{start}the right response {right}, the wrong one {wrong}"
-
-    def _why_unknown(self) -> str:
-        if self.row.functions == ("code",):
-            return "no column has a program that passes the tests"
-        if self.row.answer is None:
-            return "the row has no answer to try as a right one"
-        return "its answer is no text that could be tried as a right one"
-
-    def _gets(self, result: RewardResult | None) -> str:
-        return "was not tried" if result is None else f"gets {self._worth(result)}"
-
-    def _worth(self, result: RewardResult) -> str:
-        if result.reward is None:
-            return f"no score ({self._reason(result.failure)})"
-        parts = ", ".join(f"{name} {value:.4g}" for name, value in sorted(result.metrics.items()))
-        return f"{result.reward:.4g}{f' ({parts})' if parts else ''}"
-
-    def _reason(self, failure: str) -> str:
-        if failure == TIMEOUT:
-            return f"takes longer than reward.timeout_s = {self.limit_s:g} s"
-        if failure == "crashed":
-            return "the process of the reward function ended"
-        return "None is returned" if failure == NO_SCORE else failure
-
-
-def doubts(reward: Reward, tried: Tried) -> list[str]:
-    """Lines to say. Raises RewardError, one line, for functions that never give a score, unless
-    `reward.on_failure` is one."""
-    if not tried.failure:
-        return [tried.doubt] if tried.doubt else []
-    if isinstance(reward.on_failure, str):
-        raise RewardError(tried.failure)
-    return [f"{tried.failure}; what fails gets reward.on_failure = {reward.on_failure:g}"]
+    verdict: Literal["fail", "warn", "ok"]
+    line: str
+    note: str = ""
 
 
 class Trials:
-    """Tries rows in a pool that is served meanwhile, of which `take` sees every result first."""
+    """Tries rows in a pool that is served meanwhile. `take` gets every result of it first."""
 
-    def __init__(self, reward: Reward, tokenizer: Any, in_turn: InTurn) -> None:
-        """`in_turn` calls what uses the tokenizer, which is made for one thread."""
-        self._reward = reward
-        self._tokenizer = tokenizer
-        self._in_turn = in_turn
+    def __init__(self, reward: Reward, patience_s: float = float("inf")) -> None:
+        """After `patience_s` no second pair is tried, and nothing is concluded from the first."""
+        self._on_failure, self._patience_s = reward.on_failure, patience_s
+        self._reasons = {
+            "timeout": f"takes longer than reward.timeout_s = {reward.timeout_s:g} s",
+            "crashed": "the process of the reward function ended",
+            NO_SCORE: "None is returned",
+        }
         self._waiting: dict[str, asyncio.Future[RewardResult]] = {}
-        self._numbers = count()
 
     def take(self, result: RewardResult) -> bool:
         """Whether it is of a trial."""
         waiting = self._waiting.pop(result.response, None)
-        if waiting is None:
-            return False
-        if not waiting.done():
+        if waiting is not None and not waiting.done():
             waiting.set_result(result)
-        return True
+        return waiting is not None
 
-    async def run(
-        self, pool: RewardPool, rows: Sequence[FirstRow], patience_s: float = math.inf
-    ) -> list[Tried]:
-        """Each until a right response gets more than a wrong one; no further form is tried after
-        `patience_s`."""
-        return await asyncio.gather(*(self._try(pool, row, patience_s) for row in rows))
+    async def run(self, pool: RewardPool, rows: Sequence[FirstRow]) -> list[Tried]:
+        return await asyncio.gather(*(self._try(pool, row) for row in rows))
 
-    async def _try(self, pool: RewardPool, row: FirstRow, patience_s: float) -> Tried:
-        by_group = pool.by_group[row.prompts]
-        tries = await self._in_turn(
-            lambda: [(pair, self._calls(row, pair, by_group)) for pair in self._pairs(row)]
-        )
-        loop = asyncio.get_running_loop()
-        until = loop.time() + patience_s
-        attempts: list[Attempt] = []
-        is_complete = True
-        for pair, calls in tries:
-            if attempts and loop.time() > until:
-                is_complete = False
+    async def _try(self, pool: RewardPool, row: FirstRow) -> Tried:
+        loop, tried = asyncio.get_running_loop(), list[Tried]()
+        until = loop.time() + self._patience_s
+        for pair in row.pairs:
+            if tried and loop.time() > until:
+                return Tried("ok", tried[0].line)
+            results = await self._score(pool, row, pair)
+            tried.append(self._concluded(row, list(pair), results))
+            if tried[-1].verdict == "ok" or results[-1].failure in ("timeout", "crashed"):
                 break
-            results = await self._results(pool, calls)
-            if pair.right is None:
-                right, wrong = None, results[0]
-            else:
-                right, wrong = results[0], next(iter(results[1:]), None)
-            attempts.append(Attempt(pair, right, wrong))
-            failures = attempts[-1].failures
-            is_hopeless = len(failures) == len(attempts[-1].results) and set(failures) <= HOPELESS
-            if attempts[-1].pays or is_hopeless:
-                break
-        return Tried(row, tuple(attempts), is_complete, self._reward.timeout_s)
+        return max(tried, key=lambda each: ("fail", "warn", "ok").index(each.verdict))
 
-    def _pairs(self, row: FirstRow) -> list[Pair]:
-        """Without those that the tokenizer cannot write, if it can one."""
-        found = pairs(row.functions, self._reward, row.row, row.answer, row.others)
-        return [p for p in found if p.right is None or self._can_write(p.right)] or [found[0]]
-
-    def _can_write(self, text: str) -> bool:
-        return self._tokenizer.decode(self._encoded(text)).split() == text.split()
-
-    def _encoded(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _calls(self, row: FirstRow, pair: Pair, by_group: bool) -> list[list[RewardJob]]:
-        """The right one first."""
-        texts = [pair.wrong] if pair.right is None else [pair.right, pair.wrong]
-        if by_group and row.group_size > 1:
-            # as many as in a run, right and wrong in turn
-            texts_of_group = [texts[k % len(texts)] for k in range(row.group_size)]
-            return [[self._job(row, text) for text in texts_of_group]]
-        return [[self._job(row, text)] for text in texts]
-
-    def _job(self, row: FirstRow, text: str) -> RewardJob:
-        name = f"first row #{next(self._numbers)}"
-        tokens = array("i", self._encoded(text))
-        return RewardJob(name, 0, row.text, row.row, tokens, "stop", row.prompts)
-
-    async def _results(
-        self, pool: RewardPool, calls: Sequence[Sequence[RewardJob]]
-    ) -> list[RewardResult]:
-        """One call after the other: where one hangs, the next would take as long."""
-        loop = asyncio.get_running_loop()
-        results: list[RewardResult] = []
-        for call in calls:
-            futures = {job.response: loop.create_future() for job in call}
+    async def _score(self, pool: RewardPool, row: FirstRow, pair: Pair) -> list[RewardResult]:
+        """Of each response of a pair, or of the first alone if it timed out."""
+        size = row.group_size if pool.by_group[row.job.prompts] else 1
+        texts, results = list(pair), list[RewardResult]()
+        group = [texts[k % len(texts)] for k in range(size)]
+        for call in [group] if size > 1 else [[text] for text in texts]:
+            loop = asyncio.get_running_loop()
+            futures = {f"{row.job.response} #{k}": loop.create_future() for k in range(len(call))}
             self._waiting.update(futures)
-            pool.submit(*call)
+            jobs = zip(futures, call, strict=True)
+            pool.submit(*(replace(row.job, response=n, tokens=pair[t]) for n, t in jobs))
             results += await asyncio.gather(*futures.values())
-            if any(result.failure == TIMEOUT for result in results):
+            if results[-1].failure == "timeout":
                 break
-        return results
+        return results[: len(texts)]
 
+    def _concluded(self, row: FirstRow, texts: list[str], results: list[RewardResult]) -> Tried:
+        names = ("the right response", "the wrong one")[-len(texts) :]
+        gets = [f"gets {self._worth(result)}" for result in results]
+        parts = [f"{n} {shortened(t)} {g}" for n, t, g in zip(names, texts, gets, strict=False)]
+        line = f"{row.name}: to {shortened(row.job.prompt_text)} ({row.where}) {', '.join(parts)}"
+        has_right, failures = len(texts) > 1, [result.failure for result in results]
+        if not has_right:
+            line += "; the row has no right one to try"
+        if all(failures) and (has_right or failures != [NO_SCORE]):
+            note = f"{', '.join(row.functions)}: a response to {row.name} ({row.where}) {gets[0]}"
+            if isinstance(self._on_failure, str):
+                return Tried("fail", line, note)
+            return Tried("warn", line, f"{note}; it gets reward.on_failure = {self._on_failure:g}")
+        scores = [float("-inf") if result.reward is None else result.reward for result in results]
+        if not has_right or scores[0] > scores[1]:
+            return Tried("ok", line)
+        note = f"{row.name}: a right response {gets[0]}, no more than a wrong one"
+        if (made := results[0].text).split() != texts[0].split():
+            note += f"; the model's tokenizer makes {shortened(made)} of it"
+        unless = "unless the functions want another form, this set may never be rewarded"
+        return Tried("warn", line, f"{note}: {unless}")
 
-def _quoted(text: str) -> str:
-    """As JSON, the middle left out of a long one."""
-    if len(text) > SHOWN_TEXT:
-        text = f"{text[: SHOWN_TEXT // 2]} ... {text[-SHOWN_TEXT // 2 :]}"
-    return json.dumps(text, ensure_ascii=False)
+    def _worth(self, result: RewardResult) -> str:
+        if result.reward is None:
+            return f"no score ({self._reasons.get(result.failure, result.failure)})"
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in sorted(result.metrics.items()))
+        return f"{result.reward:.4g}{f' ({parts})' if parts else ''}"

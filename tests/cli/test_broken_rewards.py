@@ -73,8 +73,7 @@ def test_a_run_whose_rewards_never_say_anything_fails_with_the_reason(tmp_path, 
         ),
         (
             ("reward.functions=rewards.py:raises",),
-            "rewards.py:raises: no score for right and wrong responses to the first prompt of "
-            "train (",
+            "rewards.py:raises: a response to train (",
         ),
         (
             ("data.path=verifiers:words", "reward.functions=verifiers:words"),

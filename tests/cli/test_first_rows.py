@@ -124,12 +124,12 @@ def test_the_quickstart_pays_a_right_answer_and_no_wrong_one(capsys):
     assert lightrl("check", QUICKSTART) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if " rewards " in line]
     train, evaluation = (line.partition(" rewards ")[2].strip() for line in lines)
-    assert train.startswith('train: to "39%3=" (')
+    assert train.startswith("train: to '39%3=' (")
     assert train.endswith(
-        'train.jsonl, line 1) the right response "36,33,30,27,24,21,18,15,12,09,06,03,00" gets 1, '
-        'the wrong one "03" gets 0'
+        "train.jsonl, line 1) the right response '36,33,30,27,24,21,18,15,12,09,06,03,00' gets 1, "
+        "the wrong one '03' gets 0"
     )
-    assert evaluation.startswith('eval: to "20%9=" (')
+    assert evaluation.startswith("eval: to '20%9=' (")
     assert lightrl("up", QUICKSTART, "--dry-run") == 0
     assert f"rewards     {train}\n" in capsys.readouterr().out
 
@@ -146,12 +146,19 @@ def test_the_quickstart_pays_a_right_answer_and_no_wrong_one(capsys):
     ],
 )
 def test_functions_of_every_kind_are_tried(capsys, tmp_path, functions, parts):
-    given = [*rows(tmp_path, {"prompt": "1%2=", "answer": "36"})]
+    data = rows(tmp_path, {"prompt": "1%2=", "answer": "36"}, {"prompt": "1%3=", "answer": "37"})
+    given = list(data)
     given += ["reward.weights=[1, 2]"] if functions.startswith("[") else []
     given += ["rollout.group_size=4", f"reward.functions={functions}"]
     status, [(verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (0, "ok"), text
-    assert f'the right response "36" {parts} "37" gets 0' in text  # or 0.5
+    assert f"the right response '36' {parts} '37' gets 0" in text  # or 0.5
+
+
+def test_a_right_response_is_spelled_as_the_answer(capsys, tmp_path):
+    data = rows(tmp_path, {"prompt": "1%2=", "answer": 36.0}, {"prompt": "1%3=", "answer": 40.0})
+    _, [(_, text)] = check(capsys, *data, "reward.functions=exact_match")
+    assert text.endswith("the right response '36' gets 1, the wrong one '40' gets 0")
 
 
 def test_a_form_that_is_paid_is_found(capsys, tmp_path, model):
@@ -160,9 +167,8 @@ def test_a_form_that_is_paid_is_found(capsys, tmp_path, model):
     given = (f"model.path={model}", *data, "reward.functions=rewards.py:boxed")
     status, [(verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (0, "ok"), text
-    assert text.endswith(
-        'the right response "\\\\boxed{6}" gets 1, the wrong one "\\\\boxed{8}" gets 0'
-    )
+    assert "#### 6\\n<answer>6</answer>\\n\\\\boxed{6}' gets 1, the wrong one" in text
+    assert text.endswith("<answer>8</answer>\\n\\\\boxed{8}' gets 0")
 
 
 def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, tmp_path, model):
@@ -170,12 +176,11 @@ def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, 
     given = [f"model.path={model}", *data, "reward.functions=rewards.py:nothing_pays"]
     status, [(first, shown), (verdict, text)] = check(capsys, *given)
     assert (status, first) == (0, "warn")
-    assert '"6" gets 0.25, the wrong one "8" gets 0.25' in shown
+    assert "'6' gets 0.25, the wrong one '8' gets 0.25" in shown
     assert verdict == "warn"
     assert text == (
-        'rows: the right answer to its first prompt, of its 7 forms that were tried ("6", '
-        '"\\\\boxed{6}", "#### 6", ...), gets no more than a wrong one (0.25): unless your '
-        "function wants another form, this set may never be rewarded"
+        "rows: a right response gets 0.25, no more than a wrong one: unless the functions want "
+        "another form, this set may never be rewarded"
     )
     status, lines, error = dry_run(capsys, *given)
     assert (status, error) == (0, "")
@@ -194,11 +199,8 @@ def test_a_function_that_never_gives_a_score(capsys, tmp_path, function, more, r
     given = (f"reward.functions=rewards.py:{function}", *filter(None, [more]))
     status, [(verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (1, "fail")
-    assert text.startswith(
-        f"{tmp_path}/rewards.py:{function}: no score for right and wrong responses to the first "
-        "prompt of train ("
-    )
-    assert text.endswith(f"train.jsonl, line 1): {reason}")
+    assert text.startswith(f"{tmp_path}/rewards.py:{function}: a response to train (")
+    assert text.endswith(f"train.jsonl, line 1) gets no score ({reason})")
     status, [shown], error = dry_run(capsys, *given)
     assert status == 1
     assert f"gets no score ({reason})" in shown
@@ -210,15 +212,12 @@ def test_a_function_that_hangs_takes_its_time_once(capsys, tmp_path):
     status, [(verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (1, "fail")
     reason = "takes longer than reward.timeout_s = 0.3 s"
-    assert text.startswith(
-        f"{tmp_path}/rewards.py:hangs: no score for the right response to the first prompt of "
-        "train ("
-    )
-    assert text.endswith(f"train.jsonl, line 1): {reason}")
+    assert text.startswith(f"{tmp_path}/rewards.py:hangs: a response to train (")
+    assert text.endswith(f"train.jsonl, line 1) gets no score ({reason})")
     assert (tmp_path / "hung").read_text() == "once more\n"
     status, [shown], error = dry_run(capsys, *given)
     assert (status, error) == (1, f"lightrl: {text}\n")
-    assert shown.endswith(f'gets no score ({reason}), the wrong one "03" was not tried')
+    assert shown.endswith(f"03,00' gets no score ({reason})")
     assert (tmp_path / "hung").read_text() == 2 * "once more\n"
 
 
@@ -226,15 +225,15 @@ def test_an_answer_that_the_model_cannot_write_is_said(capsys):
     """The quickstart's has neither letters nor braces."""
     status, [_, (verdict, text)] = check(capsys, "reward.functions=math")
     assert (status, verdict) == (0, "warn")
-    assert "gets no more than a wrong one (0); the model's tokenizer makes \"36,33,30," in text
-    assert text.endswith('03,00" of it: this set may never be rewarded')
+    assert "gets 0, no more than a wrong one; the model's tokenizer makes '36,33,30," in text
+    assert "03,00' of it: " in text
 
 
 def test_where_failures_have_a_reward_one_that_always_fails_is_a_warning(capsys):
     given = ("reward.functions=rewards.py:raises", "reward.on_failure=0")
     status, [_, (verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (0, "warn")
-    assert text.endswith("KeyError: 'solution'; what fails gets reward.on_failure = 0")
+    assert text.endswith("(KeyError: 'solution'); it gets reward.on_failure = 0")
 
 
 @pytest.mark.parametrize(
@@ -282,22 +281,22 @@ def test_a_program_of_the_row_passes_its_tests(capsys, tmp_path, model, column):
     given = ("reward.functions=code", "reward.timeout_s=60", "reward.code.unisolated=true")
     status, [(verdict, text)] = check(capsys, f"model.path={model}", *rows(tmp_path, row), *given)
     assert (status, verdict) == (0, "ok"), text
-    wrong = json.dumps("```python\nraise SystemExit(1)\n```") + " gets 0 (timeouts 0)"
+    wrong = repr("```python\nraise SystemExit(1)\n```") + " gets 0 (timeouts 0)"
     if column == "code":
-        right = json.dumps(f"```python\n{program}\n```")
+        right = repr(f"```python\n{program}\n```")
         text = re.sub(r"slowest_s [\d.]+, ", "", text)  # of its tests; it is as fast as the machine
         assert text.endswith(
             f"the right response {right} gets 1 (timeouts 0), the wrong one {wrong}"
         )
     else:
-        assert text.endswith(f"{wrong}; no column has a program that passes the tests")
+        assert text.endswith(f"{wrong}; the row has no right one to try")
 
 
 def test_a_row_without_an_answer_is_scored_all_the_same(capsys, tmp_path):
     data = rows(tmp_path, {"prompt": "1%2="}, {"prompt": "1%3="})
     status, [(verdict, text)] = check(capsys, *data, "reward.functions=rewards.py:short")
     assert (status, verdict) == (0, "ok")
-    assert text.endswith("gets 1; the row has no answer to try as a right one")
+    assert text.endswith("gets 1; the row has no right one to try")
 
 
 def test_a_data_set_of_the_hub_that_is_out_of_reach_is_said(capsys):
@@ -355,7 +354,7 @@ def test_a_judge_is_asked(capsys, tmp_path):
     with judging() as (judge, given):
         status, [(verdict, text)] = check(capsys, *data, *given)
     assert (status, verdict) == (0, "ok")
-    assert '"36" gets 1, the wrong one "40" gets 0' in text
+    assert "'36' gets 1, the wrong one '40' gets 0" in text
     assert judge.num_calls == 3
 
 

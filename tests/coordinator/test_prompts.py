@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lightrl.config.schema import Config
-from lightrl.coordinator.first_rows import first_rows
 from lightrl.coordinator.prompts import Prompts
 from lightrl.errors import DataError
 from lightrl.wire import unpack_i32
@@ -106,12 +105,12 @@ def test_first_rows_are_read_in_the_thread_that_reads_ahead(tmp_path):
     """Neither rows nor tokenizers are made for two threads, and no event loop waits for them."""
 
     async def read() -> list[str]:
-        prompts, goes_on = Prompts(config := config_of(tmp_path)), threading.Event()
+        prompts, goes_on = Prompts(config_of(tmp_path)), threading.Event()
         prompts.start()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(prompts.in_turn(partial(goes_on.wait, DEADLINE_S)))
             await asyncio.sleep(0)
-            reading = tasks.create_task(first_rows(config, prompts))
+            reading = tasks.create_task(prompts.first_rows())
             await asyncio.sleep(0)
             assert not reading.done()  # its turn has not come
             goes_on.set()

@@ -6,11 +6,9 @@ import math
 import pyarrow as pa
 import pytest
 
-from lightrl.config.reward import Reward
 from lightrl.rewards.answers import after_thinking, answer_text, last_boxes
 from lightrl.rewards.base import Sample
 from lightrl.rewards.builtin import exact_match, regex_reward
-from lightrl.rewards.forms import pairs
 
 OPENED = "<|user|>6*7?<|assistant|><think>\n"
 CLOSED = "<|user|>6*7?<|assistant|><think>\n\n</think>\n\n"
@@ -136,8 +134,3 @@ def test_a_table_with_a_gap_makes_floats_of_integers():
     nan = json.loads("NaN")
     assert exact_match(sample("nan", nan)) is None
     assert regex(sample("#### nan", nan)) is None
-
-
-def test_the_right_response_of_a_trial_is_spelled_as_the_answer():
-    [pair, *_] = pairs(("exact_match",), Reward(), {}, 9.0, [2.0])
-    assert (pair.right, pair.wrong) == ("9", "2")

@@ -46,7 +46,7 @@ SMALL = {
     "spec": "--sections lookup --repeat 1",
     "spec torch": "--sections engine --quick --engines torch --batches 1",
     "spec vllm": "--sections engine --quick --engines vllm --batches 1",
-    "strangers": "--steps 5 --connections 50",
+    "strangers": "--steps 60 --connections 50",
     "tail emulated": "--steps 2 --parts emulated",
     "tail": "--steps 2 --parts real --modes off",
     "train": "--only quickstart --repeat 1",

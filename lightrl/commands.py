@@ -248,12 +248,6 @@ NumSteps = Annotated[
     typer.Option(min=1, help="default: train.steps, at most 20; those of a run, at most 200"),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")]
-Reproduce = Annotated[
-    bool,
-    typer.Option(
-        "--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"
-    ),
-]
 Figures = Annotated[bool, typer.Option("--json", help="all figures, as one line of JSON")]
 Offload = Annotated[
     Literal["off", "foreseen", "window"],
@@ -273,7 +267,6 @@ def simulate(
     steps: NumSteps = None,
     offload: Offload = "off",
     compare: Compare = False,
-    reproduce: Reproduce = False,
     as_json: Figures = False,
 ) -> None:
     """Predict how fast CONFIG would run on a fleet, with the real scheduler.
@@ -283,17 +276,10 @@ def simulate(
     """
     from lightrl.client.address import run_folder
     from lightrl.launch.plan import count_prompts
-    from lightrl.sim.command import FleetOptions, reproduce_published, simulate_run
+    from lightrl.sim.command import FleetOptions, simulate_run
     from lightrl.sim.scenario import require_known
 
     fleet = FleetOptions(nodes, preemptible, trace, trace_share, trace_from, trace_to)
-    if reproduce:
-        if any((settings, fleet != FleetOptions(), workload, steps, compare, offload != "off")):
-            raise typer.BadParameter(
-                "--reproduce has its own workloads and fleets; only --json goes with it"
-            )
-        reproduce_published(json_line=as_json)
-        return
     run_dir = run_folder(workload) if workload else None
     if run_dir is None:
         require_known(workload)

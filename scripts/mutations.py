@@ -2248,20 +2248,6 @@ MUTATIONS = [
         ("tests/sim/test_lines.py",),
     ),
     Mutation(
-        "the trainer is asked for what a peer is getting",
-        "sim/swarm.py",
-        "            elsewhere.append(self._coming(pull))\n",
-        "",
-        ("tests/sim/test_swarm.py",),
-    ),
-    Mutation(
-        "what a dead source owed is asked of nobody",
-        "sim/swarm.py",
-        "                pull.missing[bucket] = None\n            for other",
-        "                pass\n            for other",
-        ("tests/sim/test_swarm.py",),
-    ),
-    Mutation(
         "a dead source goes on serving",
         "sim/swarm.py",
         "        self._whole = {(n, p) for n, p in self._whole if n != node}\n",
@@ -2270,7 +2256,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fluids run ahead of what the trainer has sent",
-        "sim/fluid.py",
+        "sim/swarm.py",
         "down[node] = min(down[node], can_be_new.get(pull.parcel, 0.0))",
         "down[node] = min(down[node], 1e18)",
         ("tests/sim/test_swarm.py",),

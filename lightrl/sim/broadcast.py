@@ -23,11 +23,10 @@ from lightrl.messages.broadcasts import (
     VersionTaken,
 )
 from lightrl.messages.message import Message
-from lightrl.sim.fluid import Swarm
 from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.messages import TRAINER
-from lightrl.sim.swarm import Parcel
+from lightrl.sim.swarm import Parcel, Swarm
 
 
 class Broadcast:

@@ -19,15 +19,13 @@ from lightrl.sim.baselines import (
     simulate,
     synchronous,
 )
-from lightrl.sim.calibration import report
-from lightrl.sim.calibration.reproduce import reproduce
 from lightrl.sim.costs import Prices
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.messages import TRAINER
 from lightrl.sim.prediction import comparison_table, predict
 from lightrl.sim.report import as_json, comparison, tables
 from lightrl.sim.rerun import Rerun, open_run
-from lightrl.sim.scenario import PRESETS, OffloadRule, Scenario, find_scenario
+from lightrl.sim.scenario import OffloadRule, Scenario, find_scenario
 from lightrl.sim.traces import TraceEvent, always_there, cut, read_trace, sample
 from lightrl.sim.workload import LengthModel
 from lightrl.system.output import show
@@ -240,17 +238,3 @@ def _preemptible(options: FleetOptions, events: Sequence[TraceEvent]) -> str:
         num = len({e.node for e in events}) - options.preemptible
         said.append(f"{num} of {options.trace} that come and go")
     return f", {' and '.join(said)}" if said else ""
-
-
-def reproduce_published(*, json_line: bool = False) -> None:
-    """Prints published figures beside those of the simulator, and LightRL on the same workloads."""
-    results = reproduce()
-    if json_line:
-        print(to_json(report.as_json(results)).decode())
-        return
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
-    acceptance = PRESETS[results[0].workload]().speculation.acceptance
-    console.print(report.NOTES.format(acceptance=acceptance) + "\n")
-    for result in results:
-        for part in report.tables(result):
-            console.print(part)

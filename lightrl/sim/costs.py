@@ -60,8 +60,6 @@ class Transfer:
 
     # of a version, in the dtype that engines serve
     num_bytes: float = 0.0
-    # what is asked for at a time; whoever has got it serves it
-    bucket_bytes: float = 8 << 20
     # of a rollout node's line, towards it
     receiver_bytes_per_s: float = 6.25e9
     # and away from it; 0 = as much
@@ -103,8 +101,6 @@ class Transfer:
         for key in ("relay_bytes_per_s", "publish_bytes_per_s", "load_bytes_per_s"):
             if not getattr(self, key) >= 0:
                 raise SimError(f"transfer.{key} = {getattr(self, key)}: is negative")
-        if not self.bucket_bytes > 0:
-            raise SimError(f"transfer.bucket_bytes = {self.bucket_bytes}: must be positive")
         if not 0 < self.delta_ratio <= 1:
             raise SimError(f"transfer.delta_ratio = {self.delta_ratio}: above 0, at most 1")
 

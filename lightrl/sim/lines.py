@@ -1,8 +1,7 @@
-"""Bandwidth on the lines of a fleet: what share each flow gets, and when the next one is through.
+"""Bandwidth on the lines of a fleet: the share that each flow gets.
 
-Owns the rates and the bytes that are left. Each node has one line that is shared in each direction
-by itself; whatever lies between two lines is never full. Knows neither nodes that fail nor what is
-sent; rates are bytes per second.
+Each node has one line that is shared in each direction by itself; whatever lies between two lines
+is never full. Rates are bytes per second.
 
 Shares are max-min fair, as TCP connections of equal round trips come near to: no flow can get more
 without taking from one that has no more than it. Found by progressive filling (Bertsekas and
@@ -11,15 +10,8 @@ full; its flows keep what they have then, the others go on growing.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
-
-F = TypeVar("F", bound=Hashable)
-
-# Bytes for so many seconds count as nothing; clocks that show late times are not finer.
-ROUNDING_S, ROUNDING = 1e-9, 1e-12
 
 
 def fair_rates(
@@ -55,70 +47,3 @@ def fair_rates(
                     left[full] -= grown
                     growing[full] -= 1
     return rates
-
-
-@dataclass(slots=True)
-class _Flow:
-    path: tuple[str, ...]
-    # bytes
-    left: float
-    rate: float = 0.0
-
-
-class Lines(Generic[F]):
-    """Flows with names of the caller's; one that is through stays until it is closed or goes on."""
-
-    def __init__(self) -> None:
-        self.up: dict[str, float] = {}
-        self.down: dict[str, float] = {}
-        self.now = 0.0
-        self._flows: dict[F, _Flow] = {}
-        self._is_stale = False  # the rates
-
-    def add_node(self, node: str, up: float, down: float) -> None:
-        self.up[node], self.down[node] = up, down
-
-    def open(self, flow: F, path: tuple[str, ...], num_bytes: float) -> None:
-        """From now on, in the place of what had its name; all nodes must be known."""
-        self._flows[flow] = _Flow(path, num_bytes)
-        self._is_stale = True
-
-    def go_on(self, flow: F, num_bytes: float) -> None:
-        """So much more, from where it is now, between the same nodes; no rate changes."""
-        self._flows[flow].left = num_bytes
-
-    def left(self, flow: F) -> float:
-        """Bytes, at the time of the last `advance`."""
-        return max(0.0, self._flows[flow].left)
-
-    def close(self, flow: F) -> None:
-        """Also of one that is not there."""
-        if self._flows.pop(flow, None) is not None:
-            self._is_stale = True
-
-    def next_at(self) -> float:
-        """When the next flow is through, as things stand; infinity: none ever."""
-        self._share()
-        times = (f.left / f.rate for f in self._flows.values() if f.rate > 0)
-        return self.now + max(0.0, min(times, default=math.inf))
-
-    def advance(self, now: float) -> list[F]:
-        """Moves bytes until `now`, which lies not after `next_at`; returns what is through."""
-        self._share()
-        elapsed, self.now = max(0.0, now - self.now), max(now, self.now)
-        rounding_s = ROUNDING_S + ROUNDING * self.now
-        done: list[F] = []
-        for name, flow in self._flows.items():
-            flow.left -= flow.rate * elapsed
-            if flow.left <= flow.rate * rounding_s:
-                done.append(name)
-        return done
-
-    def _share(self) -> None:
-        if not self._is_stale:
-            return
-        flows = self._flows.values()
-        paths = [f.path for f in flows]
-        for flow, rate in zip(flows, fair_rates(paths, self.up, self.down), strict=True):
-            flow.rate = rate
-        self._is_stale = False

@@ -86,7 +86,8 @@ class Membership:
             return
         world.observer.fleet_changes(machine, -1)
         machine.go(world.now)
-        self._transfers.lose(machine, lost_after_s := world.scenario.transfer.lost_after_s)
+        self._transfers.lose(machine)
+        lost_after_s = world.scenario.transfer.lost_after_s
         incarnation = machine.incarnation
 
         def missed() -> None:
@@ -104,5 +105,5 @@ class Membership:
         deltas = machine.engine.give_up(now)
         last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
         machine.go(now)
-        self._transfers.lose(machine, 0.0)
+        self._transfers.lose(machine)
         return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]

@@ -3,8 +3,7 @@ loaded.
 
 Owns which machine is at which version and what that has cost. Decides nothing: the core says who
 gets which version from which sources and over which differences, a scenario's `Transfer` how long
-that takes. How bytes get from one to another: `swarm.py` for few machines, `fluid.py` for many.
-Groups that are sent to: `broadcast.py`.
+that takes. How bytes get from one to another: `swarm.py`. Groups that are sent to: `broadcast.py`.
 """
 
 import math
@@ -18,13 +17,10 @@ from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.sim.broadcast import Broadcast
-from lightrl.sim.fluid import FluidSwarm, Swarm
 from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.messages import TRAINER, digest_of, publication, version_of
-from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel
-
-FEW = 16  # machines whose pulls are simulated bucket by bucket
+from lightrl.sim.swarm import Arrived, Parcel, Swarm
 
 
 @dataclass(slots=True)
@@ -51,10 +47,7 @@ class Transfers:
         self._world = world
         self._transfer = transfer = world.scenario.transfer
         self._is_colocated = world.scenario.training.placement == "colocated"
-        is_small = len(world.machines) <= FEW
-        self._swarm: Swarm = (
-            BucketSwarm(TRAINER, transfer.bucket_bytes) if is_small else FluidSwarm(TRAINER)
-        )
+        self._swarm = Swarm(TRAINER)
         self._swarm.add_node(TRAINER, transfer.sender_bytes_per_s, math.inf)
         for name in world.machines:
             down = transfer.receiver_bytes_per_s
@@ -115,11 +108,10 @@ class Transfers:
             self._begin(machine, message)
         self._plan()
 
-    def lose(self, machine: SimMachine, missed_after_s: float) -> None:
-        """It is gone, and those who pull from it find out after a while."""
+    def lose(self, machine: SimMachine) -> None:
         world, name = self._world, machine.spec.name
         self._inbound.pop(name, None)
-        self._swarm.lose(world.now, name, missed_after_s)
+        self._swarm.lose(world.now, name)
         self._broadcast.lose(name)
         self._plan()
 

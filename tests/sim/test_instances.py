@@ -9,11 +9,11 @@ from lightrl.core.offload import StepTimes, View
 from lightrl.core.placement import Outlook
 from lightrl.core.state import Node
 from lightrl.core.window import Window
-from lightrl.sim.calibration.losses import Losses
-from lightrl.sim.calibration.rules import Held, NoWindow, Settled
 from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.world import World
+from scripts.studies.published_lib.losses import Losses
+from scripts.studies.published_lib.rules import Held, NoWindow, Settled
 from tests.sim.conftest import COLOCATED, nodes, world
 
 SHARED = Switches(offload="window", proves=False)

@@ -6,7 +6,8 @@ from time import process_time
 
 import pytest
 
-from lightrl.sim.lines import Lines, fair_rates
+from lightrl.sim.lines import fair_rates
+from tests.sim.buckets import Lines
 
 
 def test_what_a_full_line_leaves_goes_to_who_can_use_it():

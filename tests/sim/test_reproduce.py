@@ -1,4 +1,4 @@
-"""Published figures, on a few rounds each; the whole of it is `lightrl simulate --reproduce`."""
+"""Published figures, on a few rounds each; the whole of it is scripts/studies/published."""
 
 from dataclasses import replace
 from statistics import fmean
@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 
-from lightrl.cli import main
 from lightrl.core.settings import Tail
-from lightrl.sim.calibration.instances import checks_beyond, checks_of
-from lightrl.sim.calibration.played import Check, Played, Setting
-from lightrl.sim.calibration.published import (
+from lightrl.sim.traces import TraceEvent
+from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
+from lightrl.sim.world import World
+from scripts.studies.published_lib.instances import checks_beyond, checks_of
+from scripts.studies.published_lib.played import Check, Played, Setting
+from scripts.studies.published_lib.published import (
     ENGINES,
     ETA,
     RESERVED_ENGINES,
     RLBOOST,
     STUDIES,
 )
-from lightrl.sim.calibration.report import as_json, tables
-from lightrl.sim.calibration.reproduce import Reproduction, Rival, play
-from lightrl.sim.calibration.systems import (
+from scripts.studies.published_lib.report import as_json, tables
+from scripts.studies.published_lib.reproduce import Reproduction, Rival, play
+from scripts.studies.published_lib.systems import (
     INSTANCES,
     MOVING,
     STARTING_AGAIN,
@@ -27,9 +29,6 @@ from lightrl.sim.calibration.systems import (
     systems,
     with_instances,
 )
-from lightrl.sim.traces import TraceEvent
-from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
-from lightrl.sim.world import World
 from tests.sim.conftest import COLOCATED, nodes, world
 from tests.sim.test_world import BOTH, SYNCHRONOUS
 
@@ -181,10 +180,3 @@ def test_what_is_printed():
     assert tree["checks"][0]["error"] == pytest.approx(-0.1)
     assert tree["systems"][0]["bias"] == pytest.approx(-0.1)
     assert any("-10.0 %: a bar" in str(part) for part in tables(result))
-
-
-def test_it_takes_no_config(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["simulate", "--reproduce", "--nodes", "3"])
-    assert end.value.code == 2
-    assert "only --json goes with it" in capsys.readouterr().err

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from lightrl.core.sources import choose
-from lightrl.sim.fluid import FluidSwarm, Swarm
-from lightrl.sim.swarm import BucketSwarm, Parcel
+from lightrl.sim.swarm import Parcel, Swarm
+from tests.sim.buckets import MISSED_AFTER_S, BucketSwarm
 
 NEWS = Parcel(1)
 SIZE = 1e9
 ALONE_S = 1.0  # on a line of so many bytes a second
 NAMES = [f"n{k}" for k in range(8)]
 
-SWARMS: dict[str, Callable[[float], Swarm]] = {
+# The model of the simulator, and one that is exact for a few nodes.
+SWARMS: dict[str, Callable[[float], Swarm | BucketSwarm]] = {
     "buckets": lambda bucket_bytes: BucketSwarm("trainer", bucket_bytes),
-    "fluids": lambda bucket_bytes: FluidSwarm("trainer"),
+    "fluids": lambda bucket_bytes: Swarm("trainer"),
 }
 
 
@@ -28,7 +29,7 @@ SWARMS: dict[str, Callable[[float], Swarm]] = {
 class Play:
     """A swarm to its end, with things that happen in between."""
 
-    swarm: Swarm
+    swarm: Swarm | BucketSwarm
     now: float = 0.0
     done: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -119,7 +120,7 @@ def test_a_ninth_that_comes_half_way(kind: str):
 @pytest.mark.parametrize("kind", SWARMS)
 def test_one_of_them_killed_half_way(kind: str):
     p = pull_all(play(kind)).until(0.5)
-    p.swarm.lose(0.5, "n3", missed_after_s=0.1)
+    p.swarm.lose(0.5, "n3")
     p.until()
     assert set(p.done) == set(NAMES) - {"n3"}
     assert p.last_s <= 1.7 * ALONE_S
@@ -131,11 +132,11 @@ def test_what_a_dead_source_owed_is_asked_of_others_after_a_while():
     p.swarm.hold(0.0, "n1", NEWS)
     p.swarm.pull(0.0, "n0", NEWS, SIZE, ["n1", "trainer"])
     p.until(0.25)
-    p.swarm.lose(0.25, "n1", missed_after_s=2.0)
+    p.swarm.lose(0.25, "n1")
     p.until()
     assert p.swarm.sent["n1"] == pytest.approx(0.25 * SIZE, rel=0.05)
     # Before that is missed the trainer, the last to be asked, is asked for nothing.
-    assert p.done["n0"] == pytest.approx(0.25 + 2 + 75, rel=0.02)
+    assert p.done["n0"] == pytest.approx(0.25 + MISSED_AFTER_S + 75, rel=0.02)
     assert p.versions_of_trainer == pytest.approx(0.75, rel=0.02)
     assert sum(p.swarm.sent.values()) == pytest.approx(SIZE)
 
@@ -146,7 +147,7 @@ def test_a_pull_without_a_source_waits_for_one_and_keeps_what_it_has(kind: str):
     p.swarm.hold(0.0, "n1", NEWS)
     p.swarm.pull(0.0, "n0", NEWS, SIZE, ["n1"])
     p.until(0.5)
-    p.swarm.lose(0.5, "n1", missed_after_s=0.1)
+    p.swarm.lose(0.5, "n1")
     p.swarm.pull(0.5, "n2", NEWS, SIZE, ["n1"])  # by old news
     p.until()
     assert not p.done
@@ -210,7 +211,7 @@ def test_the_fluids_are_as_quick_as_small_buckets(num: int, lines: dict[str, Any
 
 
 def test_where_each_knows_only_some_of_the_others_the_fluids_are_too_quick():
-    """As `fluid.py` says: 16 of 31 are known, and the trainer is asked twice for some buckets."""
+    """As `swarm.py` says: 16 of 31 are known, and the trainer is asked twice for some buckets."""
     fluid, exact = (
         pull_all(play(kind, names=MANY), MANY).until() for kind in ("fluids", "buckets")
     )
@@ -225,7 +226,7 @@ def test_a_thousand_are_simulated_quickly():
     p = pull_all(play("fluids", up=up, names=names), names)
     for k in range(1, 20):
         p.until(k / 20)
-        p.swarm.lose(k / 20, names[37 * k], missed_after_s=0.1)
+        p.swarm.lose(k / 20, names[37 * k])
     p.until()
     assert len(p.done) == 1000 - 19
     assert process_time() - began < 8.0

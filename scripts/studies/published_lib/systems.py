@@ -13,7 +13,9 @@ from functools import partial
 from lightrl.core.offload import Rule
 from lightrl.core.settings import Tail
 from lightrl.core.window import Window
-from lightrl.sim.calibration.published import (
+from lightrl.sim.scenario import Switches
+from lightrl.sim.traces import TraceEvent, always_there, synthetic_trace
+from scripts.studies.published_lib.published import (
     BALANCED_SLOTS,
     ENGINES,
     ETA,
@@ -25,9 +27,7 @@ from lightrl.sim.calibration.published import (
     WINDOW_S,
     Bar,
 )
-from lightrl.sim.calibration.rules import Held, NoWindow, Settled
-from lightrl.sim.scenario import Switches
-from lightrl.sim.traces import TraceEvent, always_there, synthetic_trace
+from scripts.studies.published_lib.rules import Held, NoWindow, Settled
 
 # of the comparison: 8 short rounds and the 2 long ones that follow from them
 PROMPTS_OF_EPOCH = 1280

@@ -1,4 +1,4 @@
-"""`lightrl simulate --reproduce`: published figures again, and LightRL on the same workloads.
+"""Simulates published figures again, and LightRL on the same workloads.
 
 Owns how the rows of `systems.py` are simulated and what is told from them. Each workload has one
 set of parameters for all its rows (`scenario.PRESETS`). Repeatable: every row has its own seeds,
@@ -15,10 +15,17 @@ from typing import Literal
 
 from lightrl.core.settings import Settings
 from lightrl.messages.responses import Sampling
-from lightrl.sim.calibration.instances import checks_beyond, checks_of
-from lightrl.sim.calibration.losses import Losses
-from lightrl.sim.calibration.played import Check, Played, Setting
-from lightrl.sim.calibration.published import (
+from lightrl.sim.machines import NodeSpec
+from lightrl.sim.outcome import Outcome
+from lightrl.sim.report import figures
+from lightrl.sim.scenario import PRESETS, Scenario
+from lightrl.sim.traces import TraceEvent, synthetic_trace
+from lightrl.sim.workload import LengthModel, RewardTimes
+from lightrl.sim.world import World
+from scripts.studies.published_lib.instances import checks_beyond, checks_of
+from scripts.studies.published_lib.losses import Losses
+from scripts.studies.published_lib.played import Check, Played, Setting
+from scripts.studies.published_lib.published import (
     ENGINES,
     GROUP_SIZE,
     PROMPTS_PER_STEP,
@@ -27,14 +34,7 @@ from lightrl.sim.calibration.published import (
     Instances,
     Study,
 )
-from lightrl.sim.calibration.systems import LOST_AT_S, beyond, systems, with_instances
-from lightrl.sim.machines import NodeSpec
-from lightrl.sim.outcome import Outcome
-from lightrl.sim.report import figures
-from lightrl.sim.scenario import PRESETS, Scenario
-from lightrl.sim.traces import TraceEvent, synthetic_trace
-from lightrl.sim.workload import LengthModel, RewardTimes
-from lightrl.sim.world import World
+from scripts.studies.published_lib.systems import LOST_AT_S, beyond, systems, with_instances
 
 # Decisions are as often as they may be at one percent of a machine's time, which in virtual time is
 # most of a simulation's. With steps of hundreds of seconds, so many times rarer is often enough.

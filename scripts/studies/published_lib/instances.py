@@ -8,9 +8,9 @@ Owns how these figures follow from simulated rows. A change is compared by what 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from lightrl.sim.calibration.played import Check, Played
-from lightrl.sim.calibration.published import Instances
-from lightrl.sim.calibration.systems import (
+from scripts.studies.published_lib.played import Check, Played
+from scripts.studies.published_lib.published import Instances
+from scripts.studies.published_lib.systems import (
     FULL,
     INSTANCES,
     MOST,

@@ -1,13 +1,13 @@
-"""What `lightrl simulate --reproduce` prints: tables for people, one JSON object for programs."""
+"""What `published` prints: tables for people, one JSON object for programs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from lightrl.sim.calibration.played import Check
-from lightrl.sim.calibration.published import ENGINES, GROUP_SIZE, PROMPTS_PER_STEP, RLBOOST
-from lightrl.sim.calibration.reproduce import BEYOND, Reproduction, Rival
-from lightrl.sim.calibration.systems import EPOCH, MOST, SPARE_NODES
+from scripts.studies.published_lib.played import Check
+from scripts.studies.published_lib.published import ENGINES, GROUP_SIZE, PROMPTS_PER_STEP, RLBOOST
+from scripts.studies.published_lib.reproduce import BEYOND, Reproduction, Rival
+from scripts.studies.published_lib.systems import EPOCH, MOST, SPARE_NODES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from lightrl.sim.calibration.systems import System
 from lightrl.sim.report import Figures
+from scripts.studies.published_lib.systems import System
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,12 @@ IMPURE = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pure", action="store_true", help="no test may use a process or a socket")
     parser.addoption(
+        "--e2e",
+        default="",
+        metavar="FOLDER,...",
+        help='folders of tests/ whose tests marked "e2e" run, too; "all" for all of them',
+    )
+    parser.addoption(
         "--record-durations", action="store_true", help=f"write tests/{DURATIONS.name} anew"
     )
 
@@ -67,10 +73,22 @@ def _refuse_the_impure(event: str, arguments: tuple[Any, ...]) -> None:
         raise AssertionError(f"not a pure test: {event}{arguments!r}"[:300])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first, so that two workers end together; the order within a file stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests marked "e2e" that `--e2e` does not select. The longest file comes first, so
+    that two workers end together; the order within a file stays."""
+    folders = config.getoption("--e2e").split(",")
+    left_out = [item for item in items if not _is_selected(item, folders)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _is_selected(item, folders)]
     durations = json.loads(DURATIONS.read_bytes()) if DURATIONS.exists() else {}
     items.sort(key=lambda item: -durations.get(item.path.relative_to(ROOT).as_posix(), 0.0))
+
+
+def _is_selected(item: pytest.Item, folders: list[str]) -> bool:
+    if item.get_closest_marker("e2e") is None or "all" in folders:
+        return True
+    return item.path.relative_to(ROOT / "tests").parts[0] in folders
 
 
 class _Recorder:

@@ -66,6 +66,8 @@ def test_a_machine_without_slurm_is_told_at_the_end_of_the_run_also_by_several_w
             "no:cacheprovider",
             "-n",
             "2",
+            "--e2e",
+            "slurm",
             "tests/slurm/test_notice.py",
         ],
         cwd=ROOT,

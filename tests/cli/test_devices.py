@@ -19,6 +19,7 @@ from tests.support.cli import QUICKSTART, arguments, linux_only, running, until
 from tests.support.fake_driver import install, smi_row
 from tests.support.paths import python_path
 
+pytestmark = pytest.mark.usefixtures("warm_runs")  # reward workers are forked
 TWO = smi_row(0) + smi_row(1)
 MODEL_FILES = {"config.json": (QUICKSTART.parent / "model" / "config.json").read_bytes()}
 

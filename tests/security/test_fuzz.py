@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("warm_daemons")
 ROOT = Path(__file__).parents[2]
 MAX_GROWTH_BYTES = 64 << 20
 BUSY = {
-    "rollout": {"engine_args": {"t0_ms": 10.0, "mean_length": 0.0}, "max_response_length": 100},
+    "rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 100},
     "train": {"steps": 4},
 }
 

@@ -27,6 +27,7 @@ from lightrl.devices.memory import (
 from lightrl.devices.plan import wanted
 from lightrl.launch.plan import describe
 
+pytestmark = pytest.mark.usefixtures("warm_runs")  # reward workers are forked
 FOLDER = Path(__file__).parents[1] / "configs"
 README = FOLDER / "README.md"
 EXAMPLES = sorted(p.relative_to(FOLDER).as_posix() for p in FOLDER.rglob("*.toml"))

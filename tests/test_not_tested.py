@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import not_tested
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +58,7 @@ def test_setup(broken): pass
     assert lines[1].endswith("test_it.py::test_setup: OSError: no space")
 
 
+@pytest.mark.e2e
 def test_a_machine_without_slurm_is_told_at_the_end_of_the_run_also_by_several_workers():
     done = subprocess.run(
         [
@@ -66,6 +69,8 @@ def test_a_machine_without_slurm_is_told_at_the_end_of_the_run_also_by_several_w
             "no:cacheprovider",
             "-n",
             "2",
+            "--e2e",
+            "slurm",
             "tests/slurm/test_notice.py",
         ],
         cwd=ROOT,

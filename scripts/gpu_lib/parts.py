@@ -49,6 +49,7 @@ def tests(name: str, what: str, target: str, needs: tuple[str, ...], limit_s: fl
         "pytest",
         "-m",
         "gpu",
+        "--e2e=gpu",
         "-W",
         "default",
         "-p",

@@ -19,6 +19,7 @@ from tests.chaos.conftest import LIMIT_S, STEPS, CommandIn
 from tests.chaos.network import Network, why_not
 
 pytestmark = [
+    pytest.mark.e2e,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.timeout(2 * LIMIT_S + 30),
 ]

@@ -7,6 +7,8 @@ import pytest
 
 from tests.chaos.conftest import LIMIT_S, Chaos, run_chaos
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_events_while_devices_change_sides_change_no_bit(chaos: Chaos, undisturbed: dict[str, Any]):

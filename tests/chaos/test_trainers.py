@@ -16,6 +16,8 @@ from tests.chaos.conftest import LIMIT_S, run_chaos
 from tests.chaos.network import Network, why_not
 from tests.support.cli import QUICKSTART, SMALL
 
+pytestmark = pytest.mark.e2e
+
 PORT = 5600
 REAL = ("run.deterministic=true", "train.steps=3", "run.name=run")
 

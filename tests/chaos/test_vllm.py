@@ -8,6 +8,7 @@ import pytest
 from tests.chaos.conftest import LIMIT_S, run_chaos
 
 pytestmark = [
+    pytest.mark.e2e,
     pytest.mark.timeout(3 * LIMIT_S),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]

@@ -18,7 +18,7 @@ from scripts.bench.weights_lib.nodes import Node, nodes
 from tests.support.lines import Star, why_not
 from tests.support.versions import make_version
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 NUM = 3
 SIZE = (8, BUCKET_BYTES)  # tensors, bytes of each: 67 MB

@@ -51,6 +51,7 @@ def test_a_phase_counts_as_tried_if_one_of_its_events_came(monkeypatch: pytest.M
     assert plan.unhit_phases(events, forming) == ["forming"]
 
 
+@pytest.mark.e2e
 @needs_lines
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_events_in_phases_of_the_weights_change_no_bit_and_hold_up_nobody(tmp_path: Path):

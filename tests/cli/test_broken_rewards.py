@@ -50,7 +50,11 @@ def up(folder, *overrides: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"), [("raises_late", "KeyError: 'solution'"), ("silent_late", "no score")]
+    ("function", "reason"),
+    [
+        ("raises_late", "KeyError: 'solution'"),
+        pytest.param("silent_late", "no score", marks=pytest.mark.e2e),
+    ],
 )
 def test_a_run_whose_rewards_never_say_anything_fails_with_the_reason(tmp_path, function, reason):
     status, line = up(tmp_path, f"reward.functions=rewards.py:{function}", "train.steps=20")
@@ -59,6 +63,7 @@ def test_a_run_whose_rewards_never_say_anything_fails_with_the_reason(tmp_path, 
     assert summary(tmp_path)["steps"] <= 1  # which had no group
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [

@@ -1,7 +1,11 @@
 """A run whose nodes serve something else than the trainer has."""
 
+import pytest
+
 from lightrl.metrics import sinks
 from tests.support.cli import DEADLINE_S, EMULATED, linux_only, running, summary
+
+pytestmark = pytest.mark.e2e
 
 WRONG = "rollout.engine_args={score_error=0.5}"
 

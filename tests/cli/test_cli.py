@@ -32,6 +32,7 @@ from lightrl.wire import to_json
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 KEY = new_key()
+pytestmark = pytest.mark.usefixtures("warm_runs")  # reward workers are forked
 HEAVY = ("torch", "vllm", "transformers", "zmq", "pydantic", "numpy", "rich")
 
 

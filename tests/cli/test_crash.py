@@ -51,6 +51,7 @@ def test_whoever_is_killed_comes_back_and_the_run_goes_on(tmp_path):
     assert result["trained_responses"] == 4 * result["steps"]  # none twice, none lost
 
 
+@pytest.mark.e2e
 def test_a_run_whose_daemons_are_all_killed_at_once_finishes(tmp_path):
     slowly = "rollout.engine_args={train_step_ms=200}"  # it must not be over before all are killed
     with running(tmp_path, "train.steps=12", *EMULATED, slowly, "checkpoint.interval=2") as process:
@@ -64,6 +65,7 @@ def test_a_run_whose_daemons_are_all_killed_at_once_finishes(tmp_path):
     assert (result["state"], result["steps"], result["trained_responses"]) == ("finished", 12, 48)
 
 
+@pytest.mark.e2e
 def test_a_daemon_that_never_lives_is_given_up_after_five_more_attempts(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NO_LUCK)
     with running(tmp_path, *ENDLESS, PYTHONPATH=python_path(tmp_path)) as process:
@@ -80,6 +82,7 @@ def test_a_daemon_that_never_lives_is_given_up_after_five_more_attempts(tmp_path
     assert last.endswith("6 times without a step done")
 
 
+@pytest.mark.e2e
 def test_a_daemon_that_gives_a_reason_is_not_started_again(tmp_path):
     with running(tmp_path, *ENDLESS, "rollout.engine_args={no_such=1}") as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
@@ -91,6 +94,7 @@ def test_a_daemon_that_gives_a_reason_is_not_started_again(tmp_path):
     assert re.match(reason, out.splitlines()[-1])
 
 
+@pytest.mark.e2e
 def test_a_coordinator_that_keeps_no_journal_is_not_started_again(tmp_path):
     # Nobody is left to whom the others could send what they still hold.
     with running(tmp_path, *ENDLESS, "journal.enabled=false", "node.grace_s=1") as process:
@@ -116,6 +120,7 @@ def without_descriptors(pid: int) -> Iterator[None]:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.e2e
 def test_a_daemon_that_lacks_descriptors_is_started_when_there_are_some_again(tmp_path):
     lacking = "rollout-0 cannot be started: Too many open files; trying again"
     with running(tmp_path, *ENDLESS) as process:

@@ -115,7 +115,7 @@ def by_response(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["response"]: row for row in rows}
 
 
-@pytest.mark.parametrize("kind", ["torch", "emulated"])
+@pytest.mark.parametrize("kind", [pytest.param("torch", marks=pytest.mark.e2e), "emulated"])
 def test_a_checkpoint_is_found_to_be_what_its_run_found(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ):
@@ -131,6 +131,7 @@ def test_a_checkpoint_is_found_to_be_what_its_run_found(
     assert f"{len(run.samples)} responses" in err or "reading the weights" in err
 
 
+@pytest.mark.e2e
 def test_its_figures_are_those_of_its_samples(torch_run: Trained, tmp_path: Path):
     """pass@k by its definition: the mean over all ways to choose k of the samples."""
     file = tmp_path / "samples.jsonl"
@@ -154,6 +155,7 @@ def test_its_figures_are_those_of_its_samples(torch_run: Trained, tmp_path: Path
     assert figures["eval/sampled/clip_ratio"] == pytest.approx(clipped)
 
 
+@pytest.mark.e2e
 def test_an_export_answers_greedily_as_the_checkpoint_does(torch_run: Trained, tmp_path: Path):
     """And what a person sees: a table with a line for each set."""
     run_dir = torch_run.folder / "runs" / "one"
@@ -173,6 +175,7 @@ def test_an_export_answers_greedily_as_the_checkpoint_does(torch_run: Trained, t
     assert where == f"responses: {file}"
 
 
+@pytest.mark.e2e
 def test_values_can_be_overridden(emulated_run: Trained):
     out, _ = evaluated(
         emulated_run.folder,
@@ -190,11 +193,13 @@ def test_values_can_be_overridden(emulated_run: Trained):
     assert "eval/greedy/avg@3" in result["figures"]
 
 
+@pytest.mark.e2e
 def test_data_to_train_on_is_not_read(emulated_run: Trained):
     out, _ = evaluated(emulated_run.folder, "one", "--json", "data.path=/nowhere/train.jsonl")
     assert json.loads(out)["figures"] == emulated_run.last
 
 
+@pytest.mark.e2e
 def test_adapters_are_evaluated_too(tmp_path: Path):
     run = trained(tmp_path, "model.lora.rank=4", "train.steps=1", "checkpoint.export=last")
     checkpoint = tmp_path / "runs" / "one" / "checkpoints" / "step_1"
@@ -220,6 +225,7 @@ def _as_there(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.e2e
 @linux_only
 def test_ctrl_c_leaves_nothing(emulated_run: Trained, tmp_path: Path):
     slow = "rollout.engine_args={t0_ms = 200}"
@@ -238,6 +244,7 @@ def test_ctrl_c_leaves_nothing(emulated_run: Trained, tmp_path: Path):
     assert not (tmp_path / "s.jsonl").exists()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("scores", "reason"),
     [
@@ -261,6 +268,7 @@ def test_a_reward_that_scores_nothing(
     assert "AVG@K" not in out
 
 
+@pytest.mark.e2e
 def test_weights_that_fit_no_model(torch_run: Trained, tmp_path: Path):
     model = QUICKSTART.parent / "model"
     other = tmp_path / "other"

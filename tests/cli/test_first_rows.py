@@ -137,8 +137,8 @@ def test_the_quickstart_pays_a_right_answer_and_no_wrong_one(capsys):
 @pytest.mark.parametrize(
     ("functions", "parts"),
     [
-        ("rewards.py:good", "gets 1 (length 2), the wrong one"),
-        ("rewards.py:best_of_four", "gets 1, the wrong one"),
+        pytest.param("rewards.py:good", "gets 1 (length 2), the wrong one", marks=pytest.mark.e2e),
+        pytest.param("rewards.py:best_of_four", "gets 1, the wrong one", marks=pytest.mark.e2e),
         (
             '["rewards.py:slowly", "exact_match"]',
             "gets 2.5 (exact_match 1, slowly 0.5), the wrong one",
@@ -191,8 +191,8 @@ def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, 
     ("function", "more", "reason"),
     [
         ("raises", "", "KeyError: 'solution'"),
-        ("silent", "", "None is returned"),
-        ("ends", "", "the process of the reward function ended"),
+        pytest.param("silent", "", "None is returned", marks=pytest.mark.e2e),
+        pytest.param("ends", "", "the process of the reward function ended", marks=pytest.mark.e2e),
     ],
 )
 def test_a_function_that_never_gives_a_score(capsys, tmp_path, function, more, reason):
@@ -273,7 +273,7 @@ def test_a_group_of_an_evaluation_is_as_large_as_its_set_says(capsys):
     assert (status, [verdict for verdict, _ in lines]) == (0, ["ok", "ok"])
 
 
-@pytest.mark.parametrize("column", ["code", "explanation"])
+@pytest.mark.parametrize("column", ["code", pytest.param("explanation", marks=pytest.mark.e2e)])
 def test_a_program_of_the_row_passes_its_tests(capsys, tmp_path, model, column):
     """MBPP's layout."""
     program = "def add(a, b):\n    return a + b"

@@ -210,6 +210,7 @@ def test_slurm_asks_for_the_newest_checkpoint_when_the_job_begins(tmp_path, monk
     assert submitted.checkpoint.initial_load_path == str(path.parents[1])
 
 
+@pytest.mark.e2e
 @linux_only
 def test_a_run_begins_with_another_one_and_goes_on_without_it(tmp_path):
     """On two trainer nodes, where that had one. Killed before its first checkpoint, and resumed

@@ -79,6 +79,7 @@ def test_every_line_of_every_process_is_json_and_says_who_wrote_it(tmp_path):
     assert any(r.get("exception", "").endswith("ValueError: no number in it") for r in of_reward)
 
 
+@pytest.mark.e2e
 def test_a_level_silences_what_is_usual_in_all_processes(tmp_path):
     out = finished(tmp_path, "logging.level=warning", "reward.functions=exact_match")
     assert "finished 2 steps" in out
@@ -87,6 +88,7 @@ def test_a_level_silences_what_is_usual_in_all_processes(tmp_path):
     assert levels <= {"warning"}
 
 
+@pytest.mark.e2e
 def test_without_settings_a_log_is_for_people(tmp_path):
     finished(tmp_path)
     written = logs(tmp_path)
@@ -98,6 +100,7 @@ def test_without_settings_a_log_is_for_people(tmp_path):
     assert levels == {"info", "warning"}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("as_json", ["true", "false"])
 def test_why_a_daemon_ended_is_told_without_the_form_of_its_log(tmp_path, as_json):
     """By the launcher, which reads it there."""
@@ -112,6 +115,7 @@ def test_why_a_daemon_ended_is_told_without_the_form_of_its_log(tmp_path, as_jso
     assert " ERROR " not in last
 
 
+@pytest.mark.e2e
 def test_a_node_from_elsewhere_writes_as_the_run_does_once_it_is_welcome(tmp_path):
     config = ("run.name=one", *SMALL, *EMULATED, "rollout.nodes=0", "train.steps=100000")
     command = arguments("up", str(QUICKSTART), *config, "logging.json=true")

@@ -28,6 +28,7 @@ def refused(constant: str) -> float:
     raise AssertionError(f"{constant} is no JSON")
 
 
+@pytest.mark.e2e
 def test_a_run_whose_last_gradient_is_infinite_is_shown_and_goes_on(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD)
     status, lines = outcome(tmp_path, *HUGE, "train.steps=1")
@@ -45,7 +46,7 @@ def test_a_run_whose_last_gradient_is_infinite_is_shown_and_goes_on(tmp_path):
     assert any(line.startswith("finished 2 steps") for line in lines)
 
 
-@pytest.mark.parametrize("engine", ["torch", "emulated"])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.e2e), "emulated"])
 def test_a_model_with_one_nan_is_refused_by_the_name_of_the_tensor(tmp_path, engine):
     model = tmp_path / "model"
     shutil.copytree(QUICKSTART.parent / "model", model)

@@ -73,6 +73,7 @@ def test_a_run_to_its_end(drafted: Finished):
     assert f"step      {STEPS}/{STEPS}" in status.stdout
 
 
+@pytest.mark.e2e
 def test_a_run_with_drafts_has_the_responses_of_one_without(drafted: Finished, tmp_path: Path):
     plain = finished(tmp_path, "speculation.enabled=false")
     assert drafted.summary["responses_digest"] == plain.summary["responses_digest"]

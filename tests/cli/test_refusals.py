@@ -15,6 +15,7 @@ from lightrl.config.schema import Config
 from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.errors import ConfigError
 from lightrl.launch import model_check
+from lightrl.launch.check import findings
 from lightrl.launch.folder import create_run_dir
 from lightrl.launch.plan import device_notes, key_notes
 from lightrl.launch.preflight import require_files, require_here
@@ -47,22 +48,32 @@ def lightrl(*arguments: object) -> int:
     return int(end.value.code or 0)
 
 
-def refusal(capsys, *overrides: str) -> str:
-    """The one line that a dry run ends with, and that `lightrl check` has, too."""
-    assert lightrl("up", QUICKSTART, "--dry-run", *overrides) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    [line] = said.err.splitlines()
-    assert lightrl("check", QUICKSTART, *overrides) == 1
-    reason = line.removeprefix("lightrl: ")
-    assert f"fail  config         {reason}" in capsys.readouterr().out.splitlines()
+def refusal(*overrides: str) -> str:
+    """Why no run begins, in the words of `lightrl check`."""
+    [reason] = (
+        found.text
+        for found in findings(config(*overrides))
+        if (found.subject, found.verdict) == ("config", "fail")
+    )
+    assert "\n" not in reason
     return reason
 
 
-def test_a_function_that_a_set_lacks_is_named_with_the_key_of_the_set(capsys, tmp_path):
+def test_a_refusal_is_the_one_line_of_a_dry_run_and_a_line_of_the_check(capsys):
+    missing = "model.path=/no/such/model"
+    assert lightrl("up", QUICKSTART, "--dry-run", missing) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    reason = refusal(missing)
+    assert said.err == f"lightrl: {reason}\n"
+    assert lightrl("check", QUICKSTART, missing) == 1
+    assert f"fail  config         {reason}" in capsys.readouterr().out.splitlines()
+
+
+def test_a_function_that_a_set_lacks_is_named_with_the_key_of_the_set(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "39%3="}\n')
     sets = 'data.sets=[{path = "a.jsonl", reward = "nofile.py:x"}]'
-    reason = refusal(capsys, "data.path=", sets)
+    reason = refusal("data.path=", sets)
     assert reason == f"data.sets.reward = {tmp_path}/nofile.py:x: no such file nofile.py"
 
 
@@ -85,17 +96,17 @@ def test_a_run_with_a_copy_of_its_functions_needs_no_file_of_them(tmp_path):
         ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM, not a causal"),
     ],
 )
-def test_a_model_that_cannot_be_trained(capsys, model, says, reason):
+def test_a_model_that_cannot_be_trained(model, says, reason):
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | says))
-    assert refusal(capsys, f"model.path={model}").startswith(f"model.path = '{model}': {reason}")
+    assert refusal(f"model.path={model}").startswith(f"model.path = '{model}': {reason}")
 
 
-def test_a_prompt_and_a_response_that_the_model_cannot_read(capsys, model):
+def test_a_prompt_and_a_response_that_the_model_cannot_read(model):
     """By default a prompt has room for 1024 tokens, which is more than a small model reads."""
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 128}))
-    line = refusal(capsys, f"model.path={model}", "data.max_prompt_length=24")
+    line = refusal(f"model.path={model}", "data.max_prompt_length=24")
     assert line == (
         "data.max_prompt_length = 24 and rollout.max_response_length = 105 add up to 129 "
         "tokens, but the model's context (max_position_embeddings) is 128; lower one of them"
@@ -146,9 +157,9 @@ def test_a_learning_rate_that_destroys_a_model():
     assert not list(key_notes(config("train.optim.lr=1e-3")))
 
 
-def test_weights_in_eight_bits(capsys, model):
+def test_weights_in_eight_bits(model):
     save_file({"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, model / "model.safetensors")
-    line = refusal(capsys, f"model.path={model}")
+    line = refusal(f"model.path={model}")
     assert line.startswith(f"model.path = '{model}': is quantised (a.weight is F8_E4M3 in its")
 
 
@@ -158,7 +169,7 @@ def test_a_rank_and_the_dry_run_take_the_same_dtypes():
     assert set(DTYPES) == model_check.DTYPES
 
 
-def test_a_model_of_the_hub_that_is_in_its_cache(capsys, tmp_path, monkeypatch):
+def test_a_model_of_the_hub_that_is_in_its_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--model"
     (repository / "refs").mkdir(parents=True)
@@ -166,12 +177,12 @@ def test_a_model_of_the_hub_that_is_in_its_cache(capsys, tmp_path, monkeypatch):
     folder = repository / "snapshots" / ("1" * 40)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"is_encoder_decoder": True}))
-    assert "has an encoder" in refusal(capsys, "model.path=org/model")
+    assert "has an encoder" in refusal("model.path=org/model")
 
 
-def test_names_of_adapters_that_no_layer_has(capsys):
+def test_names_of_adapters_that_no_layer_has():
     lora = "model.lora.rank=2"
-    line = refusal(capsys, lora, 'model.lora.targets=["q_prj"]')
+    line = refusal(lora, 'model.lora.targets=["q_prj"]')
     assert line.startswith(
         "model.lora.targets: 'q_prj' is the name of no linear layer of Qwen2ForCausalLM; "
         "there are q_proj, "
@@ -241,40 +252,40 @@ def test_what_vllm_is_told_of_adapters(key):
         config(argument, "model.lora.rank=2")
 
 
-def test_one_port_for_the_weights_of_several_nodes(capsys):
-    line = refusal(capsys, "node.weights_port=5601", "train.nodes=2")
+def test_one_port_for_the_weights_of_several_nodes():
+    line = refusal("node.weights_port=5601", "train.nodes=2")
     assert line.startswith("node.weights_port = 5601: train.nodes = 2 are started here, and only")
-    line = refusal(capsys, "node.weights_port=5601", "run.bind=127.0.0.1:5601")
+    line = refusal("node.weights_port=5601", "run.bind=127.0.0.1:5601")
     assert line.startswith("node.weights_port = 5601: is the port of run.bind; choose another")
     alone = ("--role", "coordinator,trainer", "node.weights_port=5601", "train.nodes=2")
     assert lightrl("up", QUICKSTART, "--dry-run", *alone) == 0
 
 
-def test_an_optimizer_whose_package_is_missing(capsys, monkeypatch):
+def test_an_optimizer_whose_package_is_missing(monkeypatch):
     def find_spec(name: str, package: str | None = None) -> object | None:
         return None if name == "torchao" else object()
 
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
-    line = refusal(capsys, "train.optim.name=adamw8bit")
+    line = refusal("train.optim.name=adamw8bit")
     assert line.startswith("train.optim.name = 'adamw8bit': torchao is not installed; install it")
     elsewhere = ("--role", "coordinator", "train.optim.name=adamw8bit")
     assert lightrl("up", QUICKSTART, "--dry-run", *elsewhere) == 0
 
 
-def test_a_tracker_that_is_not_installed(capsys, monkeypatch):
+def test_a_tracker_that_is_not_installed(monkeypatch):
     def find_spec(name: str, package: str | None = None) -> object | None:
         return None if name == "mlflow" else object()
 
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
-    line = refusal(capsys, 'logging.backends=["mlflow"]')
+    line = refusal('logging.backends=["mlflow"]')
     assert line == "logging.backends = 'mlflow': not installed: pip install mlflow"
     elsewhere = ("--role", "trainer", 'logging.backends=["mlflow"]')
     assert lightrl("up", QUICKSTART, "--dry-run", *elsewhere) == 0
 
 
-def test_a_place_for_checkpoints_that_cannot_be_made(capsys, tmp_path):
+def test_a_place_for_checkpoints_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    line = refusal(capsys, f"checkpoint.dir={tmp_path / 'file' / 'below'}")
+    line = refusal(f"checkpoint.dir={tmp_path / 'file' / 'below'}")
     place = tmp_path / "file"
     assert line == (
         f"checkpoint.dir = '{place / 'below'}': cannot be made: {place} is no directory"
@@ -326,7 +337,7 @@ def test_keys_that_cannot_act(overrides, acts, line):
 
 
 @pytest.mark.parametrize("what", ["all", "optimizer"])
-def test_memory_that_is_the_hosts_anyway(capsys, what):
+def test_memory_that_is_the_hosts_anyway(what):
     some = config(f"train.offload={what}")
     [line] = device_notes(some, NO_GPUS)
     assert line.startswith(f"train.offload = '{what}' cannot act: ranks here have no GPU")
@@ -335,7 +346,7 @@ def test_memory_that_is_the_hosts_anyway(capsys, what):
     assert not list(device_notes(config(), NO_GPUS))
 
 
-def test_deterministic_attention_is_for_gpus(capsys):
+def test_deterministic_attention_is_for_gpus():
     some = config("train.deterministic=true")
     [line] = device_notes(some, NO_GPUS)
     assert line.startswith("train.deterministic = true cannot act: ranks here have no GPU")
@@ -360,7 +371,7 @@ TIMEOUTS = "time-outs of rewards (reward.timeout_s = "
         (("async.max_staleness=2",), ["async.max_staleness = 2", TIMEOUTS]),
     ],
 )
-def test_what_a_deterministic_run_does_not_cover_is_named(capsys, given, names):
+def test_what_a_deterministic_run_does_not_cover_is_named(given, names):
     found = list(key_notes(config("run.deterministic=true", *given)))
     assert len(found) == len(names)
     for line, name in zip(found, names, strict=True):
@@ -395,11 +406,11 @@ def test_a_merged_export_has_the_files_of_its_model(capsys):
         ({"model_type": "vit"}, "vit: not a decoder-only model: transformers has no causal"),
     ],
 )
-def test_a_family_that_the_torch_engine_cannot_compute(capsys, tmp_path, settings, reason):
+def test_a_family_that_the_torch_engine_cannot_compute(tmp_path, settings, reason):
     sizes = {"hidden_size": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, **settings}))
     save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    line = refusal(capsys, f"model.path={tmp_path}", "rollout.engine=torch")
+    line = refusal(f"model.path={tmp_path}", "rollout.engine=torch")
     assert line.startswith(f"model.path = '{tmp_path}': {reason}")
 
 

@@ -353,6 +353,7 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
     assert not list(checkpoints.glob("*.damaged"))  # there is one of a later step now
 
 
+@pytest.mark.e2e
 @linux_only
 def test_a_run_stopped_by_its_user_goes_on_and_while_it_lives_cannot_be_resumed(tmp_path):
     with running(tmp_path, *ENDLESS) as process:
@@ -375,6 +376,7 @@ def test_refusals_are_errors_of_lightrl():
         prepare(None)
 
 
+@pytest.mark.e2e
 @linux_only
 def test_a_coordinator_in_the_foreground_comes_back_to_a_node_that_kept_generating(tmp_path):
     config = ("run.name=one", *SMALL, *ENDLESS, "rollout.nodes=0", "checkpoint.interval=2")

@@ -18,7 +18,7 @@ from tests.support.cli import (
     until,
 )
 
-pytestmark = pytest.mark.usefixtures("warm_runs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm_runs")]
 SETTINGS = (
     "train.prompts_per_step=8",
     "rollout.group_size=4",

@@ -13,7 +13,7 @@ from lightrl.metrics import sinks
 from tests.support.cli import DEADLINE_S, Victims, linux_only, running, summary, until
 from tests.support.rounding_rank import PYTHONPATH
 
-pytestmark = pytest.mark.usefixtures("warm_runs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm_runs")]
 
 STEPS = 6
 SETTINGS = (

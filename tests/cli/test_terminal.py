@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from lightrl.client.address import listening
 from lightrl.metrics import sinks
 from lightrl.system.signals import stop_signals
@@ -63,6 +65,7 @@ def state(tmp_path: Path) -> tuple[str, str]:
     return ended["state"], ended["reason"]
 
 
+@pytest.mark.e2e
 def test_a_coordinator_in_the_foreground_goes_on_while_its_terminal_is_stopped(tmp_path):
     with terminal() as (ours, theirs):
         command = ("up", str(QUICKSTART), *ENDLESS, "--role", "coordinator,trainer,rollout")
@@ -80,6 +83,7 @@ def test_a_coordinator_in_the_foreground_goes_on_while_its_terminal_is_stopped(t
     assert state(tmp_path) == ("stopped", "SIGHUP")
 
 
+@pytest.mark.e2e
 def test_a_run_goes_on_and_its_daemons_are_kept_while_the_terminal_is_stopped(tmp_path):
     with (
         terminal() as (ours, theirs),
@@ -104,6 +108,7 @@ def test_a_run_goes_on_and_its_daemons_are_kept_while_the_terminal_is_stopped(tm
     assert state(tmp_path) == ("stopped", "interrupted")
 
 
+@pytest.mark.e2e
 def test_a_node_and_a_run_leave_in_order_when_their_terminals_are_gone(tmp_path):
     with (
         in_a_terminal(tmp_path, "up", str(QUICKSTART), *ENDLESS, "rollout.nodes=0") as (

@@ -22,6 +22,8 @@ from lightrl.transport.router import Router
 from tests.cli.test_cli import answering, complaint, lightrl, made_run
 from tests.support.cli import DEADLINE_S, QUICKSTART, arguments
 
+pytestmark = pytest.mark.usefixtures("warm_runs")
+
 MODEL = QUICKSTART.parent / "model"
 EVIL = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202e"
 SHOWN = plain(EVIL)

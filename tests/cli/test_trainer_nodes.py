@@ -22,7 +22,7 @@ from tests.support.cli import (
     wait_for_step,
 )
 
-pytestmark = [linux_only, pytest.mark.usefixtures("warm_runs")]
+pytestmark = [pytest.mark.e2e, linux_only, pytest.mark.usefixtures("warm_runs")]
 REAL = ("run.deterministic=true", "checkpoint.interval=2", "train.steps=6", "node.lease_s=1.5")
 DIGESTS = ("weights_digest", "responses_digest")
 

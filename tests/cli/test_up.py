@@ -32,7 +32,11 @@ pytestmark = pytest.mark.usefixtures("warm_runs")
 
 
 @pytest.mark.parametrize(
-    ("role", "file", "other"), [("rollout", JOIN_FILE, KEY_FILE), ("trainer", KEY_FILE, JOIN_FILE)]
+    ("role", "file", "other"),
+    [
+        ("rollout", JOIN_FILE, KEY_FILE),
+        pytest.param("trainer", KEY_FILE, JOIN_FILE, marks=pytest.mark.e2e),
+    ],
 )
 def test_a_daemon_reads_the_key_that_it_needs_and_no_other(tmp_path, role, file, other):
     run_dir = create_run_dir(load_config(QUICKSTART, [f"run.dir={tmp_path}", "run.name=one"]))
@@ -70,6 +74,7 @@ def test_an_interrupted_run_stops_its_daemons_and_says_so(tmp_path):
         assert all_end(below)
 
 
+@pytest.mark.e2e
 def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
     with running(tmp_path, "train.steps=100000", *EMULATED) as process:
         until(process, " reward ")
@@ -105,6 +110,7 @@ def test_a_run_of_joined_nodes_only(tmp_path):
     assert "finished 2 steps" in out
 
 
+@pytest.mark.e2e
 @linux_only
 def test_daemons_leave_when_the_process_that_started_them_is_killed(tmp_path):
     with running(tmp_path, "train.steps=100000", *EMULATED) as process:
@@ -141,6 +147,7 @@ def test_a_daemon_in_the_foreground_leaves_nothing_behind_if_it_refuses_its_inpu
     assert (tmp_path / "runs" / "latest").resolve().name == "before"
 
 
+@pytest.mark.e2e
 def test_a_coordinator_in_the_foreground_says_how_to_join_it(tmp_path):
     command = arguments("up", str(QUICKSTART), *SMALL, "run.name=one", "--role", "coordinator")
     run_dir = tmp_path / "runs" / "one"

@@ -115,6 +115,7 @@ def result_of(run: Machines) -> dict[str, Any]:
     return {key: told[key] for key in RESULT}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_versions_but_the_first_come_by_broadcast(pulled, tmp_path: Path, ranks: int):
     with a_run(tmp_path, f"train.ranks={ranks}") as run:
@@ -123,6 +124,7 @@ def test_all_versions_but_the_first_come_by_broadcast(pulled, tmp_path: Path, ra
         assert "is over" not in run.log("head")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_engines_beside_their_trainer_are_sent_versions_where_that_is_asked_for(
     pulled, tmp_path: Path, ranks: int
@@ -132,6 +134,7 @@ def test_engines_beside_their_trainer_are_sent_versions_where_that_is_asked_for(
     assert summary(tmp_path)["weights"]["broadcast_nodes"] >= STEPS - 1
 
 
+@pytest.mark.e2e
 def test_who_comes_while_a_version_is_sent_pulls_it_and_is_sent_the_next_ones(tmp_path: Path):
     with a_run(tmp_path, "train.steps=1000", num=5) as run:
         run.until(lambda s: s["step"] >= 1, "a step is done")
@@ -194,7 +197,11 @@ def coordinator_killed(run: Machines) -> None:
 
 
 FAULTS = (
-    *(engine_killed, daemon_killed, drained, coordinator_killed, trainer_killed),
+    daemon_killed,
+    *(
+        pytest.param(fault, marks=pytest.mark.e2e)
+        for fault in (engine_killed, drained, coordinator_killed, trainer_killed)
+    ),
     *(
         pytest.param(fault, marks=pytest.mark.slow)
         for fault in (engine_stopped, daemon_stopped, line_cut, rank_killed, rank_stopped)

@@ -77,6 +77,7 @@ def require_halves(run_dir: Path) -> None:
         assert metrics["offload/window_s"] < sampled[1]
 
 
+@pytest.mark.e2e
 @linux_only
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_half_of_the_devices_change_sides_within_each_step(tmp_path: Path, nodes: int):

@@ -146,6 +146,7 @@ def rows_of(file: Path) -> list[tuple[dict[str, Any], str]]:
     return [(row, row["prompt"]) for row in rows]
 
 
+@pytest.mark.e2e
 def test_an_evaluation_whose_coordinator_is_killed_comes_to_the_same(tmp_path: Path):
     """In the middle of the first and, gone on from the journal, of a later one."""
     calm, killed = tmp_path / "calm", tmp_path / "killed"
@@ -182,6 +183,7 @@ def test_an_evaluation_whose_coordinator_is_killed_comes_to_the_same(tmp_path: P
     assert summary["eval_tokens"] == undisturbed["eval_tokens"]
 
 
+@pytest.mark.e2e
 def test_an_evaluation_goes_on_with_the_prompts_that_it_began_with(tmp_path: Path):
     sections = three_sets(tmp_path)
 

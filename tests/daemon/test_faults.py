@@ -103,6 +103,7 @@ def test_full_disk_holds_training_back_until_there_is_space(small_disk: Path):
     assert (small_disk / "test" / "summary.json").exists()
 
 
+@pytest.mark.e2e
 def test_disk_that_stays_full_ends_the_run_in_order(small_disk: Path):
     async def scenario():
         async with a_run(small_disk, max_trouble_s=1.0, **SLOW) as run:
@@ -159,6 +160,7 @@ def pool_that_fails(
     return lambda run_dir: asyncio.run(run(run_dir)) or 0
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("disk", ["full", "refuses one file"])
 def test_a_foreground_coordinator_that_fails_leaves_what_can_be_resumed(
     tmp_path: Path, request: pytest.FixtureRequest, disk: str
@@ -186,6 +188,7 @@ def test_a_foreground_coordinator_that_fails_leaves_what_can_be_resumed(
     assert (config.run_dir / "key").exists()
 
 
+@pytest.mark.e2e
 def test_a_foreground_coordinator_whose_rewards_never_were_leaves_its_name_free(tmp_path: Path):
     """Its journal only says that a run begins."""
     config = make_config(tmp_path, reward={"functions": f"{QUICKSTART / 'reward.py'}:none"})
@@ -204,6 +207,7 @@ def test_a_foreground_coordinator_whose_rewards_never_were_leaves_its_name_free(
     assert not config.run_dir.exists()
 
 
+@pytest.mark.e2e
 def test_figures_that_cannot_be_written_are_left_out(tmp_path: Path, small_disk: Path):
     """The journal has its own place, so that only what may be lost is lost."""
 
@@ -238,6 +242,7 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.e2e
 def test_without_descriptors_nobody_comes_and_then_they_do(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run:
@@ -277,6 +282,7 @@ def is_worker(pid: int) -> bool:
     return False
 
 
+@pytest.mark.e2e
 def test_reward_workers_that_are_killed_come_back(tmp_path: Path):
     """Idle, all at once, while they start, and in the middle of a job."""
     source = tmp_path / "slow.py"

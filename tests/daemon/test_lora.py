@@ -11,7 +11,7 @@ from lightrl.metrics.sinks import read
 from tests.daemon.test_roles import daemon
 from tests.support.daemons import DEADLINE_S, QUICKSTART
 
-pytestmark = pytest.mark.usefixtures("warm_runs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm_runs")]
 
 SETTINGS = (
     "rollout.nodes=1",

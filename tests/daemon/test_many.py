@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.e2e
+
 NODES = Path(__file__).parents[2] / "scripts" / "bench" / "nodes"
 STEPS = 4
 

@@ -83,6 +83,7 @@ def test_after_a_broken_connection_no_token_is_missing_and_nothing_had_to_be_mov
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_node_says_nothing_but_hello_before_it_is_welcomed_again(tmp_path: Path):
     async def scenario():
         async with (
@@ -160,6 +161,7 @@ def test_what_the_coordinator_aborts_or_a_newer_version_replaces_is_not_claimed_
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_version_offered_once_more_is_confirmed_without_being_loaded_again(tmp_path: Path):
     async def scenario():
         async with scripted(tmp_path, **SOME) as head, rollout_daemon(head.address, head.key_file):
@@ -173,6 +175,7 @@ def test_version_offered_once_more_is_confirmed_without_being_loaded_again(tmp_p
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_order_for_a_version_that_is_not_loaded_is_refused_and_the_node_lives(tmp_path: Path):
     async def scenario():
         async with scripted(tmp_path, **SOME) as head, rollout_daemon(head.address, head.key_file):
@@ -222,6 +225,7 @@ def test_hello_that_became_untrue_before_it_was_answered_is_said_again(tmp_path:
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_patience_has_an_end(tmp_path: Path):
     async def scenario():
         node = {"heartbeat_s": 0.1, "patience_s": 3.0}
@@ -243,6 +247,7 @@ def test_patience_has_an_end(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_node_that_leaves_is_welcomed_once_more_to_say_what_it_holds(tmp_path: Path):
     async def scenario():
         async with (
@@ -268,6 +273,7 @@ def test_node_that_leaves_is_welcomed_once_more_to_say_what_it_holds(tmp_path: P
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_node_leaves_within_its_grace_though_engine_and_coordinator_hang(tmp_path: Path):
     async def scenario():
         node = {"heartbeat_s": 0.1, "grace_s": 3.0}
@@ -291,6 +297,7 @@ def test_node_leaves_within_its_grace_though_engine_and_coordinator_hang(tmp_pat
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_node_that_is_not_welcomed_at_all_can_be_told_to_leave(tmp_path: Path):
     async def scenario():
         async with (
@@ -317,6 +324,7 @@ def test_who_hangs_is_ended_by_force():
     assert done.stdout.endswith(b" ERROR rollout : did not end in time: ended by force\n")
 
 
+@pytest.mark.e2e
 def test_engine_is_started_again_when_there_are_descriptors_for_it(tmp_path: Path):
     async def scenario():
         async with (
@@ -343,6 +351,7 @@ def test_engine_is_started_again_when_there_are_descriptors_for_it(tmp_path: Pat
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path):
     """Twice; whoever dies so three times in a row would do so again."""
 

@@ -87,6 +87,7 @@ async def until_children(daemon: asyncio.subprocess.Process, num: int) -> list[i
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.e2e
 def test_no_engine_is_started_before_the_devices_are_its_own(tmp_path: Path):
     async def scenario():
         async with shared_node(tmp_path) as (head, daemon):
@@ -150,6 +151,7 @@ def test_a_version_that_is_published_meanwhile_is_fetched_and_loaded_when_it_wak
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_orders_that_come_twice_or_late_or_crosswise(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path, sleep_ms=200.0) as (head, _):
@@ -171,6 +173,7 @@ def test_orders_that_come_twice_or_late_or_crosswise(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_engine_that_loads_a_version_sleeps_when_it_has_it(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path, load_ms=1000.0) as (head, _):
@@ -185,6 +188,7 @@ def test_an_engine_that_loads_a_version_sleeps_when_it_has_it(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_engine_that_does_not_sleep_in_time_is_killed_and_its_devices_are_free(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path, grace_s=0.8) as (head, daemon):
@@ -207,6 +211,7 @@ def test_an_engine_that_does_not_sleep_in_time_is_killed_and_its_devices_are_fre
 STARTS = b"the engine still starts: its devices are given back once it is up"
 
 
+@pytest.mark.e2e
 def test_an_engine_that_still_starts_gets_up_and_then_sleeps_at_once(tmp_path: Path):
     async def scenario():
         async with shared_node(tmp_path, grace_s=0.2, start_ms=2000.0) as (head, daemon):
@@ -225,6 +230,7 @@ def test_an_engine_that_still_starts_gets_up_and_then_sleeps_at_once(tmp_path: P
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_start_that_hangs_is_cut_short_in_the_end(tmp_path: Path):
     async def scenario():
         async with shared_node(tmp_path, patience_s=1.5, start_ms=60_000.0) as (head, daemon):
@@ -238,6 +244,7 @@ def test_a_start_that_hangs_is_cut_short_in_the_end(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_engine_that_dies_asleep_is_started_when_it_is_woken_and_after_the_second_never(
     tmp_path: Path,
 ):
@@ -266,6 +273,7 @@ def test_an_engine_that_dies_asleep_is_started_when_it_is_woken_and_after_the_se
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_engine_that_dies_while_it_wakes_is_started_again_at_once(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path, wake_ms=60_000.0) as (head, daemon):
@@ -310,6 +318,7 @@ def test_a_coordinator_that_missed_the_release_hears_of_it(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_node_that_sleeps_can_be_sent_away(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path) as (head, daemon):
@@ -324,6 +333,7 @@ def test_a_node_that_sleeps_can_be_sent_away(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_it_is_a_member_of_no_broadcast_group(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path) as (head, _):
@@ -333,6 +343,7 @@ def test_it_is_a_member_of_no_broadcast_group(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_node_with_devices_of_its_own_keeps_them(tmp_path: Path):
     async def scenario():
         async with scripted(tmp_path) as head, rollout_daemon(head.address, head.key_file):
@@ -352,6 +363,7 @@ def test_a_node_with_devices_of_its_own_keeps_them(tmp_path: Path):
 STRANGER = "shares the devices of nobody, which is no trainer node of this run"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
 def test_one_that_shares_with_nobody_says_so_and_ends(tmp_path: Path, is_late: bool):
     """Later: it was welcomed while a trainer node was missing, which could have been the one."""
@@ -378,6 +390,7 @@ def test_one_that_shares_with_nobody_says_so_and_ends(tmp_path: Path, is_late: b
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_to_share_in_a_run_where_nothing_is_shared_is_refused(tmp_path: Path):
     async def scenario():
         async with (

@@ -88,6 +88,7 @@ def test_a_trainer_may_fall_back_to_the_oldest_checkpoint_that_is_kept(tmp_path:
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_trainer_that_falls_behind_the_journal_ends_the_run_with_one_line(tmp_path: Path):
     """With `checkpoint.keep_last` = 1 there is none before the newest."""
 
@@ -108,6 +109,7 @@ def test_a_trainer_that_falls_behind_the_journal_ends_the_run_with_one_line(tmp_
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_journal_that_ends_between_a_question_and_its_answer_is_gone_on_from(tmp_path: Path):
     """The newest thing known is that a round was opened, and not yet which prompts it got."""
 
@@ -136,6 +138,7 @@ def with_another_answer(lines: list[str]) -> list[str]:
     return [json.dumps({**first, "answer": "other"}) + "\n", *lines[1:]]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("change", [backwards, with_another_answer])
 def test_other_data_is_refused_in_one_line(tmp_path: Path, change):
     async def scenario():

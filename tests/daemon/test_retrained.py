@@ -61,6 +61,7 @@ def test_nodes_load_it_and_keep_the_tokens_that_they_have(tmp_path: Path):
     assert [entry.version for entry in entries] == [2]
 
 
+@pytest.mark.e2e
 def test_a_deterministic_run_fails_with_one_line(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW, run={"deterministic": True}) as run:

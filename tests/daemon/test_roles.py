@@ -13,7 +13,7 @@ from lightrl.keys import read_key
 from lightrl.wire import from_json
 from tests.support.daemons import DEADLINE_S, QUICKSTART
 
-pytestmark = pytest.mark.usefixtures("warm_runs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm_runs")]
 COMMON = (
     "rollout.engine=torch",
     "train.prompts_per_step=4",

@@ -102,6 +102,7 @@ def test_killed_node_costs_no_token_and_a_late_one_joins_within_the_step(tmp_pat
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_sigterm_drains_a_node_and_its_responses_finish_elsewhere(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run:
@@ -137,6 +138,7 @@ def test_engine_that_dies_is_started_again_and_nothing_is_lost(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_engine_that_hangs_is_killed_and_started_again(tmp_path: Path):
     async def scenario():
         node = {"heartbeat_s": 0.1, "patience_s": 3.0}
@@ -157,6 +159,7 @@ def test_engine_that_hangs_is_killed_and_started_again(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_no_engine_outlives_a_daemon_that_was_killed(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run:
@@ -173,6 +176,7 @@ def test_no_engine_outlives_a_daemon_that_was_killed(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_rollout_node_leaves_when_its_coordinator_falls_silent(tmp_path: Path):
     async def scenario():
         node = {"heartbeat_s": 0.1, "patience_s": 3.0}
@@ -210,6 +214,7 @@ def test_broken_connection_costs_no_token(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_node_that_hung_beyond_its_lease_is_taken_in_again(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run:
@@ -227,6 +232,7 @@ def test_node_that_hung_beyond_its_lease_is_taken_in_again(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_engine_that_was_stopped_for_a_while_costs_nothing(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run:
@@ -246,6 +252,7 @@ def test_engine_that_was_stopped_for_a_while_costs_nothing(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_garbage_on_the_coordinators_socket_is_counted_and_the_run_goes_on(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path) as run:

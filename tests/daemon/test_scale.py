@@ -56,6 +56,7 @@ def test_a_run_calls_its_command_and_says_what_it_has_cost(tmp_path: Path):
     assert records[-1]["cost/usd_per_step"] == pytest.approx(costs[-1] / 4)
 
 
+@pytest.mark.e2e
 def test_a_command_that_fails_costs_the_run_one_line(tmp_path: Path):
     scale = scaling(tmp_path, "echo no such queue; exit 7")
 

@@ -17,7 +17,7 @@ from lightrl.devices.sizes import sized_engines
 from tests.daemon.test_runs import children_of
 from tests.support.daemons import Running, a_run
 
-pytestmark = pytest.mark.usefixtures("warm_daemons")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm_daemons")]
 
 SIZES = [1, 2]
 # Small caches: what runs to the limit is preempted.

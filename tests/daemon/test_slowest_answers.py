@@ -58,6 +58,7 @@ def test_all_workers_are_given_the_times_of_the_run_and_after_a_resume_too(tmp_p
     assert later == [4.0, 4.0]
 
 
+@pytest.mark.e2e
 def test_a_deterministic_run_gives_none(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **changes(tmp_path, deterministic=True)) as run:

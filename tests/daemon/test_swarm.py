@@ -121,6 +121,7 @@ def test_nodes_get_a_version_from_each_other_and_metrics_say_how(tmp_path: Path)
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_who_comes_while_the_trainer_is_away_pulls_from_those_who_have_the_version(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
@@ -139,6 +140,7 @@ def test_who_comes_while_the_trainer_is_away_pulls_from_those_who_have_the_versi
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
@@ -151,6 +153,7 @@ def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_node_that_drains_in_the_middle_of_a_pull_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
@@ -166,6 +169,7 @@ def test_node_that_drains_in_the_middle_of_a_pull_disturbs_nobody(tmp_path: Path
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_coordinator_that_is_resumed_while_nodes_pull_lets_them_go_on(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as gone:

@@ -136,6 +136,7 @@ def lines_of(output: bytes) -> list[str]:
     return [line.partition(": ")[2] for line in output.decode().splitlines()]
 
 
+@pytest.mark.e2e
 def test_a_real_node_is_waited_for_until_its_engine_has_started(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path, train=SHORT) as run:
@@ -153,6 +154,7 @@ def test_a_real_node_is_waited_for_until_its_engine_has_started(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_node_says_which_run_it_serves_and_why_it_leaves(tmp_path: Path):
     async def ended(run: Running, name: str) -> tuple[int | None, list[str]]:
         process = run.processes.pop(name)

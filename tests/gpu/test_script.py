@@ -54,6 +54,7 @@ def run(tmp_path, parts, seconds=120.0, jobs=2, device="cpu"):
     return said["parts"], printed, log.read_text()
 
 
+@pytest.mark.e2e
 def test_one_that_fails_hangs_or_cannot_run_does_not_keep_the_others_from_running(tmp_path):
     hangs = f"{FIGURE}\nimport threading; threading.Event().wait()"
     parts, printed, log = run(
@@ -89,6 +90,7 @@ def test_one_that_fails_hangs_or_cannot_run_does_not_keep_the_others_from_runnin
         )
 
 
+@pytest.mark.e2e
 def test_time_that_is_over_skips_what_is_left(tmp_path):
     waits = part("speed/first", "import time; time.sleep(0.2)", is_timed=True)
     late = part("speed/second", FIGURE, is_timed=True, least_s=30.0)
@@ -113,6 +115,7 @@ def test_children_of_a_part_end_with_it(tmp_path):
         time.sleep(0.01)
 
 
+@pytest.mark.e2e
 def test_each_test_of_a_part_counts(tmp_path):
     file = tmp_path / "test_some.py"
     file.write_text(TESTS)
@@ -181,6 +184,7 @@ def scripts_gpu(*arguments):
     )
 
 
+@pytest.mark.e2e
 def test_without_a_gpu_it_runs_to_its_end_and_says_why(tmp_path):
     done = scripts_gpu("--out", str(tmp_path / "log"))
     assert done.returncode == 0, done.stderr
@@ -191,6 +195,7 @@ def test_without_a_gpu_it_runs_to_its_end_and_says_why(tmp_path):
     assert said["machine"]["versions"]["torch"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "figure"),
     [

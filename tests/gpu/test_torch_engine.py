@@ -30,7 +30,7 @@ TINY = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,
 }
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.e2e))
 
 
 @dataclass
@@ -112,7 +112,7 @@ def test_the_same_batch_gives_the_same_bits(device, model, dtype):
     engine.close()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.e2e), 0.7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_have_the_probabilities_of_their_logits(device, tiny, dtype, temperature):
     """Of the first token, and of the second after the likeliest first, which was drafted for
@@ -170,6 +170,7 @@ def in_use(device: str) -> int:
     )
 
 
+@pytest.mark.e2e
 def test_memory_comes_back_after_a_reset_and_after_the_engine(device, model, figure):
     before = in_use(device)
     asked = requests(model.vocabulary, 8, 4, 48)

@@ -104,9 +104,15 @@ def world(
     return World(cost, acceptance, Gate(MAX_WIDTH, is_padded), seed, **more)
 
 
-@pytest.mark.parametrize("noise", [{}, {"jitter": 0.1, "outliers": 0.01}], ids=["quiet", "noisy"])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        pytest.param({}, marks=pytest.mark.e2e, id="quiet"),
+        pytest.param({"jitter": 0.1, "outliers": 0.01}, id="noisy"),
+    ],
+)
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
-@pytest.mark.parametrize("batch", [1, 32, 256])
+@pytest.mark.parametrize("batch", [1, pytest.param(32, marks=pytest.mark.e2e), 256])
 @pytest.mark.parametrize("cost", COSTS)
 def test_it_loses_nothing_and_finds_about_the_best_width(
     cost: Cost, batch: int, acceptance: float, noise: dict[str, float]
@@ -120,7 +126,7 @@ def test_it_loses_nothing_and_finds_about_the_best_width(
 
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("is_padded", [False, pytest.param(True, marks=pytest.mark.e2e)])
 def test_a_load_that_shrinks_from_128_to_1_is_followed(
     cost: Cost, acceptance: float, is_padded: bool
 ) -> None:

@@ -266,7 +266,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("num_acts", [1, 7, 38, 60, 171])
+@pytest.mark.parametrize(
+    "num_acts", [1, 60, *(pytest.param(n, marks=pytest.mark.e2e) for n in (7, 38, 171))]
+)
 def test_what_was_acknowledged_survives_kill_9(tmp_path, num_acts):
     """Killed as soon as so many acknowledgements were seen: at a moment that it does not choose."""
     root = str(Path(__file__).parents[2])

@@ -236,7 +236,15 @@ def test_with_join_nothing_can_be_said_that_is_no_business_of_a_rollout_node(tmp
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("roles", [("trainer",), ("coordinator",), ("trainer", "rollout"), ()])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ("trainer",),
+        pytest.param(("coordinator",), marks=pytest.mark.e2e),
+        pytest.param(("trainer", "rollout"), marks=pytest.mark.e2e),
+        (),
+    ],
+)
 def test_with_join_one_is_a_rollout_node_or_nothing(tmp_path: Path, roles: tuple[Role, ...]):
     async def scenario() -> None:
         async with a_run(tmp_path) as run, intruder(run, "b") as link:

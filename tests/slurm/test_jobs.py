@@ -43,6 +43,7 @@ GRACE_S = 30
 Story = Callable[[Cluster, Path, dict[str, Any]], None]
 
 pytestmark = [
+    pytest.mark.e2e,
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
     pytest.mark.timeout(240),
 ]

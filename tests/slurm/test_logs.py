@@ -4,7 +4,11 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.cli import DEADLINE_S, EMULATED, QUICKSTART, SMALL, arguments
+
+pytestmark = pytest.mark.e2e
 
 
 def test_all_that_both_jobs_write_is_json(tmp_path: Path):

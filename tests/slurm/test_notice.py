@@ -17,7 +17,10 @@ SETUPS = {
     "no grace time": (0, ""),
 }
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
+]
 
 
 @pytest.fixture(scope="module")

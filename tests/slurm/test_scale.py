@@ -44,6 +44,7 @@ def batch_script(run_dir: Path, name: str) -> Path:
     return file
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
 def test_tasks_are_submitted_and_cancelled_until_there_are_as_many_as_wanted(tmp_path: Path):
     run_dir, other = tmp_path / "runs" / "one", tmp_path / "runs" / "other"
@@ -75,6 +76,7 @@ def test_tasks_are_submitted_and_cancelled_until_there_are_as_many_as_wanted(tmp
         assert list(tasks(cluster, "other").values()) == ["RUNNING"]
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
 def test_a_run_whose_tasks_were_submitted_by_hand(tmp_path: Path):
     """Without a script of its own, by the one of the repository; options go to sbatch."""

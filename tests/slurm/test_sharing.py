@@ -28,7 +28,7 @@ from tests.support.cli import (
 )
 from tests.support.fake_driver import install, smi_row
 
-pytestmark = linux_only
+pytestmark = [pytest.mark.e2e, linux_only]
 
 SHARED = ("run.name=one", *SMALL, "rollout.placement=shared")
 

@@ -128,6 +128,7 @@ def test_it_has_its_pipe_whatever_number_that_has(probe: str, tmp_path: Path):
     asyncio.run(all_of_them())
 
 
+@pytest.mark.e2e
 def test_what_a_forked_run_starts_is_forked_and_ends_with_it(warm_runs, tmp_path: Path):
     with running(tmp_path, *EMULATED, "train.steps=100000") as run:
         until_says(run, "reward")

@@ -234,6 +234,7 @@ def test_a_busy_engine_goes_on_under_the_new_version(tmp_path: Path, files):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_what_is_not_what_was_sent_is_not_served_but_pulled(tmp_path: Path, files):
     async def scenario() -> None:
         async with serving(*files.values()) as trainer, member(tmp_path) as a:

@@ -56,7 +56,8 @@ def test_a_peer_that_relays_dies_or_hangs(tmp_path: Path, how: signal.Signals):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("is_whole", [False, *e2e([True])])
+@pytest.mark.e2e
+@pytest.mark.parametrize("is_whole", [False, True])
 def test_a_daemon_that_was_killed_finds_what_was_proved_when_it_starts_again(
     tmp_path: Path, is_whole: bool
 ):

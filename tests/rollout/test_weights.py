@@ -195,7 +195,8 @@ def pulling_process(folder: Path, offer: PublishWeights):
         process.communicate()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, *e2e([signal.SIGSTOP])], ids=["killed", "stopped"])
+@pytest.mark.e2e
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_daemon_that_pulls_for_its_machine_dies_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ):

@@ -119,7 +119,7 @@ FAULTS = (
 )
 
 
-ONE, FEW = range(5000, 5001), pytest.param(range(5001, 5003), marks=pytest.mark.e2e)
+ONE, FEW = range(5000, 5001), pytest.param(range(5001, 5002), marks=pytest.mark.e2e)
 MORE = pytest.param(range(5100, 5200), marks=pytest.mark.slow)
 
 

@@ -119,10 +119,11 @@ FAULTS = (
 )
 
 
-FEW, MORE = range(5000, 5002), pytest.param(range(5100, 5200), marks=pytest.mark.slow)
+ONE, FEW = range(5000, 5001), pytest.param(range(5001, 5002), marks=pytest.mark.e2e)
+MORE = pytest.param(range(5100, 5200), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("seeds", [FEW, MORE], ids=["few", "more"])
+@pytest.mark.parametrize("seeds", [ONE, FEW, MORE], ids=["one", "few", "more"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_at_any_stage_of_a_broadcast_the_others_go_on(

@@ -18,6 +18,7 @@ from lightrl.core.state import DrawnPrompt
 from lightrl.errors import InvariantViolation
 from lightrl.messages.training import TrainShard
 from tests.core.conftest import Driver, held_out, ids, of_kind, sent
+from tests.support.tiers import e2e
 
 
 def length(name: str) -> int:
@@ -109,7 +110,7 @@ def test_queue_is_first_in_first_out_over_many_steps():
     assert len(taken) == 12
 
 
-@pytest.mark.parametrize("eta", [1.125, 1.25, 1.5, 2.0])
+@pytest.mark.parametrize("eta", [1.25, *e2e([1.125, 1.5, 2.0])])
 def test_nobody_waits_longer_than_a_period_of_rounds(eta: float):
     prompts = 8
     d = tail(
@@ -198,7 +199,7 @@ def test_prompt_of_the_next_epoch_is_held_back_while_it_waits_from_the_last_one(
 
 
 @pytest.mark.parametrize("etas", [(1.0, 1.0), (1.25, 1.0), (1.5, 1.5)])
-@pytest.mark.parametrize("num_prompts", [12, 17, 30])
+@pytest.mark.parametrize("num_prompts", [17, *e2e([12, 30])])
 def test_every_prompt_is_trained_exactly_once_per_epoch(
     etas: tuple[float, float], num_prompts: int
 ):

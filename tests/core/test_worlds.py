@@ -20,6 +20,7 @@ from lightrl.messages.responses import Sampling
 from tests.core.conftest import held_out
 from tests.core.oracle import oracle
 from tests.core.world import World
+from tests.support.tiers import e2e
 
 NUM_EVENTS = 100
 # of different numbers of prompts and samples, sampled differently and cut at different lengths
@@ -91,14 +92,16 @@ def check_groups(world: World) -> None:
     assert len(set(names)) == len(names), "a group twice"
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", [*range(100), *e2e(range(100, 300))])
 def test_world_trains_exactly_what_the_oracle_says(seed: int):
     world = World(seed, **settings(seed)).live(NUM_EVENTS).heal()
     check_end(world)
     check_against_oracle(world)
 
 
-@pytest.mark.parametrize("seeds", [range(900 + 25 * k, 925 + 25 * k) for k in range(4)])
+@pytest.mark.parametrize(
+    "seeds", [range(900, 925), *e2e(range(900 + 25 * k, 925 + 25 * k) for k in range(1, 4))]
+)
 def test_world_whose_prompts_come_late_trains_exactly_the_same(seeds):
     """Whatever happens before they are there, coordinator and devices included."""
     num_late = 0
@@ -111,7 +114,7 @@ def test_world_whose_prompts_come_late_trains_exactly_the_same(seeds):
     assert num_late > 100
 
 
-@pytest.mark.parametrize("seed", range(500, 560))
+@pytest.mark.parametrize("seed", [*range(500, 515), *e2e(range(515, 560))])
 def test_world_that_skips_responses_without_a_score_trains_what_the_oracle_says(seed: int):
     """Their siblings alone, where two are left, whether a failure or the cut was known first."""
     sizes = {"group_size": 2 + seed % 3, "reward_on_failure": None, "skips_unscored": True}
@@ -125,8 +128,12 @@ def test_world_that_skips_responses_without_a_score_trains_what_the_oracle_says(
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(range(3000 + 40 * k, 3040 + 40 * k), marks=[pytest.mark.slow] * (k >= 2))
-        for k in range(15)
+        range(3000, 3040),
+        *e2e([range(3040, 3080)]),
+        *(
+            pytest.param(range(3000 + 40 * k, 3040 + 40 * k), marks=pytest.mark.slow)
+            for k in range(2, 15)
+        ),
     ],
 )
 def test_world_whose_devices_change_sides_trains_exactly_the_same(seeds):
@@ -150,7 +157,7 @@ def test_world_whose_devices_change_sides_trains_exactly_the_same(seeds):
     assert min(totals.values()) >= 1, totals
 
 
-@pytest.mark.parametrize("seed", range(300, 350))
+@pytest.mark.parametrize("seed", [*range(300, 315), *e2e(range(315, 350))])
 def test_asynchronous_world_that_does_not_race_trains_its_prompts_in_order(seed: int):
     plain = settings(seed, tail=Tail(), dynamic_sampling=False, max_staleness=1 + seed % 2)
     world = World(seed, **plain).live(NUM_EVENTS).heal()
@@ -158,7 +165,7 @@ def test_asynchronous_world_that_does_not_race_trains_its_prompts_in_order(seed:
     check_against_oracle(world)
 
 
-@pytest.mark.parametrize("seed", range(350, 400))
+@pytest.mark.parametrize("seed", [*range(350, 365), *e2e(range(365, 400))])
 def test_asynchronous_world_of_any_kind_finishes_with_whole_groups(seed: int):
     race = random.Random(seed).choice(["tokens", "clock"])
     changes = settings(seed, max_staleness=1 + seed % 2, race=race)
@@ -167,14 +174,14 @@ def test_asynchronous_world_of_any_kind_finishes_with_whole_groups(seed: int):
     check_groups(world)
 
 
-@pytest.mark.parametrize("seed", range(400, 500))
+@pytest.mark.parametrize("seed", [*range(400, 430), *e2e(range(430, 500))])
 def test_world_with_a_race_by_the_clock_finishes_with_whole_groups(seed: int):
     world = World(seed, **settings(seed, race="clock")).live(NUM_EVENTS).heal()
     check_end(world)
     check_groups(world)
 
 
-@pytest.mark.parametrize("seed", range(500, 550))
+@pytest.mark.parametrize("seed", [*range(500, 515), *e2e(range(515, 550))])
 def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_trainer_after_it(
     seed: int,
 ):
@@ -198,8 +205,12 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(range(700 + 30 * k, 730 + 30 * k), marks=[pytest.mark.slow] * (k >= 5))
-        for k in range(10)
+        range(700, 730),
+        *e2e(range(700 + 30 * k, 730 + 30 * k) for k in range(1, 5)),
+        *(
+            pytest.param(range(700 + 30 * k, 730 + 30 * k), marks=pytest.mark.slow)
+            for k in range(5, 10)
+        ),
     ],
 )
 def test_world_of_many_versions_sends_them_by_broadcast_and_nobody_waits(seeds):
@@ -239,7 +250,9 @@ def test_fresh_world(seed: int):
             test_world_trains_exactly_what_the_oracle_says(seed)
 
 
-@pytest.mark.parametrize("seeds", [range(600 + 20 * k, 620 + 20 * k) for k in range(4)])
+@pytest.mark.parametrize(
+    "seeds", [range(600, 620), *e2e(range(600 + 20 * k, 620 + 20 * k) for k in range(1, 4))]
+)
 def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, monkeypatch):
     """Every shard once and in order, and the same is trained, whoever dies while a step is handed
     over."""
@@ -254,6 +267,7 @@ def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, m
     assert num_held_back > 20
 
 
+@pytest.mark.e2e
 def test_in_these_worlds_everything_does_happen():
     """They are worth something only then."""
     totals: Counter[str] = Counter()

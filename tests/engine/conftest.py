@@ -1,6 +1,7 @@
 """A tiny random model with two versions of weights, and engine processes that the tests share."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 from collections.abc import Callable, Coroutine, Iterator
@@ -225,23 +226,37 @@ async def stop_all(clients: list[EngineClient]) -> list[int]:
     return await asyncio.gather(*(client.child.stop(DEADLINE_S) for client in clients))
 
 
+class Origins:
+    """Engines are forked from these, and need not import torch and vLLM: others start them in
+    earnest (tests/cli/test_real_runs.py, tests/chaos/test_vllm.py). vLLM has one of its own, which
+    is begun by the first test that needs it."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._known: dict[bool, Origin | None] = {}
+
+    def forking(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        if has_cuda():
+            return contextlib.nullcontext()
+        is_vllm = kind == "vllm"
+        if is_vllm not in self._known:
+            vllm = ["tests.support.warm_vllm"] if is_vllm else []
+            modules = ("lightrl.engine.process", "lightrl.engine.torch", *vllm)
+            self._known[is_vllm] = self._stack.enter_context(origin(*modules))
+        return forking(self._known[is_vllm])
+
+
 @pytest.fixture(scope="session")
-def origin_of_engines() -> Iterator[Origin | None]:
-    """Engines are forked from it, and need not import torch and vLLM: others start them in earnest
-    (tests/cli/test_real_runs.py, tests/chaos/test_vllm.py)."""
-    if has_cuda():
-        yield None
-        return
-    vllm = ["tests.support.warm_vllm"] if importlib.util.find_spec("vllm") else []
-    with origin("lightrl.engine.process", "lightrl.engine.torch", *vllm) as process:
-        yield process
+def origin_of_engines() -> Iterator[Origins]:
+    with contextlib.ExitStack() as stack:
+        yield Origins(stack)
 
 
 @pytest.fixture(scope="session")
 def start(
     tiny: TinyModel,
     tmp_path_factory: pytest.TempPathFactory,
-    origin_of_engines: Origin | None,
+    origin_of_engines: Origins,
 ) -> Iterator[Callable[..., EngineClient]]:
     """Starts engine processes: `start("torch", slots=4)`; all are stopped at the end of the
     session."""
@@ -258,7 +273,7 @@ def start(
         ) -> EngineClient:
             spec = EngineSpec(kind, str(model_dir), dtype, MAX_LENGTH, slots, **fields)
             log = logs / f"{kind}-{len(clients)}.log"
-            with forking(origin_of_engines):
+            with origin_of_engines.forking(kind):
                 clients.append(EngineClient(runner, spec, tiny, log))
             return clients[-1]
 
@@ -285,12 +300,16 @@ def vllm_engine(start: Callable[..., EngineClient]) -> EngineClient:
     return start("vllm", can_sleep=not has_cuda())  # there: tests/gpu/test_vllm_engine.py
 
 
-@pytest.fixture(scope="session", params=["emulated", "torch", "vllm"])
+# vLLM's part of the default tests: test_equality.py.
+VLLM = pytest.param("vllm", marks=pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session", params=["emulated", "torch", VLLM])
 def any_engine(request: pytest.FixtureRequest) -> EngineClient:
     return request.getfixturevalue(f"{request.param}_engine")
 
 
-@pytest.fixture(scope="session", params=["torch", "vllm"])
+@pytest.fixture(scope="session", params=["torch", VLLM])
 def real_engine(request: pytest.FixtureRequest) -> EngineClient:
     return request.getfixturevalue(f"{request.param}_engine")
 

@@ -24,6 +24,7 @@ from lightrl.wire import pack_f32, pack_i32
 from tests.engine import broadcast_rank
 from tests.engine.broadcast_rank import Order
 from tests.engine.test_equality import PROMPTS
+from tests.support.tiers import e2e
 
 GREEDY = Sampling(0.0)
 DROP = ProveWeights(())
@@ -97,7 +98,7 @@ def assert_serves_nothing(engine: Any, ask: Any, version: int) -> None:
     assert "loaded is none" in _next(engine, EngineFailed).reason
 
 
-@pytest.mark.parametrize("sums_come", ["before", "after"])
+@pytest.mark.parametrize("sums_come", ["after", *e2e(["before"])])
 def test_a_broadcast_leaves_what_a_file_leaves(real_engine, ask, tiny, sums_come):
     expected = {}
     for version in (1, 2):
@@ -122,7 +123,7 @@ def test_a_broadcast_leaves_what_a_file_leaves(real_engine, ask, tiny, sums_come
             assert served(real_engine, ask, version, "group") == expected[version]
 
 
-@pytest.mark.parametrize("at", [0, 3, 7, 14, 23])
+@pytest.mark.parametrize("at", [7, *e2e([0, 3, 14, 23])])
 def test_after_a_rank_that_died_in_the_middle_a_file_leaves_what_it_should(
     real_engine, ask, tiny, at
 ):

@@ -3,6 +3,14 @@
 import pytest
 
 from lightrl.messages.responses import Sampling
+from tests.engine.conftest import EngineClient
+
+
+@pytest.fixture(scope="session", params=["torch", "vllm"])
+def real_engine(request: pytest.FixtureRequest) -> EngineClient:
+    """The one place where default tests start vLLM: that its adapter runs is seen here."""
+    return request.getfixturevalue(f"{request.param}_engine")
+
 
 PROMPTS = [[2 + (7 * i + 3 * j) % 30 for j in range(3 + 2 * i)] for i in range(5)]
 
@@ -38,6 +46,7 @@ def test_temperatures_may_differ_within_a_batch(real, ask):
         )
 
 
+@pytest.mark.e2e
 def test_a_response_moved_to_another_vllm_process_equals_the_undisturbed_one(
     vllm_engine, start, ask
 ):

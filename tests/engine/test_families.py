@@ -21,10 +21,13 @@ from lightrl.trainer.rank.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
 from tests.engine.conftest import MAX_LENGTH, EngineClient
 from tests.support.families import PACKED, VOCABULARY, saved
+from tests.support.tiers import e2e
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 FAMILIES = ["qwen2", "qwen3", "llama", "gemma3_text", "opt", "qwen3_moe", "glm4_moe"]
+# By default: plain, with experts, with a sliding window, with a scaled rope.
+FEW = ["qwen3", "qwen3_moe", "gemma3_text", "qwen2-yarn"]
 MOST = 1e-5  # mean difference of logprobs
 LENGTHS = [(3, 40), (5, 45), (2, 30), (9, 70), (30, 25), (7, 60)]  # of prompts and responses
 # What vLLM's attention has for a head on a CPU. Experts of 16 columns are padded there.
@@ -126,7 +129,9 @@ def assert_agrees(engine: EngineClient, rank: Rank, ask: Callable) -> None:
         assert metrics["train_rollout_logprob_abs_diff"] <= MOST
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ROPES])
+@pytest.mark.parametrize(
+    "family", [*FEW, *e2e(family for family in (*FAMILIES, *ROPES) if family not in FEW)]
+)
 def test_the_torch_engine_serves_what_was_published(start, new_rank, ask, family):
     rank = new_rank(family)
     engine = start("torch", model_dir=Path(rank.start.model_dir))
@@ -134,6 +139,7 @@ def test_the_torch_engine_serves_what_was_published(start, new_rank, ask, family
     engine.stop()
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS, *ROPES])
 def test_vllm_serves_what_was_published(start, new_rank, ask, family):

@@ -12,6 +12,7 @@ from lightrl.engine.checkpoint import build_model, read_config
 from lightrl.messages.responses import Sampling
 from lightrl.weights.version.manifest import AdapterManifest, encode, finish_version, read_manifest
 from lightrl.weights.version.tensors import write_tensors
+from tests.engine.conftest import VLLM
 
 LORA = LoraSpec(4, 16.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 # longer than a block of vLLM's KV cache, so that an older version's could be found
@@ -35,7 +36,7 @@ def adapted(tiny, folder, version, base):
     return model, finish_version(path, version, plain.num_bytes, encode(manifest))
 
 
-@pytest.fixture(scope="module", params=["torch", "vllm"])
+@pytest.fixture(scope="module", params=["torch", VLLM])
 def engine(request, start):
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")

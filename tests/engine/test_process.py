@@ -92,6 +92,7 @@ def test_killing_the_daemon_leaves_no_orphan(tiny):
         assert readable, "the engine is still there 20 s after its daemon was killed"
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
 def test_vllm_on_cpu_starts_no_further_process(vllm_engine):
     tasks = Path(f"/proc/{vllm_engine.child.pid}/task")

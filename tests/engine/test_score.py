@@ -21,7 +21,8 @@ from lightrl.engine.process import build_engine
 from lightrl.errors import EngineError
 from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.weights.canary import arbitrary_text
-from tests.support.warm import CHILD_CODE, Origin, forking
+from tests.engine.conftest import VLLM, Origins
+from tests.support.warm import CHILD_CODE
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 4, 4, 512, 32
 TEXT = arbitrary_text(VOCABULARY, MAX_LENGTH)
@@ -149,14 +150,14 @@ def spec_of(kind: Any, tiny: Any) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def remote(tiny: Any, origin_of_engines: Origin | None) -> Iterator[Remote]:
+def remote(tiny: Any, origin_of_engines: Origins) -> Iterator[Remote]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     here, there = multiprocessing.Pipe()
     target = "tests.support.warm_vllm:run_file"
     words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with forking(origin_of_engines):
+    with origin_of_engines.forking("vllm"):
         child = subprocess.Popen(
             (sys.executable, *words), pass_fds=(there.fileno(),), env=environment
         )
@@ -167,7 +168,7 @@ def remote(tiny: Any, origin_of_engines: Origin | None) -> Iterator[Remote]:
     assert child.wait(30) == 0
 
 
-@pytest.fixture(params=["emulated", "torch", "vllm"])
+@pytest.fixture(params=["emulated", "torch", VLLM])
 def engine(request: pytest.FixtureRequest, tiny: Any) -> Here | Remote:
     """Each kind in turn, with version 1 loaded."""
     if request.param == "vllm":
@@ -228,6 +229,7 @@ def test_a_text_that_cannot_be_scored_is_refused_in_one_line(engine):
     assert len(engine.call("score", [3] * 512)) == 511
 
 
+@pytest.mark.e2e
 def test_vllms_prefix_cache_knows_nothing_of_scores(remote, tiny, ask):
     remote.call("load", tiny.files[1])
     assert remote.call("cached", LONG, ask("r", LONG, 9)) == (0, 0)
@@ -237,12 +239,14 @@ def difference(found: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(found, right, strict=True))
 
 
+@pytest.mark.e2e
 def test_a_stale_tied_head_of_vllm_shows(remote, tiny):
     remote.call("load", tiny.files[1])
     remote.call("load_with_stale_head", tiny.files[2])
     assert difference(remote.call("score", TEXT), expected(tiny, 2, TEXT)) > 1
 
 
+@pytest.mark.e2e
 def test_a_layer_that_vllm_left_out_shows(remote, tiny):
     remote.call("load", tiny.files[1])
     remote.call("load_but_for_a_layer", tiny.files[2])

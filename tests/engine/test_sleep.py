@@ -114,6 +114,7 @@ def test_an_engine_with_devices_of_its_own_does_not_sleep(start, ask):
     assert len(engine.run(1, Sampling(1.0), ask("ok", [4], 3))[0].tokens) == 3
 
 
+@pytest.mark.e2e
 def test_on_a_cpu_vllm_frees_nothing_and_says_so(vllm_engine):
     if vllm_engine.device != "cpu":
         pytest.skip("this is a GPU")

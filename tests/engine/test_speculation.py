@@ -16,6 +16,7 @@ from lightrl.engine.process import build_engine
 from lightrl.history.gate import Gate
 from lightrl.messages.responses import PromptHistory, Sampling
 from lightrl.wire import pack_i32
+from tests.support.tiers import e2e
 
 KINDS = ["torch"]
 VOCABULARY = 32
@@ -160,8 +161,14 @@ def foreign(responses, _):
     return [[*r[p - 7 : p], 10**6, -3, 2**31 - 1] for r in responses for p in range(7, len(r))]
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("past", [true, perturbed, noise, adversarial, foreign])
+PASTS = [true, perturbed, noise, adversarial, foreign]
+FEW = [*zip(PASTS, itertools.cycle(SAMPLINGS), strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("past", "name"),
+    [*FEW, *e2e(pair for pair in itertools.product(PASTS, SAMPLINGS) if pair not in FEW)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_responses_are_those_without_speculation(engines, truth, epoch, kind, past, name):
     requests, heads, expected = truth(kind, name)
@@ -261,7 +268,9 @@ def test_drafts_end_with_the_longest_sequence_the_engine_allows(engines, ask, ep
     assert got.tokens == whole.tokens
 
 
-@pytest.mark.parametrize("to", ["with histories", "without histories", "without speculation"])
+@pytest.mark.parametrize(
+    "to", ["without histories", *e2e(["with histories", "without speculation"])]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_response_that_moves_while_it_is_drafted_stays_the_same(engines, ask, epoch, kind, to):
     num = 80
@@ -293,7 +302,7 @@ def test_a_response_that_moves_while_it_is_drafted_stays_the_same(engines, ask, 
         ]
 
 
-@pytest.mark.parametrize(("loads", "least"), [((2,), 200), ((2, 1), 10)])
+@pytest.mark.parametrize(("loads", "least"), [((2, 1), 10), *e2e([((2,), 200)])])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafting_goes_on_after_new_weights(engines, ask, tiny, epoch, kind, loads, least):
     """The same response under the same loads, once with drafts and once without."""

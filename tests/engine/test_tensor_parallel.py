@@ -14,7 +14,7 @@ import pytest
 
 from lightrl.engine.base import EngineSpec, ProveWeights
 from lightrl.system.child import ChildDied
-from tests.engine.conftest import MAX_LENGTH, EngineClient, TinyModel
+from tests.engine.conftest import MAX_LENGTH, EngineClient, Origins, TinyModel
 from tests.engine.test_broadcast import (
     DROP,
     answer,
@@ -24,7 +24,8 @@ from tests.engine.test_broadcast import (
     receive,
     served,
 )
-from tests.support.warm import Origin, forking
+
+pytestmark = pytest.mark.e2e
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 WORLD = 3  # with one rank
@@ -35,13 +36,13 @@ STOP_S = 5.0
 def two(
     tiny: TinyModel,
     tmp_path_factory: pytest.TempPathFactory,
-    origin_of_engines: Origin | None,
+    origin_of_engines: Origins,
 ) -> Iterator[EngineClient]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     spec = EngineSpec("vllm", str(tiny.dir), "float32", MAX_LENGTH, 16, engine_args=TWO)
     with asyncio.Runner() as runner:
-        with forking(origin_of_engines):
+        with origin_of_engines.forking("vllm"):
             client = EngineClient(runner, spec, tiny, tmp_path_factory.mktemp("two") / "log")
         yield client
         runner.run(client.child.stop(STOP_S))  # the last test has killed it

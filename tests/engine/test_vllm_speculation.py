@@ -24,7 +24,8 @@ from lightrl.engine.vllm_speculation import Rows
 from lightrl.history.gate import Gate
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.wire import pack_i32
-from tests.support.warm import CHILD_CODE, Origin, forking
+from tests.engine.conftest import Origins
+from tests.support.warm import CHILD_CODE
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 8, 6, 512, 32
 KEYS = ("p0@0", "p1@0", "p2@0", "p3@0")
@@ -192,7 +193,7 @@ class Remote:
 
 
 @pytest.fixture(scope="module")
-def remote(tiny: Any, origin_of_engines: Origin | None) -> Iterator[Remote]:
+def remote(tiny: Any, origin_of_engines: Origins) -> Iterator[Remote]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     spec = EngineSpec("vllm", str(tiny.dir), "float32", MAX_LENGTH, SLOTS, max_window=WINDOW)
@@ -200,7 +201,7 @@ def remote(tiny: Any, origin_of_engines: Origin | None) -> Iterator[Remote]:
     target = "tests.support.warm_vllm:run_file"
     words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with forking(origin_of_engines):
+    with origin_of_engines.forking("vllm"):
         child = subprocess.Popen(
             (sys.executable, *words), pass_fds=(there.fileno(),), env=environment
         )
@@ -251,6 +252,7 @@ def of_chance(tokens: list[int]) -> list[int]:
     return np.random.default_rng(len(tokens)).integers(0, VOCABULARY, len(tokens)).tolist()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_responses_are_the_same_with_every_kind_of_history(engine, ask, sampling):
     requests = requests_of(ask)
@@ -274,6 +276,7 @@ def test_responses_are_the_same_with_every_kind_of_history(engine, ask, sampling
     assert steps[list] <= steps[perturbed]
 
 
+@pytest.mark.e2e
 def test_a_draft_is_cut_off_by_the_end_of_an_attempt_and_goes_on_elsewhere(engine, ask):
     sampling = Sampling(1.0)
     requests = requests_of(ask)
@@ -293,6 +296,7 @@ def test_a_draft_is_cut_off_by_the_end_of_an_attempt_and_goes_on_elsewhere(engin
     assert second.accepted
 
 
+@pytest.mark.e2e
 def test_weights_that_come_in_between_count_from_the_next_token_on(engine, ask):
     sampling = Sampling(1.0)
     requests = requests_of(ask)
@@ -314,6 +318,7 @@ def test_weights_that_come_in_between_count_from_the_next_token_on(engine, ask):
     assert num_mixed
 
 
+@pytest.mark.e2e
 def test_a_stop_token_in_a_draft_that_was_right_ends_the_response(engine, ask):
     requests = requests_of(ask)
     plain = engine.run(Sampling(1.0), requests, width=0)
@@ -328,6 +333,7 @@ def test_a_stop_token_in_a_draft_that_was_right_ends_the_response(engine, ask):
     assert got.accepted
 
 
+@pytest.mark.e2e
 def test_drafts_go_on_up_to_the_models_length(engine, ask):
     prompt = list(PROMPTS[2])
     request = ask("p2@0#0", prompt, MAX_LENGTH - len(prompt), seed=5)
@@ -357,6 +363,7 @@ def chi_square(counts: Any, probabilities: Any) -> float:
     return (((observed - wanted) ** 2 / wanted).sum() - freedom) / np.sqrt(2 * freedom)
 
 
+@pytest.mark.e2e
 def test_after_drafts_tokens_have_the_probabilities_of_the_model(engine, ask):
     """`x` and `y` are drafted for all; what is drawn instead of y, and after it, is compared."""
     temperature, prompt, num = 0.7, list(PROMPTS[1]), 1200
@@ -375,6 +382,7 @@ def test_after_drafts_tokens_have_the_probabilities_of_the_model(engine, ask):
         assert chi_square(counts, exact(engine, [*prompt, w, *known], temperature)) < 4
 
 
+@pytest.mark.e2e
 def test_without_a_part_of_vllm_the_engine_runs_on_and_says_what_is_missing(engine, ask):
     requests = requests_of(ask, num=20, siblings=1)
     plain = engine.run(Sampling(1.0), requests, width=0)

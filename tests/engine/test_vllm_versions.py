@@ -99,6 +99,7 @@ except EngineUnusable as e:
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_installed_release_is_what_its_sources_say_and_no_use_without_a_part(tmp_path):
     answers = tmp_path / "answers.json"
@@ -164,6 +165,7 @@ def test_a_vllm_built_for_another_torch_is_told_by_its_package(
     assert torch_mismatch() == said
 
 
+@pytest.mark.e2e
 def test_check_names_the_window_and_what_lies_outside_it(tmp_path):
     package(tmp_path, "vllm", "0.19.1", "Requires-Dist: torch==2.10.0\n")
     environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
@@ -189,6 +191,7 @@ def envs(monkeypatch):
     return found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("value", "why"),
     [
@@ -201,12 +204,14 @@ def test_whether_this_vllm_acts_on_its_setting_is_read_from_vllm(envs, monkeypat
     assert why_not_batch_invariant() == why
 
 
+@pytest.mark.e2e
 def test_a_vllm_that_does_not_know_the_setting_is_told_from_one_that_does(envs, monkeypatch):
     monkeypatch.setenv(BATCH_INVARIANT, "1")
     monkeypatch.delitem(envs.environment_variables, BATCH_INVARIANT)
     assert why_not_batch_invariant() == "this vLLM does not know VLLM_BATCH_INVARIANT"
 
 
+@pytest.mark.e2e
 def test_kernels_that_ignore_their_batch_are_found_in_the_worker(envs, monkeypatch):
     module = pytest.importorskip("vllm.model_executor.determinism.batch_invariant")
     assert not has_batch_invariant_kernels()

@@ -18,6 +18,7 @@ from lightrl.rewards.environment import inherited
 from lightrl.rewards.runner import RewardPool
 from tests.support.cli import QUICKSTART, all_end, linux_only
 from tests.support.reward_pool import LIMIT_S, job, reward_set, run_jobs
+from tests.support.tiers import e2e
 
 SLEEPERS = """
 import os, pathlib, signal, subprocess, sys, time
@@ -141,7 +142,7 @@ def test_the_reaper_heeds_no_signal_that_is_for_the_daemon(model_files, tmp_path
 @linux_only
 @pytest.mark.parametrize(
     ("do", "failure"),
-    [("pass", ""), ("hang", "timeout"), ("crash", "crashed"), ("group", "crashed")],
+    [("pass", ""), ("crash", "crashed"), *e2e([("hang", "timeout"), ("group", "crashed")])],
 )
 def test_nothing_is_left_of_a_worker_however_it_ends(model_files, tmp_path, do, failure):
     before = sleepers()

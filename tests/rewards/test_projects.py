@@ -149,6 +149,7 @@ def test_a_verl_project(tmp_path):
     assert all("reward/acc" in step for step in steps)
 
 
+@pytest.mark.e2e
 def test_a_trl_project(tmp_path):
     rows = [{"prompt": p, "ground_truth": answer, "task": "math"} for p, answer in PROMPTS]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -159,6 +160,7 @@ def test_a_trl_project(tmp_path):
         assert step["reward/async_reward"] <= 0.1
 
 
+@pytest.mark.e2e
 def test_an_environment_of_verifiers(tmp_path):
     pytest.importorskip("verifiers")
     source = VERIFIERS_ENVIRONMENT.format(prompts=PROMPTS)

@@ -15,6 +15,7 @@ from lightrl.rewards.jobs import RewardResult
 from lightrl.rewards.process import WorkerProcess
 from lightrl.rewards.runner import RewardPool
 from tests.support.reward_pool import LIMIT_S, job, reward_set, run_jobs
+from tests.support.tiers import e2e
 
 MISBEHAVE = """
 import os, time
@@ -81,6 +82,7 @@ def test_only_the_hanging_and_crashing_jobs_fail_and_none_is_lost(model_files, t
     assert [results[f"{i}"].attempt for i in range(len(kinds))] == list(range(len(kinds)))
 
 
+@pytest.mark.e2e
 def test_waiting_behind_others_does_not_count_against_the_limit(model_files, tmp_path):
     jobs = [job(f"{i}", do="work", seconds=0.15) for i in range(10)]
     results = run_jobs(MISBEHAVE, jobs, model_files, tmp_path, timeout_s=1.0)
@@ -88,6 +90,7 @@ def test_waiting_behind_others_does_not_count_against_the_limit(model_files, tmp
     assert sum(r.duration_s for r in results.values()) > 1.0
 
 
+@pytest.mark.e2e
 def test_waiting_for_a_turn_does_not_count_against_the_limit(model_files, tmp_path):
     """A judge that takes so many calls at once, say."""
     source = """
@@ -233,6 +236,7 @@ def reward(samples):
     assert [r.failure for r in crashed.values()] == ["crashed", "crashed"]
 
 
+@pytest.mark.e2e
 def test_the_limit_is_that_of_each_call(model_files, tmp_path):
     source = """
 import time
@@ -265,6 +269,7 @@ async def reward(sample):
     assert (results["a"].reward, results["b"].reward) == (1.0, 1.0)
 
 
+@pytest.mark.e2e
 def test_calls_under_way_beside_one_that_blocks_are_made_again(model_files, tmp_path):
     source = """
 import asyncio, pathlib, time
@@ -299,7 +304,9 @@ def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, t
     ("source", "reason"),
     [
         ("def reward(text):\n    return 0\n", r"rewards.py:reward\(text\): unknown signature"),
-        ("def other(sample):\n    return 0\n", "no such function; rewards.py defines other"),
+        *e2e(
+            [("def other(sample):\n    return 0\n", "no such function; rewards.py defines other")]
+        ),
         (
             "def reward(completions, solution, **columns):\n    return [0]\n",
             "rewards.py:reward: requires solution, which no row has; the columns are level",
@@ -308,7 +315,7 @@ def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, t
             "import not_there\n",
             "cannot be imported: ModuleNotFoundError: No module named 'not_there'",
         ),
-        ("def reward(sample\n", "cannot be imported: SyntaxError"),
+        *e2e([("def reward(sample\n", "cannot be imported: SyntaxError")]),
         ("import os\nos._exit(4)\n", "ended with exit status 4"),
     ],
 )
@@ -486,14 +493,18 @@ def test_a_keyword_argument_that_no_function_takes_is_said(tmp_path):
     ("call", "failure"),
     [
         ("sys.exit('no licence')", "SystemExit: no licence"),
-        ("sys.exit(3)", "SystemExit: 3"),
         ("args.parse_args([])", "SystemExit: 2; the last line on stderr is "),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("raise GeneratorExit('over')", "GeneratorExit: over"),
+        *e2e(
+            [
+                ("sys.exit(3)", "SystemExit: 3"),
+                ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+                ("raise GeneratorExit('over')", "GeneratorExit: over"),
+            ]
+        ),
         ("raise asyncio.CancelledError('by itself')", "CancelledError: by itself"),
     ],
 )
-@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("kind", ["def", *e2e(["async def"])])
 def test_a_call_that_would_end_its_process_has_its_reason(
     model_files, tmp_path, call, failure, kind
 ):
@@ -512,8 +523,12 @@ def test_a_call_that_would_end_its_process_has_its_reason(
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("import sys\nsys.exit('no licence')", "SystemExit: no licence"),
-        ("raise KeyboardInterrupt('stopped')", "KeyboardInterrupt: stopped"),
+        *e2e(
+            [
+                ("import sys\nsys.exit('no licence')", "SystemExit: no licence"),
+                ("raise KeyboardInterrupt('stopped')", "KeyboardInterrupt: stopped"),
+            ]
+        ),
         (
             "import argparse\nargs = argparse.ArgumentParser()\n"
             "args.add_argument('--weights', required=True)\nargs.parse_args([])",

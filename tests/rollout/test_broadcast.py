@@ -39,6 +39,7 @@ from tests.engine.test_broadcast import Rank, rank, unanswered
 from tests.rollout.test_weights import node, until
 from tests.support.daemons import QUICKSTART, make_config, published
 from tests.support.holder import holder, of
+from tests.support.tiers import e2e
 from tests.support.versions import serving, source
 from tests.support.warm import Origin, forking
 
@@ -206,6 +207,7 @@ def test_a_node_gets_versions_by_broadcast_and_has_no_file_of_them(tmp_path: Pat
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_busy_engine_goes_on_under_the_new_version(tmp_path: Path, files):
     request = ResponseRequest("r", 1, 7, pack_i32([3, 4, 5]), b"", LONG)
 
@@ -232,6 +234,7 @@ def test_a_busy_engine_goes_on_under_the_new_version(tmp_path: Path, files):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_what_is_not_what_was_sent_is_not_served_but_pulled(tmp_path: Path, files):
     async def scenario() -> None:
         async with serving(*files.values()) as trainer, member(tmp_path) as a:
@@ -250,6 +253,7 @@ def test_what_is_not_what_was_sent_is_not_served_but_pulled(tmp_path: Path, file
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_what_is_to_be_pulled_instead_is_dropped_without_a_word(tmp_path: Path, files):
     """In the middle, by an offer of the same version, while a rank keeps all waiting; and by a
     newer one while the sums are missing."""
@@ -277,6 +281,7 @@ def test_what_is_to_be_pulled_instead_is_dropped_without_a_word(tmp_path: Path, 
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_version_that_comes_by_broadcast_after_all_is_pulled_no_further(tmp_path: Path, files):
     """It was given up when the engine had been told already what was sent: what is there of the
     file goes."""
@@ -319,7 +324,7 @@ def test_a_version_that_comes_by_broadcast_after_all_is_pulled_no_further(tmp_pa
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *e2e([signal.SIGSTOP])], ids=["killed", "stopped"])
 def test_a_rank_dies_or_hangs_in_the_middle(tmp_path: Path, files, how: signal.Signals):
     async def scenario() -> None:
         async with serving(*files.values()) as trainer, member(tmp_path, timeout_s=2.0) as a:
@@ -334,6 +339,7 @@ def test_a_rank_dies_or_hangs_in_the_middle(tmp_path: Path, files, how: signal.S
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_engine_that_does_not_drop_what_it_receives_is_killed(tmp_path: Path, files):
     """Which frees the others of its group; not before it would have noticed it itself, however
     short a silence is allowed to an engine that works."""
@@ -369,6 +375,7 @@ def test_an_engine_that_notices_it_in_time_is_not_killed():
     assert longest_s * (LOOKS - 1) / LOOKS >= 1.25 * timeout_s
 
 
+@pytest.mark.e2e
 def test_a_version_that_it_has_and_is_told_of_once_more_does_not_end_the_group(tmp_path, files):
     async def scenario() -> None:
         async with serving(*files.values()) as trainer, member(tmp_path) as a:
@@ -386,6 +393,7 @@ def test_a_version_that_it_has_and_is_told_of_once_more_does_not_end_the_group(t
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_offer_that_nobody_receives_any_more_is_answered(tmp_path: Path, files):
     """The engine dies while its node fetches the manifest; the coordinator still wants it so."""
     asked, goes_on = asyncio.Event(), asyncio.Event()
@@ -423,6 +431,7 @@ def test_an_offer_that_nobody_receives_any_more_is_answered(tmp_path: Path, file
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_engine_that_does_not_prove_what_was_sent_is_killed(tmp_path: Path, files):
     """What was sent lies in the buffers of the line to an engine that is stopped, so nobody else
     waits for it."""
@@ -443,6 +452,7 @@ def test_an_engine_that_does_not_prove_what_was_sent_is_killed(tmp_path: Path, f
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_an_engine_that_does_not_join_is_killed_also_when_a_version_was_pulled(
     tmp_path: Path, files
 ):
@@ -462,7 +472,7 @@ def test_an_engine_that_does_not_join_is_killed_also_when_a_version_was_pulled(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("state", ["joined", "receives"])
+@pytest.mark.parametrize("state", ["receives", *e2e(["joined"])])
 def test_an_engine_dies_as_a_member(tmp_path: Path, files, state: str):
     async def scenario() -> None:
         async with serving(*files.values()) as trainer, member(tmp_path) as a:
@@ -483,6 +493,7 @@ def test_an_engine_dies_as_a_member(tmp_path: Path, files, state: str):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_manifest_that_cannot_be_had_ends_the_group_at_once(tmp_path: Path, files):
     manifest = Path(files[2].manifest_path).read_bytes()
 
@@ -515,6 +526,7 @@ def test_a_manifest_that_cannot_be_had_ends_the_group_at_once(tmp_path: Path, fi
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_rank_that_cannot_be_reached_is_said_to_be_so(tmp_path: Path, files):
     """One that does not listen any more can be reached."""
 
@@ -530,6 +542,7 @@ def test_a_rank_that_cannot_be_reached_is_said_to_be_so(tmp_path: Path, files):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_of_a_version_that_comes_by_broadcast_only_the_manifest_is_fetched(tmp_path: Path, files):
     """From a source that listens everywhere, which is reached where the coordinator is."""
     file = files[2]

@@ -29,6 +29,7 @@ from tests.support.changing import (
 )
 from tests.support.daemons import published
 from tests.support.delta_files import pack
+from tests.support.tiers import e2e
 from tests.support.versions import serving, source
 
 
@@ -114,6 +115,7 @@ def test_a_chain_of_three_is_pulled_instead_of_a_version(tmp_path, versions, del
     assert not caplog.messages
 
 
+@pytest.mark.e2e
 def test_of_a_chain_only_what_leads_from_the_newest_version_here_is_pulled(
     tmp_path, versions, deltas
 ):
@@ -129,7 +131,7 @@ def test_of_a_chain_only_what_leads_from_the_newest_version_here_is_pulled(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("held", [None, 0])
+@pytest.mark.parametrize("held", [0, *e2e([None])])
 def test_without_the_base_the_version_is_pulled(tmp_path, versions, deltas, held, caplog):
     async def scenario() -> None:
         async with node("a", tmp_path) as a, trainer_of(versions[2], deltas[1]) as trainer:
@@ -169,11 +171,15 @@ def forged(kind: str, versions, deltas, folder: Path) -> VersionFile:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("of another base", "is one between other versions"),
+        *e2e([("of another base", "is one between other versions")]),
         ("made with another base", "patched: digest differs"),
-        ("no delta", "a delta of unknown kind 7"),
-        ("bomb", "a delta whose compressed part is not one of 8388608 bytes"),
-        ("of a larger version", "a delta of versions of"),
+        *e2e(
+            [
+                ("no delta", "a delta of unknown kind 7"),
+                ("bomb", "a delta whose compressed part is not one of 8388608 bytes"),
+                ("of a larger version", "a delta of versions of"),
+            ]
+        ),
     ],
 )
 def test_a_delta_that_is_none_costs_a_line_and_the_version_is_pulled(
@@ -234,6 +240,7 @@ def test_a_delta_that_nobody_has_is_not_waited_for(tmp_path, versions, deltas, m
     assert "nothing arrived for 0.5 s" in line
 
 
+@pytest.mark.e2e
 def test_a_base_that_is_lost_meanwhile(tmp_path, versions, deltas, caplog):
     slow = deltas[0].num_bytes
 
@@ -283,6 +290,7 @@ def test_a_pull_that_is_under_way_goes_on_by_a_delta_and_keeps_what_it_has(tmp_p
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_delta_that_comes_when_little_is_left_is_let_be(tmp_path, versions, larger):
     base, target = larger[:2]
     delta = delta_of(base, target, tmp_path / "delta.bin")
@@ -330,6 +338,7 @@ def test_what_was_overtaken_is_patched_as_far_as_it_came(tmp_path, larger, caplo
     assert not caplog.messages
 
 
+@pytest.mark.e2e
 def test_what_was_overtaken_at_its_begin_goes(tmp_path, larger):
     _, first, second = larger
 
@@ -372,6 +381,7 @@ def test_peers_get_the_version_and_its_delta_from_a_node_that_was_patched(
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_deltas_of_earlier_versions_are_served_for_tickets_of_the_newest(
     tmp_path, versions, deltas
 ):
@@ -389,6 +399,7 @@ def test_deltas_of_earlier_versions_are_served_for_tickets_of_the_newest(
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_what_is_patched_is_served_meanwhile(tmp_path, larger):
     """A peer without the base gets the version from one that is still at it."""
     base, target = larger[:2]
@@ -409,6 +420,7 @@ def test_what_is_patched_is_served_meanwhile(tmp_path, larger):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_few_deltas_are_kept(tmp_path, versions, deltas, monkeypatch):
     monkeypatch.setattr("lightrl.rollout.deltas.MAX_CHAIN", 1)
 
@@ -425,6 +437,7 @@ def test_few_deltas_are_kept(tmp_path, versions, deltas, monkeypatch):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_version_that_is_offered_again_while_it_is_loaded_is_loaded_once(
     tmp_path, versions, deltas
 ):
@@ -458,7 +471,7 @@ def test_a_delta_that_is_offered_before_the_pull_has_begun_is_used(tmp_path, ver
 
 @pytest.mark.parametrize(
     ("rate", "size", "is_used"),
-    [(0.0, 17, True), (50e6, 17, True), (2e9, 17, False), (0.0, 2, False)],
+    [(2e9, 17, False), (0.0, 2, False), *e2e([(0.0, 17, True), (50e6, 17, True)])],
 )
 def test_a_delta_must_be_clearly_sooner_there(tmp_path, rate, size, is_used):
     """On a line that is quicker than patching, and of small versions, nothing is gained."""

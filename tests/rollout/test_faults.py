@@ -27,10 +27,11 @@ from tests.rollout.test_weights import (
     until,
 )
 from tests.support.daemons import published
+from tests.support.tiers import e2e
 from tests.support.versions import make_version, serving, source
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *e2e([signal.SIGSTOP])], ids=["killed", "stopped"])
 def test_a_peer_that_relays_dies_or_hangs(tmp_path: Path, how: signal.Signals):
     """The other machine has the rest from the trainer, and nothing twice."""
     file = make_version(tmp_path / "v1.bin", 1, *SIZE)
@@ -55,6 +56,7 @@ def test_a_peer_that_relays_dies_or_hangs(tmp_path: Path, how: signal.Signals):
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_daemon_that_was_killed_finds_what_was_proved_when_it_starts_again(
     tmp_path: Path, is_whole: bool
@@ -91,7 +93,7 @@ async def said_by(process: "subprocess.Popen[str]"):
     return lambda to: WeightsSource("a", (address,), pull_ticket(secret, to, 1))
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", *e2e(["stopped"])])
 def test_an_engine_dies_or_hangs_while_it_loads(tmp_path: Path, how: str):
     """The next one gets the same file, which was proved."""
     one, two = (make_version(tmp_path / f"v{v}.bin", v, 2, 1 << 20) for v in (1, 2))

@@ -12,6 +12,8 @@ from tests.rollout.test_weights import Node, node, until
 from tests.support.cores import waited_for_a_core_s
 from tests.support.versions import make_version, serving
 
+pytestmark = pytest.mark.e2e
+
 NUM_BUCKETS = 128  # 1 GiB: giving its pages back takes 0.15 s and more
 LIMIT_S = 0.05
 TRIES = 3  # others use this machine, too; a loop that is blocked is so each time

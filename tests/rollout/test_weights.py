@@ -29,6 +29,7 @@ from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
 from tests.support.daemons import DEADLINE_S, published
 from tests.support.held_line import HeldLine
+from tests.support.tiers import e2e
 from tests.support.versions import make_version, serving, source
 
 SIZE = (6, BUCKET_BYTES)
@@ -194,6 +195,7 @@ def pulling_process(folder: Path, offer: PublishWeights):
         process.communicate()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_daemon_that_pulls_for_its_machine_dies_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
@@ -249,7 +251,7 @@ def test_a_file_of_the_trainer_is_loaded_where_it_lies_and_stays_until_then(tmp_
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("where", ["pointed to", "in the folder"])
+@pytest.mark.parametrize("where", ["pointed to", *e2e(["in the folder"])])
 def test_what_lies_here_is_proved_all_the_same(tmp_path: Path, where: str, caplog):
     file = make_version(tmp_path / "v1.bin", 1, *SIZE)
     false = make_version(tmp_path / "false.bin", 1, *SIZE)

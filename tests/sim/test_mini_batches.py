@@ -15,6 +15,7 @@ from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.sim.world import World
 from lightrl.trainer.learner.token_mean import TokenMean
 from tests.sim.conftest import SCENARIO, nodes, world
+from tests.support.tiers import e2e
 
 PROMPTS, STEPS, PARTS = 32, 20, 4
 MODES: dict[str, dict[str, Any]] = {
@@ -81,7 +82,9 @@ def correlation(steps: Steps) -> float:
     return fmean(found)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["tail-batched", *e2e(mode for mode in MODES if mode != "tail-batched")]
+)
 def test_lengths_do_not_tell_the_mini_batch(mode: str):
     _, steps = trained(mode)
     assert len(steps) == STEPS
@@ -111,6 +114,7 @@ def weight_of_longest(sent: Steps, mean: TokenMean | None = None) -> float:
     return long / total
 
 
+@pytest.mark.e2e
 def test_tail_batching_takes_no_weight_from_the_longest_responses():
     plain, own, running = list[float](), list[float](), list[float]()
     for seed in range(2):

@@ -12,6 +12,7 @@ import pytest
 from lightrl.core.sources import choose
 from lightrl.sim.swarm import Parcel, Swarm
 from tests.sim.buckets import MISSED_AFTER_S, BucketSwarm
+from tests.support.tiers import e2e
 
 NEWS = Parcel(1)
 SIZE = 1e9
@@ -194,9 +195,13 @@ MIXED = {name: (0.3 + 0.2 * (k % 7)) * SIZE for k, name in enumerate(MANY)}
         (8, {"up": SIZE / 4, "trainer_up": 3 * SIZE}),
         (8, {"down": SIZE / 2}),
         (8, {"up": MIXED}),
-        (16, {}),
-        (16, {"up": SIZE / 2, "trainer_up": 2 * SIZE}),
-        (16, {"up": MIXED}),
+        *e2e(
+            [
+                (16, {}),
+                (16, {"up": SIZE / 2, "trainer_up": 2 * SIZE}),
+                (16, {"up": MIXED}),
+            ]
+        ),
     ],
 )
 def test_the_fluids_are_as_quick_as_small_buckets(num: int, lines: dict[str, Any]):
@@ -219,6 +224,7 @@ def test_where_each_knows_only_some_of_the_others_the_fluids_are_too_quick():
     assert 1.2 * fluid.last_s <= exact.last_s <= 2 * fluid.last_s
 
 
+@pytest.mark.e2e
 def test_a_thousand_are_simulated_quickly():
     names = [f"n{k}" for k in range(1000)]
     up = {name: (0.5 + k % 8) * SIZE for k, name in enumerate(names)}

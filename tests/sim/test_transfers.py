@@ -11,6 +11,7 @@ from lightrl.sim.report import figures, tables
 from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.traces import TraceEvent, synthetic_trace
 from tests.sim.conftest import SCENARIO, nodes, world
+from tests.support.tiers import e2e
 
 SIZE = 10e9
 LINE = Transfer(
@@ -23,7 +24,7 @@ def lines(**changes: Any) -> Scenario:
     return replace(SCENARIO, transfer=replace(LINE, **changes))
 
 
-@pytest.mark.parametrize("num", [8, MANY])
+@pytest.mark.parametrize("num", [8, *e2e([MANY])])
 def test_a_fleet_takes_hardly_longer_than_one_node(num: int):
     out = world(lines(), fleet=nodes(num), num_steps=2).run()
     w = figures(out, lines()).weights
@@ -38,7 +39,7 @@ def test_a_fleet_takes_hardly_longer_than_one_node(num: int):
     assert sums.trainer_bytes + sums.peer_bytes >= sums.num_bytes * 0.99
 
 
-@pytest.mark.parametrize("num", [8, MANY])
+@pytest.mark.parametrize("num", [8, *e2e([MANY])])
 def test_without_relays_each_pulls_from_the_trainer(num: int):
     out = world(lines(relays=False), fleet=nodes(num), num_steps=1).run()
     w = figures(out, lines()).weights
@@ -66,8 +67,8 @@ def test_one_that_dies_half_way_holds_nobody_up():
     assert out.weights.trainer_bytes <= 2 * SIZE
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("num", [6, MANY])
+@pytest.mark.parametrize("seed", [*range(2), *e2e(range(2, 6))])
+@pytest.mark.parametrize("num", [6, *e2e([MANY])])
 def test_relays_that_die_in_the_middle_of_a_transfer_lose_nothing(num: int, seed: int):
     """Weights that take half of a step, on nodes of which one dies every other second."""
     trace = synthetic_trace(num, 400.0, up_s=2.0 * num, down_s=4.0, seed=seed)
@@ -131,7 +132,7 @@ def test_rates_say_how_long_publishing_and_loading_take():
     assert out.elapsed_s == pytest.approx(at_once.elapsed_s + more_s, rel=0.03)
 
 
-@pytest.mark.parametrize("num", [2, MANY])
+@pytest.mark.parametrize("num", [2, *e2e([MANY])])
 def test_on_the_trainers_machine_its_file_is_proved_and_nothing_is_pulled(num: int):
     there = Training(token_s=2e-4, step_s=0.5, placement="colocated")
     scenario = replace(lines(file_bytes_per_s=SIZE / 2), training=there)
@@ -143,7 +144,7 @@ def test_on_the_trainers_machine_its_file_is_proved_and_nothing_is_pulled(num: i
     assert out.steps[0].opened_at == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("num", [2, MANY])
+@pytest.mark.parametrize("num", [2, *e2e([MANY])])
 def test_others_pull_over_the_trainers_line_and_not_over_those_of_its_machine(num: int):
     there = Training(token_s=2e-4, step_s=0.5, placement="colocated")
     scenario = replace(lines(relays=False, receiver_bytes_per_s=4e10), training=there)

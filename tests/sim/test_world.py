@@ -183,6 +183,7 @@ def test_small_caches_preempt_and_slow_nodes_are_slow():
     assert step_s(slow) > 1.5 * step_s(world(num_steps=2).run())
 
 
+@pytest.mark.e2e
 def test_a_large_fleet_is_simulated_quickly():
     """A tenth of 10,000 responses on 1,000 nodes; CPU time, for the machine may be busy."""
     lengths = replace(SCENARIO.workload, lengths=SCENARIO.workload.lengths, num_prompts=1000)

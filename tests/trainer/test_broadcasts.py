@@ -30,6 +30,7 @@ from lightrl.system.addresses import split_address
 from lightrl.trainer import broadcasts
 from lightrl.weights.broadcast.rendezvous import Membership, Unreachable, reach
 from lightrl.weights.version.manifest import VersionFile
+from tests.support.tiers import e2e
 from tests.support.trainer_coordinator import DEADLINE_S, Coordinator, kill, turns, until
 from tests.trainer.broadcast_receiver import receiver
 
@@ -159,7 +160,7 @@ def kinds_of(coordinator):
     return [type(m) for m in coordinator.sent]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *e2e([1])])
 def test_versions_are_sent_before_checkpoint_and_difference(
     new_config, groups, tmp_path, ranks, monkeypatch
 ):
@@ -201,6 +202,7 @@ def test_versions_are_sent_before_checkpoint_and_difference(
     assert said[-1].step == 4
 
 
+@pytest.mark.e2e
 def test_a_member_that_never_comes_costs_the_time_limit(new_config, groups, tmp_path):
     config = new_config(2, timeout_s=2.0)
 
@@ -225,6 +227,7 @@ def test_a_member_that_never_comes_costs_the_time_limit(new_config, groups, tmp_
     assert coordinator.num_hellos == 1
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["the coordinator says so", "the coordinator is gone", "stop"])
 def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_path, how):
     config = new_config(2, timeout_s=200.0)
@@ -256,6 +259,7 @@ def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_pa
     assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
 
 
+@pytest.mark.e2e
 def test_a_version_of_which_the_coordinator_says_nothing_costs_a_second(
     new_config,
     groups,
@@ -281,6 +285,7 @@ def test_a_version_of_which_the_coordinator_says_nothing_costs_a_second(
     assert 0.95 < took[0] < 10
 
 
+@pytest.mark.e2e
 def test_an_idle_trainer_sends_its_first_version(new_config, groups, tmp_path):
     config = new_config(1)
 
@@ -302,6 +307,7 @@ def test_an_idle_trainer_sends_its_first_version(new_config, groups, tmp_path):
     run(lambda: Coordinator(config, tmp_path / "run", groups), script)
 
 
+@pytest.mark.e2e
 def test_a_coordinator_that_goes_is_not_waited_for_and_a_new_group_forms(
     new_config,
     groups,
@@ -333,7 +339,7 @@ def test_a_coordinator_that_goes_is_not_waited_for_and_a_new_group_forms(
     assert kinds_of(coordinator).count(BroadcastOpened) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *e2e([signal.SIGSTOP])])
 def test_a_rank_that_dies_or_hangs_while_it_sends_is_started_again(
     new_config,
     groups,
@@ -358,6 +364,7 @@ def test_a_rank_that_dies_or_hangs_while_it_sends_is_started_again(
     assert BroadcastSums not in kinds_of(coordinator)
 
 
+@pytest.mark.e2e
 def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_path):
     config = new_config(3, timeout_s=60.0)
 
@@ -375,6 +382,7 @@ def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_pa
     assert coordinator.sent[-1] == Checkpointed(1, 0)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["the coordinator says so", "the coordinator is gone", "stop"])
 def test_a_send_that_is_over_is_given_up_at_once(
     new_config,
@@ -425,6 +433,7 @@ def test_a_send_that_is_over_is_given_up_at_once(
     assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
 
 
+@pytest.mark.e2e
 def test_orders_that_a_trainer_is_given_as_it_ends_are_refused(new_config, groups, tmp_path):
     config = new_config(3, timeout_s=60.0)
 
@@ -448,6 +457,7 @@ def test_orders_that_a_trainer_is_given_as_it_ends_are_refused(new_config, group
     ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "how", ["the coordinator says so", "the coordinator is gone", "a wrong number of ranks"]
 )
@@ -486,6 +496,7 @@ def test_a_rendezvous_that_nobody_will_join_is_closed(new_config, groups, tmp_pa
     assert coordinator.sent[-1].step == 2
 
 
+@pytest.mark.e2e
 def test_a_rank_that_is_late_ends_the_group_and_not_itself(
     new_config,
     groups,
@@ -520,6 +531,7 @@ def test_a_rank_that_is_late_ends_the_group_and_not_itself(
     assert coordinator.num_hellos == 1
 
 
+@pytest.mark.e2e
 def test_a_word_that_is_said_again_ends_nothing(new_config, groups, tmp_path):
     config = new_config(2, timeout_s=60.0)
 

@@ -37,6 +37,7 @@ from lightrl.trainer.protocol import (
     UpdateWeights,
 )
 from lightrl.wire import pack_f32, pack_i32
+from tests.support.tiers import e2e
 from tests.support.trainer_coordinator import Coordinator, kill, turns
 
 pytestmark = pytest.mark.usefixtures("warm_emulated")
@@ -339,7 +340,7 @@ def trained(config, folder, groups, prepare=lambda coordinator: None):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *e2e([1])])
 def test_ranks_killed_anywhere_end_with_the_versions_of_ranks_that_were_not(
     new_config, groups, tmp_path, ranks
 ):

@@ -86,6 +86,7 @@ async def killed(processes, start, world, samples, folder, share):
     return step + (2 if is_promised else 1), bool(drafts)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "lives", [4, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )

@@ -142,6 +142,7 @@ def test_a_base_in_bfloat16_stays_that_and_its_adapters_are_float32(
     assert metrics["grad_norm"] > 0
 
 
+@pytest.mark.e2e
 def test_two_ranks_train_adapters_like_one(start, new_rank, processes, samples):
     settings = {
         "model": LORA,

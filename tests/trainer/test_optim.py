@@ -152,6 +152,7 @@ def require_equal(found, expected):
         assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 def test_codes_are_restored_bit_for_bit_by_any_number_of_ranks(
     start, new_rank, processes, samples, tmp_path

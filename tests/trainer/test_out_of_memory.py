@@ -70,6 +70,7 @@ def test_it_is_final_and_says_which_keys_help(start, samples, monkeypatch, owner
     assert "\n" not in failed.reason
 
 
+@pytest.mark.e2e
 def test_no_rank_is_started_again(model_dir, samples, tmp_path, monkeypatch, caplog):
     """Though the other rank, which loses it, could be."""
     config = parse_config(

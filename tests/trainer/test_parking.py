@@ -29,6 +29,7 @@ from lightrl.trainer.protocol import (
     UpdateWeights,
 )
 from lightrl.weights.version.tensors import read_tensors
+from tests.support.tiers import e2e
 from tests.trainer.conftest import DEADLINE_S
 from tests.trainer.test_sharding import assert_close
 
@@ -108,7 +109,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["plain", "all", *e2e(w for w in WAYS if w not in ("plain", "all"))]
+)
 def test_a_step_has_the_same_bits_wherever_it_is_parked(new_rank, samples, way, monkeypatch):
     monkeypatch.setattr(offload, "PART_VALUES", 5000)  # several parts
     expected = run(new_rank(**WAYS[way]), samples)
@@ -120,7 +123,7 @@ def test_a_step_has_the_same_bits_wherever_it_is_parked(new_rank, samples, way, 
         assert run(rank, samples, parks) == expected, parks
 
 
-@pytest.mark.parametrize("old", ["trainer", "rollout"])
+@pytest.mark.parametrize("old", ["trainer", *e2e(["rollout"])])
 def test_mini_batches_have_the_same_bits_wherever_they_are_parked(new_rank, samples, old):
     sections = {
         "train": {"mini_batches": 2, "optim": {"lr": 1e-3}},
@@ -152,8 +155,8 @@ def test_while_gradients_are_added_up_the_state_of_the_optimizer_is_away(new_ran
     assert state() == 0
 
 
-@pytest.mark.parametrize("parks", [(1,), (3,)])
-@pytest.mark.parametrize("stays", [True, False], ids=["saved", "trained"])
+@pytest.mark.parametrize("parks", [(3,), pytest.param((1,), marks=pytest.mark.e2e)])
+@pytest.mark.parametrize("stays", [True, *e2e([False])], ids=["saved", "trained"])
 def test_a_step_that_begins_anew_while_parked_is_as_if_it_had_not_begun(
     new_rank, samples, tmp_path, parks, stays
 ):
@@ -176,7 +179,7 @@ def test_a_step_that_begins_anew_while_parked_is_as_if_it_had_not_begun(
     assert run(rank, samples, steps=1, mini_batches=2)[0] == expected[1:]
 
 
-@pytest.mark.parametrize("way", ["plain", "lora", "eight bits", "hosted"])
+@pytest.mark.parametrize("way", ["hosted", *e2e(["plain", "lora", "eight bits"])])
 def test_a_checkpoint_of_a_parked_rank_has_the_same_bits(new_rank, samples, tmp_path, way):
     path = tmp_path / "run" / "checkpoints" / "step_1"
     rank = new_rank(**WAYS[way], **SHARED)
@@ -288,6 +291,7 @@ async def two_steps(ranks, samples, path, parks):
     return published.file.digest, norm, dict(read_tensors(published.file))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("way", SHARDED)
 def test_two_ranks_that_park_learn_what_two_others_do(
@@ -346,6 +350,7 @@ async def steps_of_copies(ranks, samples, parks):
     return published.file.digest, {n: t.clone() for n, t in read_tensors(published.file)}
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("num", "sync"), [(2, "auto"), (4, "each")])
 def test_replicas_that_park_learn_what_others_do(start, new_rank, processes, samples, num, sync):

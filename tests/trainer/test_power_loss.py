@@ -3,6 +3,7 @@ whole."""
 
 import os
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from lightrl.trainer.checkpoint.saved import (
 )
 from lightrl.trainer.checkpoint.seal import damage
 from lightrl.trainer.protocol import Accumulate, FinishStep, Save, Saved, Staged
-from tests.support.power import Recorder, require_every_sync
+from tests.support.power import Recorder, power_losses, require_every_sync
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-def test_a_checkpoint_that_is_saved_survives(new_rank, samples, tmp_path: Path):
+@pytest.fixture
+def recorder(new_rank, samples, tmp_path: Path) -> Recorder:
+    """Of three saves, the last of which replaces a checkpoint of the same step."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     rank = new_rank(checkpoint={"keep_last": 2})
@@ -34,7 +37,19 @@ def test_a_checkpoint_that_is_saved_survives(new_rank, samples, tmp_path: Path):
             path = checkpoint_path(run_dir / CHECKPOINTS, step)
             assert rank.save(Save(step, str(path))) == [Staged(str(path)), Saved(str(path))]
             recorder.promise(step)
+    return recorder
 
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """In memory, where there is some: there each of thousands of trees takes a millisecond."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder) / "found"
+
+
+def finder() -> Callable[[Path, list[Any]], None]:
+    """Asserts that what was promised is found."""
     known: dict[tuple[tuple[str, int], ...], str] = {}
 
     def look(path: Path) -> str:
@@ -55,9 +70,16 @@ def test_a_checkpoint_that_is_saved_survives(new_rank, samples, tmp_path: Path):
         assert (0 if path is None else step_of(path)) >= max(promises, default=0)
         assert lines == []
 
+    return recovers
+
+
+def test_a_checkpoint_that_is_saved_survives(recorder: Recorder, place: Path):
+    assert power_losses(recorder, place, finder()) > len(recorder.events) // 2
+
+
+@pytest.mark.e2e
+def test_a_save_syncs_no_more_than_it_must(recorder: Recorder, place: Path):
+    """Some 7,000 trees of directories: each sync is left out once."""
     # A torn `latest` names nothing, and then the newest whole checkpoint counts.
     pointer = "files.write_whole < saved.point < saved.put_in_place: checkpoints/.latest.draft"
-    # Seven thousand trees of directories: in memory, where there is some, each takes a millisecond.
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        require_every_sync(recorder, Path(folder) / "found", recovers, besides=[pointer])
+    require_every_sync(recorder, place, finder(), besides=[pointer])

@@ -34,7 +34,9 @@ from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import read_manifest
 from lightrl.weights.version.tensors import read_tensors, served_dtype, write_tensors
 from tests.support.delta_files import patch_version
+from tests.support.tiers import e2e
 from tests.support.versions import wrong_buckets
+from tests.trainer.made_versions import made
 
 DEADLINE_S = 110
 
@@ -172,7 +174,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from lightrl.weights.publish import publisher as publish
 from lightrl.weights.publish.buffers import Buffers
-from tests.trainer.test_publish import made, shards_of
+from tests.trainer.made_versions import made, shards_of
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
 store = dist.FileStore(str(folder / f"rendezvous-{world}"), world)
@@ -199,32 +201,9 @@ except RuntimeError as e:
 """
 
 
-def made(version):
-    """Tensors of several buckets, fewer rows than ranks, odd sizes, none at all; each version
-    differs from the one before in few places, the last one everywhere."""
-    torch.manual_seed(version // 3)
-    shapes = {"a": (3, 5), "b": (1, 7), "c": (3001, 3000), "d": (2, 0), "e": (7, 1 << 20)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    for i in range(version):
-        tensors["a"][i, 2] += 1
-        tensors["c"].view(-1)[i + torch.arange(0, 9_000_000, 997)] += 1
-    return tensors
-
-
-def shards_of(tensors, rank, world):
-    def cut(name, tensor):
-        stride = -(-tensor.shape[0] // world) * tensor[0].numel()
-        flat = tensor.reshape(-1)
-        first = min(rank * stride, len(flat))
-        values = flat[first : first + stride]
-        return Shard(name, torch.bfloat16, tuple(tensor.shape), values, first, stride)
-
-    scalar = torch.tensor([3.5] if rank == 0 else [])
-    return [*(cut(*item) for item in tensors.items()), Shard("s", torch.float32, (), scalar)]
-
-
 @pytest.mark.parametrize(
-    ("world", "local"), [(2, 2), (3, 3), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("world", "local"),
+    [(2, 1), *e2e([(2, 2), (3, 3)]), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_path, world, local):
     """Also those of which only the first are where the version is."""

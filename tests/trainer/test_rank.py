@@ -76,6 +76,7 @@ def read(event):
     return dict(read_tensors(event.file))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
     start, new_rank, processes, samples, tmp_path

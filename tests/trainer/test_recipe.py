@@ -30,13 +30,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 LORA = {"path": "unused", "lora": {"rank": 4, "alpha": 8.0}}
 SECTIONS = [
     pytest.param({}, id="plain"),
-    pytest.param({"model": {"path": "unused", "dtype": "bfloat16"}}, id="bfloat16"),
-    pytest.param({"model": {"path": "unused", "dtype": "float16"}}, id="float16"),
-    pytest.param({"train": {"offload": "optimizer"}}, id="optimizer"),
+    pytest.param(
+        {"model": {"path": "unused", "dtype": "bfloat16"}}, id="bfloat16", marks=pytest.mark.e2e
+    ),
+    pytest.param(
+        {"model": {"path": "unused", "dtype": "float16"}}, id="float16", marks=pytest.mark.e2e
+    ),
+    pytest.param({"train": {"offload": "optimizer"}}, id="optimizer", marks=pytest.mark.e2e),
     pytest.param({"train": {"offload": "all"}}, id="all"),
     pytest.param({"train": {"optim": {"name": "adamw8bit"}}}, id="8bit"),
-    pytest.param({"model": LORA}, id="lora"),
-    pytest.param({"algorithm": {"kl_coef": 0.1, "kl_type": "k3"}}, id="kl"),
+    pytest.param({"model": LORA}, id="lora", marks=pytest.mark.e2e),
+    pytest.param({"algorithm": {"kl_coef": 0.1, "kl_type": "k3"}}, id="kl", marks=pytest.mark.e2e),
     pytest.param({"model": LORA, "algorithm": {"kl_coef": 0.1, "kl_type": "k3"}}, id="lora-kl"),
     pytest.param({"train": {"mini_batches": 2}}, id="mini-batches"),
 ]

@@ -20,6 +20,7 @@ from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.checkpoint.saved import latest
 from lightrl.trainer.protocol import Accumulate, FinishStep, UpdateWeights
+from tests.support.tiers import e2e
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
 
 pytestmark = [
@@ -101,7 +102,7 @@ def settings(config):
     return config.model_dump(include={"algorithm", "train", "run", "data", "rollout"})
 
 
-@pytest.mark.parametrize("mini_batches", [1, 4])
+@pytest.mark.parametrize("mini_batches", [4, *e2e([1])])
 def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_not_been(
     new_config, new_rank, groups, tmp_path, mini_batches
 ):
@@ -158,6 +159,7 @@ def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_n
     assert coordinator.sent[-1] == Checkpointed(3, 0)
 
 
+@pytest.mark.e2e
 def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
     new_config, new_rank, groups, tmp_path, caplog
 ):
@@ -184,6 +186,7 @@ def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
     )
 
 
+@pytest.mark.e2e
 def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bits(
     new_config, groups, tmp_path
 ):
@@ -225,6 +228,7 @@ def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bit
     asyncio.run(run())
 
 
+@pytest.mark.e2e
 def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
     new_config, new_rank, groups, tmp_path, caplog
 ):
@@ -343,7 +347,7 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
     assert coordinator.digests == expected | {4: published.file.digest}
 
 
-@pytest.mark.parametrize("mini_batches", [1, 8])
+@pytest.mark.parametrize("mini_batches", [8, *e2e([1])])
 def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
     new_config, new_rank, groups, tmp_path, mini_batches
 ):
@@ -377,6 +381,7 @@ def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
     assert digests == undisturbed(new_rank(**settings(config)), groups, portions, 3)
 
 
+@pytest.mark.e2e
 def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp_path, caplog):
     config = new_config(steps=3, interval=1)
 
@@ -409,6 +414,7 @@ def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp
     )
 
 
+@pytest.mark.e2e
 def test_training_goes_on_beside_a_save_and_one_that_fails_late_is_tried_again(
     new_config, groups, tmp_path, caplog
 ):
@@ -446,6 +452,7 @@ def test_training_goes_on_beside_a_save_and_one_that_fails_late_is_tried_again(
     assert caplog.text.count("more than node.grace_s = 0.001") == 1
 
 
+@pytest.mark.e2e
 def test_ranks_that_die_again_and_again_are_given_up(new_config, groups, tmp_path, caplog):
     config = new_config(steps=1, ranks=2)
 
@@ -486,6 +493,7 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(new_config, groups, tm
     assert "starting again" not in caplog.text
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("lacking", ["the trainer", "serving version 1"])
 def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, caplog, lacking):
     async def run():

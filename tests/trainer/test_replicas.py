@@ -21,6 +21,7 @@ from lightrl.trainer.protocol import (
     UpdateWeights,
 )
 from lightrl.weights.version.tensors import read_tensors
+from tests.support.tiers import e2e
 from tests.support.trainer_coordinator import Coordinator, kill, turns, until
 from tests.trainer.conftest import DEADLINE_S
 from tests.trainer.test_sharding import answer, assert_close
@@ -103,7 +104,12 @@ ON_FOUR = ("auto", "whitened-each", "host-each")
 
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
-    ("way", "num_ranks"), [*((way, 2) for way in ON_TWO), *((way, 4) for way in ON_FOUR)]
+    ("way", "num_ranks"),
+    [
+        (ON_TWO[0], 2),
+        *e2e((way, 2) for way in ON_TWO[1:]),
+        *e2e((way, 4) for way in ON_FOUR),
+    ],
 )
 def test_any_split_of_the_groups_is_the_same_step(
     start, new_rank, processes, samples, way, num_ranks
@@ -129,7 +135,7 @@ def test_any_split_of_the_groups_is_the_same_step(
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize(("num_ranks", "sync"), [(2, "auto"), (4, "each")])
+@pytest.mark.parametrize(("num_ranks", "sync"), [(2, "auto"), *e2e([(4, "each")])])
 def test_no_replica_waits_for_another_before_the_update(start, processes, samples, num_ranks, sync):
     """One accumulates all of a step while the other has not even been told of it."""
     train = {"ranks": num_ranks, "replicas": 2, "sync": sync}
@@ -193,6 +199,7 @@ async def fed_while_stopped(coordinator, step, rank, num=8):
             kill(rank, signal.SIGCONT)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("ranks", "mini_batches"), [(2, 1), (4, 2)])
 def test_what_is_trained_again_goes_to_the_same_replicas_and_gives_the_same_bits(
@@ -232,6 +239,7 @@ def test_what_is_trained_again_goes_to_the_same_replicas_and_gives_the_same_bits
         assert groups_of[2] <= 3
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_deterministic_split_does_not_depend_on_who_is_free(new_config, groups, tmp_path):
     config = new_config(steps=2, deterministic=True)
@@ -254,6 +262,7 @@ def test_a_deterministic_split_does_not_depend_on_who_is_free(new_config, groups
         assert (found.digests, found.replicas) == (expected.digests, expected.replicas)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 def test_replicas_learn_what_one_replica_and_one_rank_do(new_config, groups, tmp_path):
     """Whichever groups each of them happened to take."""
@@ -278,7 +287,7 @@ def test_replicas_learn_what_one_replica_and_one_rank_do(new_config, groups, tmp
 
 
 @pytest.mark.usefixtures("warm_emulated")
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), *e2e([(2, 1), (4, 2)])])
 def test_whatever_disturbs_a_step_the_same_replicas_have_the_same_groups(
     groups, tmp_path, ranks, replicas
 ):

@@ -98,6 +98,7 @@ def test_two_ranks_send_each_version_and_go_on_when_the_group_is_over(start, pro
     assert threading.active_count() <= before + 4  # what waits for the end of an operation
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_leave_a_group_that_forms_or_is_sent_to_at_once(start, processes, samples):
     """Nobody else would end it for long."""
@@ -137,6 +138,7 @@ def address_space(pid, room):
     resource.prlimit(pid, resource.RLIMIT_AS, (hard if room is None else used + room, hard))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_without_memory_or_file_to_send_goes_on_training(
     start, processes, samples, tmp_path

@@ -22,6 +22,7 @@ from lightrl.weights.version.layout import BUCKET_BYTES, ITEMSIZES, num_bytes, p
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from tests.support.changing import delta_of, write_changed
 from tests.support.delta_files import offer_of, pack, patch_version, write_delta
+from tests.support.tiers import e2e
 from tests.support.versions import wrong_buckets
 
 
@@ -108,7 +109,7 @@ def test_a_wrong_base_is_noticed(versions, tmp_path):
         patch_version(versions[2], [delta], read_manifest(versions[1]))
 
 
-@pytest.mark.parametrize("num_buckets", [3, 10])  # found while it is encoded; before
+@pytest.mark.parametrize("num_buckets", [3, *e2e([10])])  # found while it is encoded; before
 def test_a_delta_that_does_not_pay_is_given_up(tmp_path, num_buckets):
     random = np.random.default_rng(0)
     size = num_buckets * BUCKET_BYTES

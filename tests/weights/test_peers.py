@@ -19,6 +19,7 @@ from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
 from tests.support.holder import Answer, holder, of, part
 from tests.support.relay import Relay
+from tests.support.tiers import e2e
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 
 DEADLINE_S = 60
@@ -68,6 +69,7 @@ async def joiners(
             await nodes.close()
 
 
+@pytest.mark.e2e
 def test_eight_joiners_take_little_more_than_one_version_from_the_trainer_and_a_ninth_nothing(
     tmp_path,
 ):
@@ -86,6 +88,7 @@ def test_eight_joiners_take_little_more_than_one_version_from_the_trainer_and_a_
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_joiner_half_way_is_served_by_those_who_are_still_at_it(tmp_path):
     async def scenario() -> None:
         async with joiners(tmp_path, num_buckets=12, pace=30e6) as nodes:
@@ -161,7 +164,7 @@ def answering(version: VersionFile, delay: Callable[[], bool]) -> Answer:
     return of(version, respond)
 
 
-@pytest.mark.parametrize("num_buckets", [1, 8])
+@pytest.mark.parametrize("num_buckets", [1, *e2e([8])])
 def test_what_a_silent_peer_owes_goes_to_others_within_a_second(tmp_path, num_buckets):
     """Also at the end of a pull, when nothing else is left to do."""
 
@@ -183,6 +186,7 @@ def test_what_a_silent_peer_owes_goes_to_others_within_a_second(tmp_path, num_bu
     asyncio.run(scenario())
 
 
+@pytest.mark.e2e
 def test_a_dripping_peer_does_not_hold_up_the_end(tmp_path):
     async def scenario() -> None:
         version = make_version(tmp_path / "v1", num_buckets=4)
@@ -280,6 +284,7 @@ def can_be_overwritten(version: VersionFile) -> bool:
         return True
 
 
+@pytest.mark.e2e
 def test_a_source_that_joins_is_used_at_once(tmp_path):
     async def scenario() -> None:
         version = make_version(tmp_path / "v1", num_buckets=8)

@@ -4,9 +4,13 @@ failure."""
 import asyncio
 import sys
 
+import pytest
+
 from lightrl.weights.serve.server import WeightServer
 from tests.support.pullers import SHAPE
 from tests.support.versions import make_version, serving
+
+pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 60
 

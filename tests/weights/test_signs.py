@@ -84,6 +84,7 @@ def test_who_is_told_to_come_again_does_and_with_one_stream(tmp_path):
     assert len({request.offset for request in refused}) == 4
 
 
+@pytest.mark.e2e
 def test_a_transfer_that_stalls_is_a_failure_however_often_it_is_queued(tmp_path):
     def answer(_: bytes) -> Answer:
         async def respond(_: Request, writer: asyncio.StreamWriter) -> None:

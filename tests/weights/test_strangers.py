@@ -13,6 +13,7 @@ import uvloop
 from lightrl.weights.serve.door import FEW_PLACES, Door
 from lightrl.weights.serve.request import ASK_DATA, Request
 from tests.support.cores import waited_for_a_core_s
+from tests.support.tiers import e2e
 from tests.support.versions import make_version, pull, serving, source
 
 DEADLINE_S = 60
@@ -40,7 +41,7 @@ async def silent_peers(address: str, count: int, num_sources: int) -> AsyncItera
         assert await process.wait() == 0
 
 
-@pytest.mark.parametrize("num_sources", [1, 2000])
+@pytest.mark.parametrize("num_sources", [2000, *e2e([1])])
 def test_silent_peers_that_always_come_back_keep_nobody_out(tmp_path, num_sources):
     async def scenario() -> None:
         version = make_version(tmp_path / "v1")

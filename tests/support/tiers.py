@@ -1,0 +1,17 @@
+"""Parameters of tests that the default tier leaves out (tests/conftest.py, `--e2e`)."""
+
+from collections.abc import Iterable
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def e2e(values: Iterable[object]) -> list[ParameterSet]:
+    """Mark these parameters "e2e". A tuple holds one value for each argument.
+
+    Example: `parametrize("ranks", [1, *e2e([2, 4])])`
+    """
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.e2e)
+        for value in values
+    ]

@@ -99,21 +99,19 @@ def test_what_is_no_checkpoint(capsys):
     assert capsys.readouterr().err == "lightrl: --from none: no such run or checkpoint\n"
     key = f"{KEY}={path}"
     (path / "trainer.json").write_text("{")
-    assert refusal(capsys, key) == f"{KEY} = {path}: trainer.json: damaged"
+    assert refusal(key) == f"{KEY} = {path}: trainer.json: damaged"
     (path / "trainer.json").unlink()
-    assert refusal(capsys, key) == f"{KEY} = {path}: is neither a run nor a complete checkpoint"
+    assert refusal(key) == f"{KEY} = {path}: is neither a run nor a complete checkpoint"
     run = path.parents[1]
-    assert refusal(capsys, f"{KEY}={run}") == (
-        f"{KEY} = {run}: this run has no complete checkpoint yet"
-    )
+    assert refusal(f"{KEY}={run}") == (f"{KEY} = {run}: this run has no complete checkpoint yet")
     gone = run / "gone"
-    assert refusal(capsys, f"{KEY}={gone}") == f"{KEY} = {gone}: no such directory on this machine"
+    assert refusal(f"{KEY}={gone}") == f"{KEY} = {gone}: no such directory on this machine"
 
 
 def test_a_damaged_layout_is_one_line(capsys):
     path = checkpoint()
     (path / "layout.json").write_text(json.dumps({"dtypes": {}, "adapter": "{"}))
-    assert refusal(capsys, f"{KEY}={path}") == f"{KEY} = {path}: layout.json: damaged"
+    assert refusal(f"{KEY}={path}") == f"{KEY} = {path}: layout.json: damaged"
     assert lightrl("eval", path, QUICKSTART) == 1
     assert "/layout.json: cannot be read: Expecting property name" in capsys.readouterr().err
 
@@ -162,19 +160,19 @@ def test_a_damaged_layout_is_one_line(capsys):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(capsys, there, overrides, why):
+def test_what_does_not_fit_is_refused(there, overrides, why):
     path = checkpoint(**there)
-    line = refusal(capsys, f"{KEY}={path}", *overrides)
+    line = refusal(f"{KEY}={path}", *overrides)
     assert line == why.replace("PATH", os.path.relpath(path))
 
 
-def test_another_model_and_a_checkpoint_of_none(capsys):
+def test_another_model_and_a_checkpoint_of_none():
     path = checkpoint()
     table = json.loads((path / "model" / "config.json").read_text())
     layers = table["num_hidden_layers"]
     table["num_hidden_layers"] = 99
     (path / "model" / "config.json").write_text(json.dumps(table))
-    line = refusal(capsys, f"{KEY}={path}")
+    line = refusal(f"{KEY}={path}")
     assert line.startswith("model.path = ")
     where = os.path.relpath(path)
     assert line.endswith(
@@ -182,7 +180,7 @@ def test_another_model_and_a_checkpoint_of_none(capsys):
         "the same model"
     )
     (path / "layout.json").unlink()
-    assert refusal(capsys, f"{KEY}={path}") == (
+    assert refusal(f"{KEY}={path}") == (
         f"train.engine = 'torch': the checkpoint {where} is of no model: it has no layout.json"
     )
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from lightrl.metrics import sinks
-from tests.support.cli import DEADLINE_S, Victims, linux_only, running, summary, until
+from tests.support.cli import DEADLINE_S, Victims, linux_only, running, summary, until, wait_for_step
 from tests.support.rounding_rank import PYTHONPATH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm_runs")]
 
-STEPS = 6
+STEPS = 20  # of about 0.15 s: many are left when the trainer is killed
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.prompts_per_step=8",
@@ -42,10 +42,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def killed(folder: Path, *overrides: str) -> str:
     """All that a run said whose trainer was killed after some steps; it has no checkpoint."""
     with running(folder, *SETTINGS, *overrides, **environment()) as process:
-        lines = [until(process, "  reward ") for _ in range(3)]
+        lines = until(process, "  reward ")
+        wait_for_step(folder, 3)
         Victims(process).kill("trainer-0")
         out, _ = process.communicate(timeout=DEADLINE_S)
-    return "".join(map("".join, lines)) + out
+    return "".join(lines) + out
 
 
 @linux_only
@@ -71,7 +72,7 @@ def test_a_run_goes_on_with_the_versions_that_came_out_different(tmp_path: Path)
     assert one.keys() == other.keys()
     assert any((one[k] != other[k]).any() for k in one)
     largest = max(float((one[k] - other[k]).abs().max()) for k in one)
-    assert largest < 1e-6  # with a rate of 1e-5 six steps move a weight by up to 6e-5
+    assert largest < 1e-6  # with a rate of 1e-5 the steps move a weight by up to 2e-4
     pairs = zip(
         sinks.read(plain / "runs" / "one"), sinks.read(disturbed / "runs" / "one"), strict=True
     )

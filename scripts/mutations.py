@@ -634,20 +634,8 @@ MUTATIONS = [
     Mutation(
         "source that sent wrong bytes is assigned again",
         "core/offers.py",
-        "return name in others or self.bad.bars(receiver, name)",
+        "return name in others or (receiver, name) in self.bad",
         "return name in others",
-    ),
-    Mutation(
-        "liar bars all sources",
-        "core/bad_sources.py",
-        "        if len(named) >= MAX_BELIEVED or self.is_barred_for_all(reporter):\n",
-        "        if False:\n",
-    ),
-    Mutation(
-        "liars bar more than half of the sources",
-        "core/bad_sources.py",
-        "        if 2 * len(self._barred | {source}) > num_sources:\n",
-        "        if False:\n",
     ),
     Mutation(
         "trainer that is behind is a source of the newest version",

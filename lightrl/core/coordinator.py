@@ -145,7 +145,7 @@ class Coordinator:
             case EndpointOpened(name, endpoint):
                 self.fleet.open_endpoint(name, endpoint)
             case SourceReported(name, report):
-                self.fleet.accuse(name, report)
+                self.fleet.report_bad_source(name, report)
             case BroadcastHeard(name, message):
                 self.fleet.hear_broadcast(name, message)
             case WeightsConfirmed(name, ready):

@@ -126,7 +126,6 @@ class Fleet:
         if "rollout" in node.roles:
             self._rollouts.add(node.name)
             self.failed.pop(node.name, None)
-        self.offers.bad.joined(node.name, node.incarnation)
         if self.lease_check_at is None:
             self.lease_check_at = now + self._settings.lease_s
         self._outbox.add(Admit(node.name))
@@ -338,15 +337,13 @@ class Fleet:
         for name in names:
             self._offer(self.nodes[name], only_news=True)
 
-    def accuse(self, name: str, report: BadSource) -> None:
-        """A node got wrong bytes from another one, by its own word, and gets another source for
-        it."""
-        node = self.nodes.get(name)
-        if node is not None and self.offers.report(name, report, self.nodes.get(report.node)):
+    def report_bad_source(self, name: str, report: BadSource) -> None:
+        """A node received wrong bytes from a source. It is sent to another one instead."""
+        if name in self.nodes and self.offers.report(name, report):
             self.num_bad_sources += 1
             what = f"wrong bytes of version {report.policy_version} from {report.node}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
-            self._tell_news(dict.fromkeys([name, *self.offers.short_of(report.node)]))
+            self._tell_news([name])
 
     def hear_broadcast(self, name: str, message: BroadcastNews) -> None:
         """The trainer or a member says something of a broadcast group."""

@@ -111,7 +111,7 @@ def _sources(core: "Coordinator") -> None:
         if node.takes_turns and node.policy_version == published.policy_version:
             continue  # it wakes with the version that it has
         holders = (n for n in offers.whole.names if n != node.name)
-        is_there = has_trainer or any(not offers.bad.bars(node.name, n) for n in holders)
+        is_there = has_trainer or any((node.name, n) not in offers.bad for n in holders)
         was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
         if is_there and node.name != offers.trainer and not was_asked_to_go:
             _require(offers.num_left(node.name) > 0, f"{node.name} was told of no source")

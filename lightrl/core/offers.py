@@ -8,7 +8,6 @@ tells a node so. Who it is assigned to as a source: `sources.py`. Moves no node 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightrl.core.bad_sources import BadSources
 from lightrl.core.delta_chain import DeltaChain
 from lightrl.core.settings import Settings
 from lightrl.core.sources import Ring, choose
@@ -66,7 +65,8 @@ class Offers:
         # node that is at it -> the sources that it was told of, in any message
         self.told: dict[str, dict[str, None]] = {}
         self.waiting: dict[str, None] = {}  # nodes that were to be told, and there was no source
-        self.bad = BadSources()
+        # (node, source) that sent it wrong bytes of the published version
+        self.bad: set[tuple[str, str]] = set()
         self._published: PublishedVersion | None = None
         self._before = ""  # digest of the version before
         self._deltas = DeltaChain()
@@ -85,7 +85,7 @@ class Offers:
         if before is None or is_next or before.digest != published.digest:
             self._before = before.digest if before is not None and is_next else ""
             self.whole.clear()
-            self.bad.begin_version()
+            self.bad.clear()
 
     def add_deltas(self, deltas: Iterable[DeltaOffer]) -> bool:
         """Of the published version, after it was; whether one of them is news."""
@@ -191,7 +191,7 @@ class Offers:
         """Sources that this node was told of, as far as it can still use them."""
         return sum(
             n == self.trainer
-            or ((n in self.whole or n in self.partial) and not self.bad.bars(name, n))
+            or ((n in self.whole or n in self.partial) and (name, n) not in self.bad)
             for n in self.told.get(name, ())
         )
 
@@ -247,10 +247,10 @@ class Offers:
         others = {receiver, trainer}
 
         def is_barred(name: str) -> bool:
-            return name in others or self.bad.bars(receiver, name)
+            return name in others or (receiver, name) in self.bad
 
         index = self.partial.place(receiver, node.number)
-        barred = is_barred if self.bad.has_any else others.__contains__
+        barred = is_barred if self.bad else others.__contains__
         return choose(index, self.whole.names, self.partial.names, trainer, barred)
 
     def _sources(
@@ -274,16 +274,12 @@ class Offers:
             node.base = self._before if self.can_go_on(node) else published.digest
         return links
 
-    # What nodes say of each other
-
-    def report(self, name: str, report: BadSource, source: Node | None) -> bool:
-        """Whether it is news that a source has sent this node wrong bytes: only of one that it was
-        told of and that is there, and of the version at hand."""
-        published = self._published
-        if published is None or report.policy_version != published.policy_version:
-            return False
-        if source is None or source.name not in self.told.get(name, ()):
-            return False
-        is_trainer = source.name == self.trainer
-        num_sources = 0 if is_trainer else len(self.whole) + len(self.partial)
-        return self.bad.report(name, source.name, source.incarnation, num_sources)
+    def report(self, name: str, report: BadSource) -> bool:
+        """A source sent this node wrong bytes: the node is not sent to it again for this version.
+        Other nodes are: each proves every bucket and drops the source itself. Returns whether the
+        report is new, of the published version and of a source that the node was sent to."""
+        pair, was_told = (name, report.node), report.node in self.told.get(name, ())
+        is_new = report.policy_version == self.policy_version and was_told and pair not in self.bad
+        if is_new:
+            self.bad.add(pair)
+        return is_new

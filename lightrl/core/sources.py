@@ -1,8 +1,8 @@
 """From whom a node pulls a version of the weights. A pure function: a run, the simulator and the
 tests agree.
 
-Owns the order in which a node asks and how many it is told of. Who holds what is kept in
-`offers.py`, who has sent wrong bytes in `bad_sources.py`. How the bytes travel: weights/pull.
+Owns the order in which a node asks and how many it is told of. Who holds what, and who has sent
+wrong bytes, is kept in `offers.py`. How the bytes travel: weights/pull.
 """
 
 from collections.abc import Callable, Sequence

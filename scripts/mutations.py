@@ -689,13 +689,13 @@ MUTATIONS = [
     Mutation(
         "one member ends all broadcasts for ever",
         "core/broadcast_groups.py",
-        "before + FORGIVEN_AFTER",
-        "before",
+        "self._failures.get(process, 0) + 1",
+        "self._failures.get(process, 0)",
     ),
     Mutation(
         "who could not reach one trainer is no member of the next one's groups",
         "core/broadcast_groups.py",
-        "            self._unreached.clear()\n",
+        "            self._failures.clear()\n",
         "",
     ),
     Mutation(

@@ -18,7 +18,7 @@ is found out by others, who all say so here:
 - Whoever is late for another reason: the next boundary, to which others bring the run.
 """
 
-from lightrl.core.broadcast_groups import MAX_MARKS, BroadcastGroups, Candidate, Phase, choose
+from lightrl.core.broadcast_groups import MAX_FAILURES, BroadcastGroups, Candidate, Phase, choose
 from lightrl.core.commands import Outbox
 from lightrl.core.events import BroadcastNews
 from lightrl.core.offers import PULLING, Offers
@@ -139,7 +139,7 @@ class Broadcasts:
             and "rollout" in n.roles
             and n.name != trainer
             and not (n.is_preemptible or n.shares)
-            and not self.groups.bars(n.name, n.incarnation)
+            and not self.groups.excludes(n.name, n.incarnation)
         ]
 
     # What they say. Each returns the nodes that must be offered the version now.
@@ -161,7 +161,7 @@ class Broadcasts:
                 is_member = epoch is not None and name in epoch.members
                 if group == self.groups.name and (is_trainer or (is_member and not is_open)):
                     return self._fail(name, reason, is_unreachable)
-                if is_unreachable and self.groups.bar_late(group, name):
+                if is_unreachable and self.groups.exclude_late(group, name):
                     self._outbox.warn(f"{name} {UNREACHABLE}{PULLS}")
             case _:
                 pass  # only a trainer says that
@@ -227,8 +227,8 @@ class Broadcasts:
         who = f"{name}: " if name else ""
         self._outbox.warn(f"broadcast group {epoch.number} is over: {who}{reason}")
         node = self._nodes.get(name)
-        if node is not None and self.groups.bars(name, node.incarnation):
-            why = UNREACHABLE if is_unreachable else f"ended {MAX_MARKS} groups"
+        if node is not None and self.groups.excludes(name, node.incarnation):
+            why = UNREACHABLE if is_unreachable else f"ended {MAX_FAILURES} groups"
             self._outbox.warn(f"{name} {why}{PULLS}")
         return self._over(owed, tells_trainer=bool(owed))
 

@@ -621,19 +621,19 @@ MUTATIONS = [
     # Who pulls from whom
     Mutation(
         "trainer is asked before those who have the version",
-        "core/sources.py",
+        "core/weight_sources.py",
         "return (*holders, *others, trainer)",
         "return (trainer, *holders, *others)",
     ),
     Mutation(
         "all pull from the same nodes",
-        "core/sources.py",
+        "core/weight_sources.py",
         "few = (ring[(start + step) % size]",
         "few = (ring[step % size]",
     ),
     Mutation(
         "source that sent wrong bytes is assigned again",
-        "core/offers.py",
+        "core/weight_sources.py",
         "return name in others or (receiver, name) in self.bad",
         "return name in others",
     ),
@@ -646,13 +646,13 @@ MUTATIONS = [
     Mutation(
         "node whose sources are lost is told of no others",
         "core/fleet.py",
-        "is_trainer))\n        self._tell_news(self.offers.short_of(name))\n",
+        "is_trainer))\n        self._tell_news(self.sources.nodes_with_few_sources(name))\n",
         "is_trainer))\n",
     ),
     Mutation(
         "node that came before there was a source is forgotten",
-        "core/offers.py",
-        "            return list(dict.fromkeys([*self.waiting, *self.told]))\n",
+        "core/weight_sources.py",
+        "            return list(dict.fromkeys([*self.waiting, *self.assigned]))\n",
         "            return list(self.told)\n",
     ),
     # Who gets it by broadcast
@@ -664,7 +664,7 @@ MUTATIONS = [
     ),
     Mutation(
         "node that was fed by broadcast is a source",
-        "core/offers.py",
+        "core/weight_sources.py",
         "holds = has_newest and node.has_file",
         "holds = has_newest",
     ),
@@ -826,7 +826,7 @@ MUTATIONS = [
     ),
     Mutation(
         "delta is offered though it is as large as the version",
-        "core/delta_chain.py",
+        "core/weight_sources.py",
         "            if most < 0:\n",
         "            if False:\n",
     ),
@@ -991,14 +991,14 @@ MUTATIONS = [
     ),
     Mutation(
         "released node is not told of the next version",
-        "core/offers.py",
+        "core/weight_sources.py",
         "return is_behind or node.state in PULLING",
         "return node.state in PULLING",
     ),
     Mutation(
         "lost node is named as source",
         "core/fleet.py",
-        "        self.offers.forget(name)\n",
+        "        self.sources.remove(name)\n",
         "",
     ),
     Mutation(

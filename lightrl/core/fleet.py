@@ -1,7 +1,7 @@
 """Who takes part, since when, and which version of the weights each node serves.
 
 Owns nodes, leases and when a node is told of a version; from whom it pulls it is decided in
-`offers.py`, what it is told if it gets it by broadcast in `broadcasts.py`. Knows nothing of
+`weight_sources.py`, what it is told if it gets it by broadcast in `broadcasts.py`. Knows nothing of
 responses: whoever removes a node decides what becomes of the work that it held.
 """
 
@@ -14,12 +14,12 @@ from lightrl.core.commands import Admit, Outbox
 from lightrl.core.events import BroadcastNews
 from lightrl.core.gain import Gain
 from lightrl.core.ghosts import Ghosts
-from lightrl.core.offers import PULLING, Offers, PublishedVersion, version_of
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
 from lightrl.core.speed import Speed
 from lightrl.core.state import Node, NodeState
 from lightrl.core.trainers import Trainers
+from lightrl.core.weight_sources import PULLING, PublishedVersion, WeightSources, version_of
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.weights import (
     BadSource,
@@ -50,8 +50,8 @@ class Fleet:
         self.devices = SharedDevices(settings.device_parts, self.trainers)
         self.now = 0.0  # of the event at hand
         self.published: PublishedVersion | None = None
-        self.offers = Offers(settings)
-        self.broadcasts = Broadcasts(settings, self.nodes, self.offers, outbox)
+        self.sources = WeightSources(settings)
+        self.broadcasts = Broadcasts(settings, self.nodes, self.sources, outbox)
         # Of the newest versions. The last one is current; those before it were replaced by versions
         # trained again, and tokens sampled under them may still come.
         self.digests: dict[int, tuple[str, ...]] = {}
@@ -148,8 +148,8 @@ class Fleet:
             node.policy_version = published.policy_version
             if node.state not in {NodeState.READY, NodeState.RELEASING, NodeState.RELEASED}:
                 self._move(node, NodeState.READY)
-            self.offers.place(node)
-            self._tell_news(list(self.offers.waiting))
+            self.sources.update(node)
+            self._tell_news(list(self.sources.waiting))
         else:
             self._offer(node)
 
@@ -175,9 +175,9 @@ class Fleet:
         self._move(node, NodeState.GONE)
         is_trainer = name == self.trainer
         self.trainers.lost(name)
-        self.offers.forget(name)
+        self.sources.remove(name)
         self._offer_to(self.broadcasts.lost(name, is_trainer))
-        self._tell_news(self.offers.short_of(name))
+        self._tell_news(self.sources.nodes_with_few_sources(name))
 
     def why_deserted(self) -> str | None:
         """Why no rollout node will take part any more, in one line; None if some do or may come.
@@ -197,7 +197,7 @@ class Fleet:
         """It takes no more work."""
         self._move(node, NodeState.DRAINING)
         self._offer_to(self.broadcasts.refused(node.name, "drains"))
-        self._tell_news(self.offers.short_of(node.name))
+        self._tell_news(self.sources.nodes_with_few_sources(node.name))
 
     def _move(self, node: Node, to: NodeState) -> None:
         """Keeps the views of `nodes` true. Nothing is reserved for a node that has just joined."""
@@ -218,7 +218,7 @@ class Fleet:
             node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
             self.ready[node.name] = node
             self.share_ready += node.share
-        self.offers.place(node)
+        self.sources.update(node)
 
     def release(self, node: Node) -> None:
         """It takes no more work, and gives its devices back."""
@@ -255,7 +255,7 @@ class Fleet:
             if node.name in self.ready:
                 self._move(node, NodeState.UPDATING)
             else:
-                self.offers.place(node)  # it does not hold this one
+                self.sources.update(node)  # it does not hold this one
         self.broadcasts.begin(message.policy_version, now)
         for node in self.nodes.values():
             self._offer(node)
@@ -272,11 +272,11 @@ class Fleet:
             if node.name in self.ready:
                 self._move(node, NodeState.UPDATING)
             else:
-                self.offers.place(node)
+                self.sources.update(node)
         if self.trainer is not None:
             self.broadcasts.taken(self.trainer, version)
         for node in self.nodes.values():
-            if not self.offers.serves_newest(node):
+            if not self.sources.serves_newest(node):
                 node.weights_failures = 0
                 self._offer(node)
 
@@ -286,21 +286,21 @@ class Fleet:
         published = self.published
         if published is None or message.digest != published.digest:
             return
-        if not self.offers.add_deltas(message.deltas):
+        if not self.sources.add_deltas(message.deltas):
             return
         for node in self.nodes.values():
             is_at_it = node.state in PULLING and not node.receives
-            if is_at_it and self.offers.has_deltas_for(node):
+            if is_at_it and self.sources.has_deltas_for(node):
                 self._offer(node)
 
     def _announce(self, message: PublishWeights) -> None:
         self.know(version_of(message), message.deltas)
-        self.offers.trainer = self.trainer
+        self.sources.trainer = self.trainer
 
     def know(self, published: PublishedVersion, deltas: tuple[DeltaOffer, ...] = ()) -> None:
         """This version is the newest from now on."""
         self.published = published
-        self.offers.begin(published, deltas)
+        self.sources.publish(published, deltas)
         self._remember(published)
 
     def know_again(self, retrained: PublishedVersion) -> None:
@@ -322,16 +322,16 @@ class Fleet:
 
     def trainer_is_behind(self, policy_version: int) -> None:
         """It has come back with an older version than the newest, which only others may have."""
-        self.offers.trainer = None
+        self.sources.trainer = None
         if self.trainer is not None:
             self.broadcasts.taken(self.trainer, policy_version)
-            self._tell_news(self.offers.short_of(self.trainer))
+            self._tell_news(self.sources.nodes_with_few_sources(self.trainer))
 
     def open_endpoint(self, name: str, endpoint: WeightsEndpoint) -> None:
         """A node serves what it holds of the weights, from now on or at another address."""
         node = self.nodes.get(name)
         if node is not None:
-            self._tell_news(self.offers.open(node, endpoint))
+            self._tell_news(self.sources.open_endpoint(node, endpoint))
 
     def _tell_news(self, names: Iterable[str]) -> None:
         for name in names:
@@ -339,7 +339,7 @@ class Fleet:
 
     def report_bad_source(self, name: str, report: BadSource) -> None:
         """A node received wrong bytes from a source. It is sent to another one instead."""
-        if name in self.nodes and self.offers.report(name, report):
+        if name in self.nodes and self.sources.report_bad_source(name, report):
             self.num_bad_sources += 1
             what = f"wrong bytes of version {report.policy_version} from {report.node}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
@@ -369,7 +369,7 @@ class Fleet:
             self.published is None
             or "rollout" not in node.roles
             or node.state in {NodeState.DRAINING, NodeState.RELEASING}
-            or (node.is_asleep and self.offers.serves_newest(node))
+            or (node.is_asleep and self.sources.serves_newest(node))
         ):
             return
         group = self.broadcasts.sending if node.receives else ""
@@ -377,7 +377,7 @@ class Fleet:
             return  # it waits for its group, or is told by it
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-        if (message := self.offers.message_for(node, only_news, group)) is None:
+        if (message := self.sources.message_for(node, only_news, group)) is None:
             return
         if node.state is NodeState.JOINING:
             self._move(node, NodeState.LOADING)
@@ -413,9 +413,9 @@ class Fleet:
         if node.state in PULLING:
             self._move(node, NodeState.READY)
         else:
-            self.offers.place(node)
+            self.sources.update(node)
         self._offer_to(others, but=node)
-        self._tell_news(list(self.offers.waiting))
+        self._tell_news(list(self.sources.waiting))
 
     def refuse(self, name: str, failed: WeightsFailed) -> None:
         """A node does not serve the published version: again, and after MAX_WEIGHTS_FAILURES it
@@ -438,7 +438,7 @@ class Fleet:
             self._outbox.warn(f"{name}: version {failed.policy_version} failed: {failed.reason}")
         if node.weights_failures < MAX_WEIGHTS_FAILURES:
             self._offer(node)
-        elif self.offers.trainer is not None:
+        elif self.sources.trainer is not None:
             reason = f"cannot load version {failed.policy_version}"
             self._outbox.send(name, Drain(name, reason))
             self.failed[name] = f"{reason}: {failed.reason}"

@@ -28,7 +28,6 @@ from lightrl.core.log_entries import (
     VersionPublished,
     VersionRetrained,
 )
-from lightrl.core.offers import PublishedVersion
 from lightrl.core.state import (
     Group,
     Response,
@@ -37,6 +36,7 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
 )
+from lightrl.core.weight_sources import PublishedVersion
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.messages.training import StepDone

@@ -15,10 +15,10 @@ from lightrl.core.commands import Outbox
 from lightrl.core.ending import Ending
 from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import VersionPublished, VersionRetrained
-from lightrl.core.offers import version_of
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
 from lightrl.core.state import RunState
+from lightrl.core.weight_sources import version_of
 from lightrl.messages.weights import Canary, PublishWeights
 
 GO_BACK = "lightrl resume --from-checkpoint goes back to the last checkpoint"

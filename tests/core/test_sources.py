@@ -4,8 +4,14 @@ from collections import Counter
 
 import pytest
 
-from lightrl.core.delta_chain import MAX_CHAIN, MAX_SHARE, DeltaChain
-from lightrl.core.sources import MAX_PEERS, Ring, choose
+from lightrl.core.weight_sources import (
+    MAX_CHAIN,
+    MAX_PEERS,
+    MAX_SHARE,
+    DeltaChain,
+    PeerRing,
+    choose,
+)
 from lightrl.messages.weights import DeltaOffer
 
 
@@ -63,7 +69,7 @@ def test_place_of_who_is_barred_goes_to_another():
 
 
 def test_ring_keeps_its_members_and_their_places():
-    ring = Ring()
+    ring = PeerRing()
     for name in "abcd":
         ring.put(name, True)
     ring.put("a", True)

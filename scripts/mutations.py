@@ -614,7 +614,7 @@ MUTATIONS = [
     ),
     Mutation(
         "process that was replaced may come back",
-        "core/ghosts.py",
+        "core/fleet.py",
         "return incarnation in self._replaced.get(name, ())",
         "return False",
     ),
@@ -640,13 +640,13 @@ MUTATIONS = [
     Mutation(
         "trainer that is behind is a source of the newest version",
         "core/versions.py",
-        "            self._fleet.trainer_is_behind(version)\n",
+        "            self._fleet.on_trainer_behind(version)\n",
         "",
     ),
     Mutation(
         "node whose sources are lost is told of no others",
         "core/fleet.py",
-        "is_trainer))\n        self._tell_news(self.sources.nodes_with_few_sources(name))\n",
+        "is_trainer))\n        self._send_new_sources(self.sources.nodes_with_few_sources(name))\n",
         "is_trainer))\n",
     ),
     Mutation(
@@ -677,7 +677,7 @@ MUTATIONS = [
     Mutation(
         "member that is lost is waited for",
         "core/fleet.py",
-        "        self._offer_to(self.broadcasts.lost(name, is_trainer))\n",
+        "        self._send_sources_to(self.broadcasts.lost(name, is_trainer))\n",
         "",
     ),
     Mutation(

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from lightrl.core import race, rounds
 from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
-from lightrl.core.handover import RESTING
 from lightrl.core.state import (
     OVER,
+    RESTING,
     GroupState,
     NodeState,
     Response,

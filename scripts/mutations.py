@@ -614,57 +614,45 @@ MUTATIONS = [
     ),
     Mutation(
         "process that was replaced may come back",
-        "core/ghosts.py",
+        "core/fleet.py",
         "return incarnation in self._replaced.get(name, ())",
         "return False",
     ),
     # Who pulls from whom
     Mutation(
         "trainer is asked before those who have the version",
-        "core/sources.py",
+        "core/weight_sources.py",
         "return (*holders, *others, trainer)",
         "return (trainer, *holders, *others)",
     ),
     Mutation(
         "all pull from the same nodes",
-        "core/sources.py",
+        "core/weight_sources.py",
         "few = (ring[(start + step) % size]",
         "few = (ring[step % size]",
     ),
     Mutation(
         "source that sent wrong bytes is assigned again",
-        "core/offers.py",
-        "return name in others or self.bad.bars(receiver, name)",
+        "core/weight_sources.py",
+        "return name in others or (receiver, name) in self.bad",
         "return name in others",
-    ),
-    Mutation(
-        "liar bars all sources",
-        "core/bad_sources.py",
-        "        if len(named) >= MAX_BELIEVED or self.is_barred_for_all(reporter):\n",
-        "        if False:\n",
-    ),
-    Mutation(
-        "liars bar more than half of the sources",
-        "core/bad_sources.py",
-        "        if 2 * len(self._barred | {source}) > num_sources:\n",
-        "        if False:\n",
     ),
     Mutation(
         "trainer that is behind is a source of the newest version",
         "core/versions.py",
-        "            self._fleet.trainer_is_behind(version)\n",
+        "            self._fleet.on_trainer_behind(version)\n",
         "",
     ),
     Mutation(
         "node whose sources are lost is told of no others",
         "core/fleet.py",
-        "is_trainer))\n        self._tell_news(self.offers.short_of(name))\n",
+        "is_trainer))\n        self._send_new_sources(self.sources.nodes_with_few_sources(name))\n",
         "is_trainer))\n",
     ),
     Mutation(
         "node that came before there was a source is forgotten",
-        "core/offers.py",
-        "            return list(dict.fromkeys([*self.waiting, *self.told]))\n",
+        "core/weight_sources.py",
+        "            return list(dict.fromkeys([*self.waiting, *self.assigned]))\n",
         "            return list(self.told)\n",
     ),
     # Who gets it by broadcast
@@ -676,7 +664,7 @@ MUTATIONS = [
     ),
     Mutation(
         "node that was fed by broadcast is a source",
-        "core/offers.py",
+        "core/weight_sources.py",
         "holds = has_newest and node.has_file",
         "holds = has_newest",
     ),
@@ -689,7 +677,7 @@ MUTATIONS = [
     Mutation(
         "member that is lost is waited for",
         "core/fleet.py",
-        "        self._offer_to(self.broadcasts.lost(name, is_trainer))\n",
+        "        self._send_sources_to(self.broadcasts.lost(name, is_trainer))\n",
         "",
     ),
     Mutation(
@@ -701,13 +689,13 @@ MUTATIONS = [
     Mutation(
         "one member ends all broadcasts for ever",
         "core/broadcast_groups.py",
-        "before + FORGIVEN_AFTER",
-        "before",
+        "self._failures.get(process, 0) + 1",
+        "self._failures.get(process, 0)",
     ),
     Mutation(
         "who could not reach one trainer is no member of the next one's groups",
         "core/broadcast_groups.py",
-        "            self._unreached.clear()\n",
+        "            self._failures.clear()\n",
         "",
     ),
     Mutation(
@@ -838,7 +826,7 @@ MUTATIONS = [
     ),
     Mutation(
         "delta is offered though it is as large as the version",
-        "core/delta_chain.py",
+        "core/weight_sources.py",
         "            if most < 0:\n",
         "            if False:\n",
     ),
@@ -1003,14 +991,14 @@ MUTATIONS = [
     ),
     Mutation(
         "released node is not told of the next version",
-        "core/offers.py",
+        "core/weight_sources.py",
         "return is_behind or node.state in PULLING",
         "return node.state in PULLING",
     ),
     Mutation(
         "lost node is named as source",
         "core/fleet.py",
-        "        self.offers.forget(name)\n",
+        "        self.sources.remove(name)\n",
         "",
     ),
     Mutation(

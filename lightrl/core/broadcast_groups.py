@@ -1,28 +1,19 @@
 """Who receives a version by broadcast: the groups of the training ranks and engines, one after the
 other.
 
-Owns who is a member and in which epoch, who still has to get the version at hand, and who is no
-candidate any more. A group lives for many versions; it is decided anew only at the boundary of a
-step, when a version is to be sent. Whoever joins between two boundaries pulls, and no group waits
-for it. Whoever is lost ends the epoch for all: each survivor pulls what was being sent, and a later
-boundary forms another group without it. Pure; sends nothing: `broadcasts.py` does.
+Owns the members of the current epoch, which of them still need the version, and which nodes are
+excluded. A group lives for many versions; its members are decided again only at the boundary of a
+step, when a version is to be sent. A node that joins between two boundaries pulls, and no group
+waits for it. A lost member ends the epoch for all: each survivor pulls the version that was being
+sent, and a later boundary forms a group without it. Pure; sends nothing: `broadcasts.py` does.
 
-A member can end an epoch by a word, and make others pull; it must not be able to do so for ever:
-
-- A process that could not reach the trainer (nobody answered at that address until the time limit,
-  or there is no way to it) is no candidate again while this process of the trainer is there. Its
-  word counts also when the group is over, as it mostly is: the trainer's own time limit ends at the
-  same time. It does not depend on the group whether anybody answers for an address. Whoever is
-  refused there has reached the machine, and the group may simply be over: that is a failure as any
-  other, and nothing at all where the group is over already.
-- Who has ended MAX_MARKS epochs by its own word (a failure, a refused version, another hello), or
-  was still at a version when the next one came, is none either. FORGIVEN_AFTER versions received
-  take one such mark away. So it spoils about one version in FORGIVEN_AFTER at most.
-- Who says so because another member has died is not to blame: the mark is taken back if one is
-  lost before the next boundary.
-- Epochs that were over before they brought a version to all, whoever ended them, put the next
-  attempt off by 1, 2, 4, ... boundaries, MAX_PAUSE at most: so those who come under ever new names
-  cost little, and weights come by pull.
+- A process that could not reach the trainer is excluded while this process of the trainer lives.
+  Its report counts also after the group has ended, since the trainer's own time limit ends at the
+  same moment. A node that was refused has reached the machine: that is a failure as any other.
+- A process that has ended MAX_FAILURES groups in a row before they brought a version (it reported a
+  failure, refused the version or was late for it) is excluded, too.
+- Groups that ended before they brought a version put the next attempt off by 1, 2, 4, ...
+  boundaries, at most MAX_PAUSE. Weights are pulled meanwhile.
 """
 
 from collections.abc import Iterable
@@ -33,10 +24,8 @@ from typing import Literal
 Mode = Literal["auto", "always", "off"]
 Backend = Literal["gloo", "nccl"]
 
-MAX_MARKS = 3
-FORGIVEN_AFTER = 8  # versions
+MAX_FAILURES = 3
 MAX_PAUSE = 64  # boundaries
-MAX_REMEMBERED = 1024  # processes with marks; the first are forgotten first
 
 
 class Phase(StrEnum):
@@ -116,32 +105,27 @@ class BroadcastGroups:
         self._has_sent = False  # a version, in this epoch
         self._pause = 1  # boundaries that the next attempt is put off, if this one fails
         self._put_off = 0  # boundaries until there may be another attempt
-        # name -> process, and its marks times FORGIVEN_AFTER
-        self._marks: dict[str, tuple[int, int]] = {}
-        self._unreached: dict[str, int] = {}  # name -> process that could not reach
+        # (name, incarnation) -> failures in a row
+        self._failures: dict[tuple[str, int], int] = {}
         self._trainer: tuple[str, int] | None = None  # this process
         self._over: tuple[str, Epoch] | None = None  # the last group with a name, which has ended
-        # who has got a mark since the last boundary, and the other members
-        self._blamed: tuple[str, frozenset[str]] | None = None
 
     def trained_by(self, name: str, incarnation: int) -> None:
-        """The trainer is this process. Another one may be reached by who could not reach the one
-        before; and what is still said of groups of that one, whose machine may have gone with it,
-        says nothing."""
+        """The trainer is this process. A node may reach another process that could not reach the
+        one before, so failures and late reports about groups of that one are dropped."""
         if self._trainer != (name, incarnation):
             self._trainer, self._over = (name, incarnation), None
-            self._unreached.clear()
+            self._failures.clear()
 
     def at_boundary(self, members: tuple[Candidate, ...], backend: Backend = "gloo") -> None:
         """A version is to be sent to these. The phase is SENDING afterwards if there is a group of
         just them, OPENING if there must be one, and NONE if it is not for a broadcast: there is
         nobody, attempts are put off, or the version before was still on its way."""
         self._put_off = max(0, self._put_off - 1)
-        self._blamed = None
         if self.receiving and self.epoch is not None:
             late = self.receiving if self.phase is Phase.SENDING else ()
             for name in late:
-                self._mark(self.epoch, name)
+                self._add_failure(self.epoch, name)
             self.num_lost += 1
             self.end()
             return
@@ -197,7 +181,7 @@ class BroadcastGroups:
             self._has_sent = True
             self._pause = 1
             for member in self.epoch.members:
-                self._forgive(member)
+                self._failures.pop((member, self.epoch.incarnation_of(member)), None)
 
     # How it ends
 
@@ -207,18 +191,12 @@ class BroadcastGroups:
         if self.epoch is None:
             return set()
         self.num_lost += 1
-        if culprit in self.epoch.members and is_unreachable:
-            self._bar(self.epoch, culprit)
-        elif culprit in self.epoch.members:
-            self._mark(self.epoch, culprit)
-            self._blamed = culprit, frozenset(self.epoch.members) - {culprit}
+        if culprit in self.epoch.members:
+            self._add_failure(self.epoch, culprit, is_unreachable)
         return self.end()
 
     def lost(self, name: str, is_trainer: bool = False) -> set[str]:
         """A process has gone. Returns the nodes that were receiving and must pull."""
-        if self._blamed is not None and (is_trainer or name in self._blamed[1]):
-            self._forgive(self._blamed[0], FORGIVEN_AFTER)
-            self._blamed = None
         if self.epoch is None or not (is_trainer or name in self.epoch.members):
             return set()
         self.num_lost += 1
@@ -235,43 +213,28 @@ class BroadcastGroups:
         self.receiving, self._joined, self._has_sent = set(), set(), False
         return were
 
-    # Who is no candidate
+    # Which nodes are excluded
 
-    def bars(self, name: str, incarnation: int) -> bool:
+    def excludes(self, name: str, incarnation: int) -> bool:
         """Whether this process must not be a member again."""
-        process, marks = self._marks.get(name, (incarnation, 0))
-        has_ended_too_many = process == incarnation and marks > (MAX_MARKS - 1) * FORGIVEN_AFTER
-        return has_ended_too_many or self._unreached.get(name) == incarnation
+        return self._failures.get((name, incarnation), 0) >= MAX_FAILURES
 
-    def bar_late(self, group: str, name: str) -> bool:
-        """A member could not reach the trainer, and says so when the group is over; whether that is
-        news."""
+    def exclude_late(self, group: str, name: str) -> bool:
+        """A member reports after the group has ended that it could not reach the trainer. Returns
+        whether it was not excluded yet."""
         if self._over is None or self._over[0] != group or name not in self._over[1].members:
             return False
         epoch = self._over[1]
-        is_news = not self.bars(name, epoch.incarnation_of(name))
-        self._bar(epoch, name)
-        return is_news
+        is_new = not self.excludes(name, epoch.incarnation_of(name))
+        self._add_failure(epoch, name, is_unreachable=True)
+        return is_new
 
-    def _bar(self, epoch: Epoch, name: str) -> None:
-        self._unreached.pop(name, None)
-        self._unreached[name] = epoch.incarnation_of(name)
-        if len(self._unreached) > MAX_REMEMBERED:
-            del self._unreached[next(iter(self._unreached))]
-
-    def _mark(self, epoch: Epoch, name: str) -> None:
-        incarnation = epoch.incarnation_of(name)
-        process, marks = self._marks.pop(name, (incarnation, 0))
-        before = marks if process == incarnation else 0
-        self._marks[name] = incarnation, before + FORGIVEN_AFTER
-        if len(self._marks) > MAX_REMEMBERED:
-            del self._marks[next(iter(self._marks))]
-
-    def _forgive(self, name: str, share: int = 1) -> None:
-        """One mark has FORGIVEN_AFTER shares."""
-        if name in self._marks:
-            process, marks = self._marks[name]
-            self._marks[name] = process, max(0, marks - share)
+    def _add_failure(self, epoch: Epoch, name: str, is_unreachable: bool = False) -> None:
+        process = name, epoch.incarnation_of(name)
+        if is_unreachable:
+            self._failures[process] = MAX_FAILURES
+        elif not self._has_sent:
+            self._failures[process] = self._failures.get(process, 0) + 1
 
     def check(self) -> None:
         """Raises AssertionError if the parts contradict each other."""

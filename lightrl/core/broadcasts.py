@@ -18,12 +18,12 @@ is found out by others, who all say so here:
 - Whoever is late for another reason: the next boundary, to which others bring the run.
 """
 
-from lightrl.core.broadcast_groups import MAX_MARKS, BroadcastGroups, Candidate, Phase, choose
+from lightrl.core.broadcast_groups import MAX_FAILURES, BroadcastGroups, Candidate, Phase, choose
 from lightrl.core.commands import Outbox
 from lightrl.core.events import BroadcastNews
-from lightrl.core.offers import PULLING, Offers
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
+from lightrl.core.weight_sources import PULLING, WeightSources
 from lightrl.messages.broadcasts import (
     BroadcastFailed,
     BroadcastJoined,
@@ -43,12 +43,12 @@ IS_UP = {NodeState.JOINING, NodeState.READY, *PULLING}
 
 class Broadcasts:
     def __init__(
-        self, settings: Settings, nodes: dict[str, Node], offers: Offers, outbox: Outbox
+        self, settings: Settings, nodes: dict[str, Node], sources: WeightSources, outbox: Outbox
     ) -> None:
         self.groups = BroadcastGroups(settings.num_ranks)
         self._settings = settings
         self._nodes = nodes
-        self._offers = offers
+        self._sources = sources
         self._outbox = outbox
         self._formed_by = 0.0  # the group that forms, or it is over
         self._num_known = 0  # nodes that had joined at the last boundary
@@ -76,7 +76,7 @@ class Broadcasts:
     def begin(self, policy_version: int, now: float) -> None:
         """A new version is published: decides who gets it by broadcast, and tells the trainer. The
         last one is for nobody but who evaluates it."""
-        trainer = self._nodes.get(self._offers.trainer or "")
+        trainer = self._nodes.get(self._sources.trainer or "")
         if trainer is None:
             return
         self._release(self.groups.receiving)
@@ -89,7 +89,7 @@ class Broadcasts:
         self.groups.at_boundary(*choose(candidates, trainer.host, is_cuda, mode))
         for name in self.groups.receiving:
             self._nodes[name].receives = True
-            self._offers.place(self._nodes[name])
+            self._sources.update(self._nodes[name])
         self.taken(trainer.name, policy_version)
         if self.groups.phase is Phase.OPENING and self.groups.epoch is not None:
             self._formed_by = now + FORMING_TIMEOUTS * self._settings.weights_timeout_s
@@ -106,12 +106,12 @@ class Broadcasts:
 
     def _wants_delta(self, policy_version: int) -> bool:
         """Whether a node that pulls has the version before, or is at it."""
-        return policy_version == self._offers.policy_version and any(
+        return policy_version == self._sources.policy_version and any(
             n.state in IS_UP
             and n.state is not NodeState.READY
             and "rollout" in n.roles
             and not n.receives
-            and self._offers.can_go_on(n)
+            and self._sources.can_use_delta(n)
             for n in self._nodes.values()
         )
 
@@ -120,8 +120,8 @@ class Broadcasts:
         still loads the version before may stand still, and a group would wait for it. None while
         nobody knows where the trainer serves the manifest. The trainer's own node reads what it has
         published."""
-        trainer = self._offers.trainer
-        if trainer not in self._offers.endpoints:
+        trainer = self._sources.trainer
+        if trainer not in self._sources.endpoints:
             return []
         return [
             Candidate(
@@ -139,20 +139,20 @@ class Broadcasts:
             and "rollout" in n.roles
             and n.name != trainer
             and not (n.is_preemptible or n.shares)
-            and not self.groups.bars(n.name, n.incarnation)
+            and not self.groups.excludes(n.name, n.incarnation)
         ]
 
     # What they say. Each returns the nodes that must be offered the version now.
 
     def heard(self, name: str, message: BroadcastNews) -> list[str]:
-        is_trainer = name == self._offers.trainer
+        is_trainer = name == self._sources.trainer
         match message:
             case BroadcastOpened() if is_trainer:
                 return self._opened(name, message)
             case BroadcastJoined(group):
                 return self._joined(group, None if is_trainer else name)
             case BroadcastSums(group, policy_version, _) if is_trainer:
-                if (group, policy_version) == (self.sending, self._offers.policy_version):
+                if (group, policy_version) == (self.sending, self._sources.policy_version):
                     self._is_sent = True
                     for member in sorted(self.groups.receiving):
                         self._outbox.send(member, message)
@@ -161,7 +161,7 @@ class Broadcasts:
                 is_member = epoch is not None and name in epoch.members
                 if group == self.groups.name and (is_trainer or (is_member and not is_open)):
                     return self._fail(name, reason, is_unreachable)
-                if is_unreachable and self.groups.bar_late(group, name):
+                if is_unreachable and self.groups.exclude_late(group, name):
                     self._outbox.warn(f"{name} {UNREACHABLE}{PULLS}")
             case _:
                 pass  # only a trainer says that
@@ -180,7 +180,7 @@ class Broadcasts:
         return []
 
     def _joined(self, group: str, name: str | None) -> list[str]:
-        version, trainer = self._offers.policy_version, self._offers.trainer
+        version, trainer = self._sources.policy_version, self._sources.trainer
         if version is None or trainer is None or not self.groups.joined(group, name):
             return []
         self._outbox.send(trainer, SendBroadcast(group, version))
@@ -227,15 +227,15 @@ class Broadcasts:
         who = f"{name}: " if name else ""
         self._outbox.warn(f"broadcast group {epoch.number} is over: {who}{reason}")
         node = self._nodes.get(name)
-        if node is not None and self.groups.bars(name, node.incarnation):
-            why = UNREACHABLE if is_unreachable else f"ended {MAX_MARKS} groups"
+        if node is not None and self.groups.excludes(name, node.incarnation):
+            why = UNREACHABLE if is_unreachable else f"ended {MAX_FAILURES} groups"
             self._outbox.warn(f"{name} {why}{PULLS}")
         return self._over(owed, tells_trainer=bool(owed))
 
     def _over(self, owed: set[str], tells_trainer: bool) -> list[str]:
         """Those that were receiving pull, and the trainer need not wait."""
         self._release(owed)
-        version, trainer = self._offers.policy_version, self._offers.trainer
+        version, trainer = self._sources.policy_version, self._sources.trainer
         if tells_trainer and version is not None and trainer is not None:
             self.taken(trainer, version)
         return sorted(name for name in owed if name in self._nodes)
@@ -244,4 +244,4 @@ class Broadcasts:
         for name in names:
             if (node := self._nodes.get(name)) is not None:
                 node.receives = False
-                self._offers.place(node)
+                self._sources.update(node)

@@ -126,7 +126,7 @@ class Coordinator:
                 if not self.ending.has_begun:
                     self.judge.score(event)
             case NodeHeard(name, heartbeat):
-                self.fleet.hear(name, heartbeat, now)
+                self.fleet.on_heartbeat(name, heartbeat, now)
                 self.sizes.heard_load(name, heartbeat.load, now)
             case NodeJoined(hello):
                 self._join(hello, now)
@@ -145,9 +145,9 @@ class Coordinator:
             case EndpointOpened(name, endpoint):
                 self.fleet.open_endpoint(name, endpoint)
             case SourceReported(name, report):
-                self.fleet.accuse(name, report)
+                self.fleet.report_bad_source(name, report)
             case BroadcastHeard(name, message):
-                self.fleet.hear_broadcast(name, message)
+                self.fleet.on_broadcast(name, message)
             case WeightsConfirmed(name, ready):
                 self._confirm(name, ready)
             case WeightsRefused(name, failed):
@@ -261,7 +261,7 @@ class Coordinator:
     # Membership
 
     def _join(self, hello: Hello, now: float) -> None:
-        if (hello.node, hello.incarnation) in self.fleet.ghosts:
+        if (hello.node, hello.incarnation) in self.fleet.stale:
             self.outbox.send(hello.node, Welcome("", refused="another process has this name now"))
             return
         is_awaited = "trainer" in hello.roles and self.ending.awaits_trainer
@@ -274,7 +274,7 @@ class Coordinator:
             return
         known = self.fleet.nodes.get(hello.node)
         if known is not None and known.incarnation != hello.incarnation:
-            self.fleet.ghosts.add(known.name, known.incarnation)
+            self.fleet.stale.add(known.name, known.incarnation)
             self._lose(hello.node, "restarted", now)
         self.fleet.add(hello, now)
         self._reconcile(hello)
@@ -332,7 +332,7 @@ class Coordinator:
             self.trainer_feed.lost(now)
             if may_return and not self.ending.has_begun:
                 self.outbox.report(self.fleet.trainers.patience(self.settings.patience_s))
-        if not self.ending.has_begun and (why := self.fleet.why_deserted()) is not None:
+        if not self.ending.has_begun and (why := self.fleet.why_no_rollout_node()) is not None:
             self.ending.begin(RunState.FAILED, why)
 
     def _drain(self, name: str, reason: str) -> None:

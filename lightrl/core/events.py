@@ -112,7 +112,7 @@ class EndpointOpened:
 
 @dataclass(frozen=True, slots=True)
 class SourceReported:
-    """A node got wrong bytes from a source that it was told of, by its own word."""
+    """A node reports that it received wrong bytes from a source."""
 
     node: str
     report: BadSource

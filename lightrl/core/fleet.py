@@ -1,10 +1,11 @@
-"""Who takes part, since when, and which version of the weights each node serves.
+"""Nodes of the run: membership, leases, and the version of the weights that each one serves.
 
-Owns nodes, leases and when a node is told of a version; from whom it pulls it is decided in
-`offers.py`, what it is told if it gets it by broadcast in `broadcasts.py`. Knows nothing of
-responses: whoever removes a node decides what becomes of the work that it held.
+Owns nodes and when a node is sent a version. `weight_sources.py` chooses the sources that it pulls
+from, `broadcasts.py` the groups that receive together. Does not know responses: the caller that
+removes a node decides what becomes of its work.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
 from statistics import fmean
@@ -13,13 +14,12 @@ from lightrl.core.broadcasts import Broadcasts
 from lightrl.core.commands import Admit, Outbox
 from lightrl.core.events import BroadcastNews
 from lightrl.core.gain import Gain
-from lightrl.core.ghosts import Ghosts
-from lightrl.core.offers import PULLING, Offers, PublishedVersion, version_of
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
 from lightrl.core.speed import Speed
-from lightrl.core.state import Node, NodeState
+from lightrl.core.state import RESTING, Node, NodeState
 from lightrl.core.trainers import Trainers
+from lightrl.core.weight_sources import PULLING, PublishedVersion, WeightSources, version_of
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.weights import (
     BadSource,
@@ -31,12 +31,13 @@ from lightrl.messages.weights import (
     WeightsReady,
 )
 
-# beyond those that asynchronous mode allows: late chunks are told from forged ones
+# Digests kept beyond those that asynchronous mode allows: a late chunk is not a forged one.
 VERSIONS_REMEMBERED = 8
-LEAVING_WORK = {NodeState.RELEASING, NodeState.RELEASED}
-SPEED_SAMPLE = 16  # nodes from which the speed of a new one is guessed
+SPEED_SAMPLE = 16  # nodes from which the speed of a new one is estimated
 SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
-MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is asked to leave
+MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is drained
+MAX_STALE_OF_NODE = 16  # incarnations of one node, the newest: more are never alive
+MAX_STALE_NODES = 4096  # the nodes that were restarted last: more than a run has
 
 
 class Fleet:
@@ -50,15 +51,15 @@ class Fleet:
         self.devices = SharedDevices(settings.device_parts, self.trainers)
         self.now = 0.0  # of the event at hand
         self.published: PublishedVersion | None = None
-        self.offers = Offers(settings)
-        self.broadcasts = Broadcasts(settings, self.nodes, self.offers, outbox)
+        self.sources = WeightSources(settings)
+        self.broadcasts = Broadcasts(settings, self.nodes, self.sources, outbox)
         # Of the newest versions. The last one is current; those before it were replaced by versions
         # trained again, and tokens sampled under them may still come.
         self.digests: dict[int, tuple[str, ...]] = {}
         self.canaries: dict[int, Canary] = {}  # of these versions
         self.num_joined = 0
         self.num_preemptible = 0  # of `nodes`
-        self.ghosts = Ghosts()
+        self.stale = StaleIncarnations()
         self.failed: dict[str, str] = {}  # rollout nodes that will not come back, and why
         self._rollouts: set[str] = set()  # names of all that ever took part
         self.num_weights_failed = 0
@@ -69,13 +70,13 @@ class Fleet:
 
     @property
     def trainer(self) -> str | None:
-        """The node whose word is that of the trainer: the one that leads."""
+        """The trainer node that leads; its messages are those of the trainer."""
         return self.trainers.leader
 
     # Membership
 
     def why_refused(self, hello: Hello) -> str | None:
-        """In one line, or None if the node may take part."""
+        """Return why the node is refused, in one line; None if it is admitted."""
         if hello.protocol != PROTOCOL:
             return f"speaks protocol {hello.protocol}, this run {PROTOCOL}"
         if hello.slots < 0 or not hello.roles:
@@ -85,7 +86,7 @@ class Fleet:
         return self.trainers.why_refused(hello) if "trainer" in hello.roles else None
 
     def add(self, hello: Hello, now: float) -> None:
-        """Takes a node in, or once more; another incarnation of it must have been removed."""
+        """Admit a node, or a known one again. Another incarnation must have been removed before."""
         known = self.nodes.get(hello.node)
         if known is not None:
             known.heard_at = now
@@ -97,8 +98,8 @@ class Fleet:
                 owed = self.broadcasts.lost(hello.node, True, again)
             else:
                 owed = self.broadcasts.refused(hello.node, again)
-            self._offer_to(owed, but=known)
-            self._believe(known, hello)
+            self._send_sources_to(owed, but=known)
+            self._apply_hello(known, hello)
             return
         speed, gain = self._typical()
         node = Node(
@@ -126,15 +127,15 @@ class Fleet:
         if "rollout" in node.roles:
             self._rollouts.add(node.name)
             self.failed.pop(node.name, None)
-        self.offers.bad.joined(node.name, node.incarnation)
         if self.lease_check_at is None:
             self.lease_check_at = now + self._settings.lease_s
         self._outbox.add(Admit(node.name))
         self._outbox.report(f"{node.name} joined as {', '.join(node.roles)}")
-        self._believe(node, hello)
+        self._apply_hello(node, hello)
 
-    def _believe(self, node: Node, hello: Hello) -> None:
-        """What its engine serves, by its own word: every chunk must show the digest again."""
+    def _apply_hello(self, node: Node, hello: Hello) -> None:
+        """Trust the version that a hello reports: each chunk repeats the digest, so a wrong report
+        is found."""
         published = self.published
         self.num_preemptible += hello.is_preemptible - node.is_preemptible
         node.is_preemptible = hello.is_preemptible
@@ -149,20 +150,20 @@ class Fleet:
             node.policy_version = published.policy_version
             if node.state not in {NodeState.READY, NodeState.RELEASING, NodeState.RELEASED}:
                 self._move(node, NodeState.READY)
-            self.offers.place(node)
-            self._tell_news(list(self.offers.waiting))
+            self.sources.update(node)
+            self._send_new_sources(list(self.sources.waiting))
         else:
-            self._offer(node)
+            self._send_sources(node)
 
-    def hear(self, name: str, heartbeat: Heartbeat, now: float) -> None:
+    def on_heartbeat(self, name: str, heartbeat: Heartbeat, now: float) -> None:
         if (node := self.nodes.get(name)) is not None:
             node.heard_at, node.load, node.weights = now, heartbeat.load, heartbeat.weights
             node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
             node.num_workers, node.is_saving = heartbeat.num_workers, heartbeat.is_saving
 
     def _typical(self) -> tuple[Speed, Gain]:
-        """What to expect of a node not heard of yet: the mean of some that were. Between two steps
-        they load, or sleep."""
+        """The mean speed and gain of some nodes, expected of a new one. Between two steps nodes
+        load or sleep."""
         there = (self.ready, self.updating, self.devices.nodes)
         some = list(islice(chain.from_iterable(d.values() for d in there), SPEED_SAMPLE))
         gains = [n.gain.tokens for n in some if n.speed.num_observed]
@@ -176,15 +177,15 @@ class Fleet:
         self._move(node, NodeState.GONE)
         is_trainer = name == self.trainer
         self.trainers.lost(name)
-        self.offers.forget(name)
-        self._offer_to(self.broadcasts.lost(name, is_trainer))
-        self._tell_news(self.offers.short_of(name))
+        self.sources.remove(name)
+        self._send_sources_to(self.broadcasts.lost(name, is_trainer))
+        self._send_new_sources(self.sources.nodes_with_few_sources(name))
 
-    def why_deserted(self) -> str | None:
-        """Why no rollout node will take part any more, in one line; None if some do or may come.
+    def why_no_rollout_node(self) -> str | None:
+        """Return why no rollout node will take part any more, in one line; None if one may.
 
-        All that the run started must have failed for good, and all others that took part: a node
-        that was lost or preempted may come back. With `scale.max` more may be started.
+        All nodes that the run started must have failed for good, and all others that took part: a
+        node that was lost or preempted may come back. With `scale.max` more may be started.
         """
         settings, failed = self._settings, self.failed
         if not settings.num_rollouts or len(failed) < settings.num_rollouts or settings.scale_max:
@@ -195,13 +196,13 @@ class Fleet:
         return f"no rollout node is left: {name}: {reason}"
 
     def drain(self, node: Node) -> None:
-        """It takes no more work."""
+        """Send the node no more work."""
         self._move(node, NodeState.DRAINING)
-        self._offer_to(self.broadcasts.refused(node.name, "drains"))
-        self._tell_news(self.offers.short_of(node.name))
+        self._send_sources_to(self.broadcasts.refused(node.name, "drains"))
+        self._send_new_sources(self.sources.nodes_with_few_sources(node.name))
 
     def _move(self, node: Node, to: NodeState) -> None:
-        """Keeps the views of `nodes` true. Nothing is reserved for a node that has just joined."""
+        """Change the state of a node and update all views of `nodes`."""
         node.move(to)
         node.since = self.now
         self.devices.moved(node)
@@ -219,25 +220,25 @@ class Fleet:
             node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
             self.ready[node.name] = node
             self.share_ready += node.share
-        self.offers.place(node)
+        self.sources.update(node)
 
     def release(self, node: Node) -> None:
-        """It takes no more work, and gives its devices back."""
+        """Send the node no more work; it gives its devices back."""
         self._move(node, NodeState.RELEASING)
 
-    def sleeps(self, node: Node) -> None:
-        """Its devices are free."""
+    def on_asleep(self, node: Node) -> None:
+        """The engine of the node is asleep: its devices are free."""
         self._move(node, NodeState.RELEASED)
-        self._offer(node)
+        self._send_sources(node)
 
     def wake(self, node: Node) -> None:
-        """It is told to sample again."""
+        """The engine of the node is to sample again."""
         self._move(node, NodeState.UPDATING)
 
     def expired(self, now: float) -> list[Node]:
-        """Nodes whose lease has run out; sets the time of the next check.
+        """Return nodes whose lease has expired, and set the time of the next check.
 
-        Looking at all nodes only when the oldest lease may have run out keeps heartbeats O(1).
+        Nodes are checked only when the oldest lease may have expired, which keeps heartbeats O(1).
         """
         lease = self._settings.lease_s
         gone = [n for n in self.nodes.values() if now - n.heard_at >= lease]
@@ -248,21 +249,21 @@ class Fleet:
     # Weights
 
     def publish(self, message: PublishWeights, now: float) -> None:
-        """A new version is complete at the trainer; every rollout node is told where to pull it,
-        but for those that get it by broadcast."""
+        """A new version is complete at the trainer: send every rollout node its sources, except
+        those that receive it by broadcast."""
         self._announce(message)
         for node in self.nodes.values():
             node.weights_failures = 0
             if node.name in self.ready:
                 self._move(node, NodeState.UPDATING)
             else:
-                self.offers.place(node)  # it does not hold this one
+                self.sources.update(node)  # it does not hold this one
         self.broadcasts.begin(message.policy_version, now)
         for node in self.nodes.values():
-            self._offer(node)
+            self._send_sources(node)
 
     def publish_again(self, message: PublishWeights) -> None:
-        """Offers the newest version again to nodes without it. If it was trained again with another
+        """Send the newest version again to nodes without it. If it was trained again with another
         digest, no node has it."""
         published, version = self.published, message.policy_version
         is_other = published is not None and published.digest != message.digest
@@ -273,41 +274,44 @@ class Fleet:
             if node.name in self.ready:
                 self._move(node, NodeState.UPDATING)
             else:
-                self.offers.place(node)
+                self.sources.update(node)
         if self.trainer is not None:
             self.broadcasts.taken(self.trainer, version)
         for node in self.nodes.values():
-            if not self.offers.serves_newest(node):
+            if not self.sources.serves_newest(node):
                 node.weights_failures = 0
-                self._offer(node)
+                self._send_sources(node)
 
     def offer_deltas(self, message: PublishWeights) -> None:
-        """The trainer has found the difference to the newest version after it had announced it;
-        nodes that are at it are told if it is of use to them."""
+        """The trainer has found the delta to the newest version after it had published it: send it
+        to nodes that still pull, if it helps them."""
         published = self.published
         if published is None or message.digest != published.digest:
             return
-        if not self.offers.add_deltas(message.deltas):
+        if not self.sources.add_deltas(message.deltas):
             return
         for node in self.nodes.values():
-            is_at_it = node.state in PULLING and not node.receives
-            if is_at_it and self.offers.has_deltas_for(node):
-                self._offer(node)
+            is_pulling = node.state in PULLING and not node.receives
+            if is_pulling and self.sources.has_deltas_for(node):
+                self._send_sources(node)
 
     def _announce(self, message: PublishWeights) -> None:
-        self.know(version_of(message), message.deltas)
-        self.offers.trainer = self.trainer
+        self.set_current_version(version_of(message), message.deltas)
+        self.sources.trainer = self.trainer
 
-    def know(self, published: PublishedVersion, deltas: tuple[DeltaOffer, ...] = ()) -> None:
-        """This version is the newest from now on."""
+    def set_current_version(
+        self, published: PublishedVersion, deltas: tuple[DeltaOffer, ...] = ()
+    ) -> None:
+        """Make this version the newest."""
         self.published = published
-        self.offers.begin(published, deltas)
+        self.sources.publish(published, deltas)
         self._remember(published)
 
-    def know_again(self, retrained: PublishedVersion) -> None:
-        """This version, the newest or one before it, was trained again with another digest."""
+    def add_retrained_version(self, retrained: PublishedVersion) -> None:
+        """Store a version, the newest or an older one, that was trained again with another
+        digest."""
         if self.published and retrained.policy_version == self.published.policy_version:
-            self.know(retrained)
+            self.set_current_version(retrained)
         else:
             self._remember(retrained)
 
@@ -321,73 +325,72 @@ class Fleet:
         self.digests.pop(oldest, None)
         self.canaries.pop(oldest, None)
 
-    def trainer_is_behind(self, policy_version: int) -> None:
-        """It has come back with an older version than the newest, which only others may have."""
-        self.offers.trainer = None
+    def on_trainer_behind(self, policy_version: int) -> None:
+        """The trainer has resumed with an older version than the newest, which only other nodes may
+        hold."""
+        self.sources.trainer = None
         if self.trainer is not None:
             self.broadcasts.taken(self.trainer, policy_version)
-            self._tell_news(self.offers.short_of(self.trainer))
+            self._send_new_sources(self.sources.nodes_with_few_sources(self.trainer))
 
     def open_endpoint(self, name: str, endpoint: WeightsEndpoint) -> None:
-        """A node serves what it holds of the weights, from now on or at another address."""
+        """A node serves the weights at this address."""
         node = self.nodes.get(name)
         if node is not None:
-            self._tell_news(self.offers.open(node, endpoint))
+            self._send_new_sources(self.sources.open_endpoint(node, endpoint))
 
-    def _tell_news(self, names: Iterable[str]) -> None:
+    def _send_new_sources(self, names: Iterable[str]) -> None:
         for name in names:
-            self._offer(self.nodes[name], only_news=True)
+            self._send_sources(self.nodes[name], only_news=True)
 
-    def accuse(self, name: str, report: BadSource) -> None:
-        """A node got wrong bytes from another one, by its own word, and gets another source for
-        it."""
-        node = self.nodes.get(name)
-        if node is not None and self.offers.report(name, report, self.nodes.get(report.node)):
+    def report_bad_source(self, name: str, report: BadSource) -> None:
+        """A node received wrong bytes from a source: send it to others."""
+        if name in self.nodes and self.sources.report_bad_source(name, report):
             self.num_bad_sources += 1
             what = f"wrong bytes of version {report.policy_version} from {report.node}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
-            self._tell_news(dict.fromkeys([name, *self.offers.short_of(report.node)]))
+            self._send_new_sources([name])
 
-    def hear_broadcast(self, name: str, message: BroadcastNews) -> None:
-        """The trainer or a member says something of a broadcast group."""
-        self._offer_to(self.broadcasts.heard(name, message))
+    def on_broadcast(self, name: str, message: BroadcastNews) -> None:
+        """Handle a message of the trainer or of a member about a broadcast group."""
+        self._send_sources_to(self.broadcasts.heard(name, message))
 
     def expire_broadcast(self) -> None:
-        self._offer_to(self.broadcasts.expire(self.now))
+        self._send_sources_to(self.broadcasts.expire(self.now))
 
-    def _offer_to(self, names: Iterable[str], but: Node | None = None) -> None:
+    def _send_sources_to(self, names: Iterable[str], but: Node | None = None) -> None:
         for name in names:
             if but is None or name != but.name:
-                self._offer(self.nodes[name])
+                self._send_sources(self.nodes[name])
 
-    def trainer_stands(self) -> None:
-        """The trainer has said where: nodes that only train take part from now on."""
+    def on_trainer_ready(self) -> None:
+        """The trainer has reported its step: nodes that only train are ready."""
         for node in map(self.nodes.__getitem__, self.trainers.names):
             if node.state is NodeState.JOINING and "rollout" not in node.roles:
                 self._move(node, NodeState.READY)
 
-    def _offer(self, node: Node, only_news: bool = False) -> None:
-        """Tells a node of the published version and its sources, or does so once there are any."""
+    def _send_sources(self, node: Node, only_news: bool = False) -> None:
+        """Send a node the published version and its sources, at once or when there are any."""
         if (
             self.published is None
             or "rollout" not in node.roles
             or node.state in {NodeState.DRAINING, NodeState.RELEASING}
-            or (node.is_asleep and self.offers.serves_newest(node))
+            or (node.is_asleep and self.sources.serves_newest(node))
         ):
             return
         group = self.broadcasts.sending if node.receives else ""
         if node.receives and (only_news or not group):
-            return  # it waits for its group, or is told by it
+            return  # its group is not open yet, or sends it
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-        if (message := self.offers.message_for(node, only_news, group)) is None:
+        if (message := self.sources.message_for(node, only_news, group)) is None:
             return
         if node.state is NodeState.JOINING:
             self._move(node, NodeState.LOADING)
         self._outbox.send(node.name, message)
 
     def awaits(self, name: str, ready: WeightsReady) -> bool:
-        """Whether this node has the published version on its way, and this is it."""
+        """Whether the node pulls the published version and reports that one."""
         node, published = self.nodes.get(name), self.published
         return (
             node is not None
@@ -397,9 +400,9 @@ class Fleet:
         )
 
     def confirm(self, name: str, ready: WeightsReady) -> None:
-        """A node's engine has loaded a version; the node is ready only if the digests agree."""
+        """The engine of a node has loaded a version: the node is ready if the digests agree."""
         node, published = self.nodes.get(name), self.published
-        if node is None or published is None or node.state not in {*PULLING, *LEAVING_WORK}:
+        if node is None or published is None or node.state not in {*PULLING, *RESTING}:
             return
         if ready.policy_version != published.policy_version:
             return  # the newer one is on its way
@@ -416,22 +419,22 @@ class Fleet:
         if node.state in PULLING:
             self._move(node, NodeState.READY)
         else:
-            self.offers.place(node)
-        self._offer_to(others, but=node)
-        self._tell_news(list(self.offers.waiting))
+            self.sources.update(node)
+        self._send_sources_to(others, but=node)
+        self._send_new_sources(list(self.sources.waiting))
 
     def refuse(self, name: str, failed: WeightsFailed) -> None:
-        """A node does not serve the published version: again, and after MAX_WEIGHTS_FAILURES it
-        must go.
+        """A node has failed to serve the published version: send it again, and drain the node after
+        MAX_WEIGHTS_FAILURES.
 
-        If it was ready, its engine has died; the caller has taken its responses away.
+        If the node was ready, its engine has died, and the caller has moved its responses.
         """
         node, published = self.nodes.get(name), self.published
         if node is None or published is None or failed.policy_version != published.policy_version:
             return
         if node.state is NodeState.DRAINING:
             return
-        self._offer_to(self.broadcasts.refused(name, failed.reason), but=node)
+        self._send_sources_to(self.broadcasts.refused(name, failed.reason), but=node)
         node.weights_failures += 1
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
@@ -440,9 +443,36 @@ class Fleet:
             self.num_weights_failed += 1
             self._outbox.warn(f"{name}: version {failed.policy_version} failed: {failed.reason}")
         if node.weights_failures < MAX_WEIGHTS_FAILURES:
-            self._offer(node)
-        elif self.offers.trainer is not None:
+            self._send_sources(node)
+        elif self.sources.trainer is not None:
             reason = f"cannot load version {failed.policy_version}"
             self._outbox.send(name, Drain(name, reason))
             self.failed[name] = f"{reason}: {failed.reason}"
-        # else it may be for want of the trainer, which will publish again
+        # else the trainer may be the missing source, and publishes again when it is back
+
+
+class StaleIncarnations:
+    """Incarnations of nodes that were replaced by a restart: their messages are ignored.
+
+    They are stored, not compared by number, since the numbers come from clocks, and a clock may
+    jump.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: dict[str, deque[int]] = {}  # by node
+
+    def __contains__(self, process: tuple[str, int]) -> bool:
+        name, incarnation = process
+        return incarnation in self._replaced.get(name, ())
+
+    def __len__(self) -> int:
+        """The number of nodes that are stored."""
+        return len(self._replaced)
+
+    def add(self, name: str, incarnation: int) -> None:
+        """Another incarnation of the node has replaced this one."""
+        stale = self._replaced.pop(name, None) or deque(maxlen=MAX_STALE_OF_NODE)
+        stale.append(incarnation)
+        self._replaced[name] = stale  # in the order of the latest restart
+        if len(self._replaced) > MAX_STALE_NODES:
+            del self._replaced[next(iter(self._replaced))]

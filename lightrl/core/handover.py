@@ -22,13 +22,12 @@ from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import NO_PARTS, NO_TRAINER
 from lightrl.core.sides import Sides
-from lightrl.core.state import Node, NodeState, Round, RoundState
+from lightrl.core.state import RESTING, Node, NodeState, Round, RoundState
 from lightrl.messages.nodes import Hello
 from lightrl.messages.sharing import Park, Parked, Release, Released, Wake
 from lightrl.messages.training import StepDone
 
 AWAKE = {NodeState.JOINING, NodeState.LOADING, NodeState.READY, NodeState.UPDATING}
-RESTING = {NodeState.RELEASING, NodeState.RELEASED}
 NOBODY = frozenset[str]()
 
 
@@ -78,7 +77,7 @@ class Handover:
         if node is None or node.state is not NodeState.RELEASING or message.number != node.order:
             return
         self._table.requeue_all(node)
-        self._fleet.sleeps(node)
+        self._fleet.on_asleep(node)
 
     def parked(self, name: str, message: Parked) -> None:
         """The ranks of a trainer node have given its devices back; unasked, before they publish."""

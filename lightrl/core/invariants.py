@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 from lightrl.core import race, rounds
 from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
-from lightrl.core.handover import RESTING
-from lightrl.core.offers import PULLING
 from lightrl.core.state import (
     OVER,
+    RESTING,
     GroupState,
     NodeState,
     Response,
@@ -16,6 +15,7 @@ from lightrl.core.state import (
     Round,
     RoundState,
 )
+from lightrl.core.weight_sources import PULLING
 from lightrl.errors import InvariantViolation
 
 if TYPE_CHECKING:
@@ -87,34 +87,34 @@ def _nodes(core: "Coordinator") -> None:
 def _sources(core: "Coordinator") -> None:
     """Who is listed as a source can serve; who wants the version was told of one, if there is
     any."""
-    nodes, offers, published = core.fleet.nodes, core.fleet.offers, core.fleet.published
-    for ring, holds in ((offers.whole, True), (offers.partial, False)):
+    nodes, sources, published = core.fleet.nodes, core.fleet.sources, core.fleet.published
+    for ring, holds in ((sources.complete, True), (sources.partial, False)):
         for name in ring.names:
-            _require(name in nodes and name in offers.endpoints, f"{name} cannot be a source")
+            _require(name in nodes and name in sources.endpoints, f"{name} cannot be a source")
             node = nodes[name]
             is_newest = published is not None and node.policy_version == published.policy_version
             has_all = is_newest and node.has_file
             _require(has_all == holds, f"{name} is listed as another source than it is")
             _require(not node.receives, f"{name} gets no file, but is listed as a source")
-    for name in offers.told.keys() | offers.waiting.keys() | offers.endpoints.keys():
+    for name in sources.assigned.keys() | sources.waiting.keys() | sources.endpoints.keys():
         _require(name in nodes, f"{name} is not there, but known as a source or receiver")
-    for name, told in offers.told.items():
-        _require(offers.pulls(nodes[name]), f"{name} is {nodes[name].state} and pulls")
+    for name, told in sources.assigned.items():
+        _require(sources.is_pulling(nodes[name]), f"{name} is {nodes[name].state} and pulls")
         _require(name not in told, f"{name} is to pull from itself")
     if published is None or not published.is_described:
         return
-    has_trainer = offers.trainer is not None and offers.trainer in offers.endpoints
+    has_trainer = sources.trainer is not None and sources.trainer in sources.endpoints
     for node in nodes.values():
-        must_know = offers.pulls(node) or node.state is NodeState.JOINING
+        must_know = sources.is_pulling(node) or node.state is NodeState.JOINING
         if "rollout" not in node.roles or node.receives or not must_know:
             continue
         if node.takes_turns and node.policy_version == published.policy_version:
             continue  # it wakes with the version that it has
-        holders = (n for n in offers.whole.names if n != node.name)
-        is_there = has_trainer or any(not offers.bad.bars(node.name, n) for n in holders)
+        holders = (n for n in sources.complete.names if n != node.name)
+        is_there = has_trainer or any((node.name, n) not in sources.bad for n in holders)
         was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
-        if is_there and node.name != offers.trainer and not was_asked_to_go:
-            _require(offers.num_left(node.name) > 0, f"{node.name} was told of no source")
+        if is_there and node.name != sources.trainer and not was_asked_to_go:
+            _require(sources.num_left(node.name) > 0, f"{node.name} was told of no source")
 
 
 def _broadcast(core: "Coordinator") -> None:
@@ -126,7 +126,7 @@ def _broadcast(core: "Coordinator") -> None:
     _require(receiving == groups.receiving, "some wait for a group, and it is not for them")
     if groups.epoch is None:
         return
-    _require(fleet.offers.trainer in fleet.nodes, "a group without a trainer")
+    _require(fleet.sources.trainer in fleet.nodes, "a group without a trainer")
     for name, incarnation in zip(groups.epoch.members, groups.epoch.incarnations, strict=True):
         node = fleet.nodes.get(name)
         if node is None or node.incarnation != incarnation:
@@ -134,7 +134,7 @@ def _broadcast(core: "Coordinator") -> None:
         waits = node.state in {*PULLING, NodeState.JOINING}
         _require(waits == node.receives, f"{name} is {node.state} and a member")
         _require(waits or node.state is NodeState.READY, f"{name} is {node.state} and a member")
-        _require(name not in fleet.offers.told, f"{name} is a member, and pulls")
+        _require(name not in fleet.sources.assigned, f"{name} is a member, and pulls")
 
 
 def _devices(core: "Coordinator") -> None:

@@ -28,7 +28,6 @@ from lightrl.core.log_entries import (
     VersionPublished,
     VersionRetrained,
 )
-from lightrl.core.offers import PublishedVersion
 from lightrl.core.state import (
     Group,
     Response,
@@ -37,6 +36,7 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
 )
+from lightrl.core.weight_sources import PublishedVersion
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.messages.training import StepDone
@@ -139,13 +139,15 @@ class _Recovery:
                 for version, item in early:
                     self._take(version, (item,))
             case VersionPublished(version, digest, _, num_bytes, manifest_bytes, canary, base):
-                core.fleet.know(
+                core.fleet.set_current_version(
                     PublishedVersion(version, digest, num_bytes, manifest_bytes, canary, base)
                 )
                 core.steps.published(self._now)
             case VersionRetrained():
                 what = entry.num_bytes, entry.manifest_bytes, entry.canary, entry.base
-                core.fleet.know_again(PublishedVersion(entry.version, entry.digest, *what))
+                core.fleet.add_retrained_version(
+                    PublishedVersion(entry.version, entry.digest, *what)
+                )
             case StepDone():
                 core.steps.on_step_done(entry)
             case ShardSent() | ShellNote():
@@ -204,7 +206,9 @@ class _Recovery:
         core.fleet.canaries.update(stood.canaries)
         if (version := stood.version) is not None:
             what = stood.num_bytes, stood.manifest_bytes, stood.canaries.get(version), stood.base
-            core.fleet.know(PublishedVersion(version, stood.digests[version][-1], *what))
+            core.fleet.set_current_version(
+                PublishedVersion(version, stood.digests[version][-1], *what)
+            )
 
     def _set_up(self, entry: RoundSnapshot) -> None:
         """A round that was open. While it is being filled, nothing is drawn for it and it does not

@@ -56,6 +56,10 @@ class NodeState(StrEnum):
     GONE = "gone"
 
 
+# of a node whose devices train, or are about to
+RESTING = {NodeState.RELEASING, NodeState.RELEASED}
+
+
 class RoundState(StrEnum):
     FILLING = "filling"  # its prompts are being drawn
     RUNNING = "running"

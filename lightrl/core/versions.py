@@ -15,10 +15,10 @@ from lightrl.core.commands import Outbox
 from lightrl.core.ending import Ending
 from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import VersionPublished, VersionRetrained
-from lightrl.core.offers import version_of
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
 from lightrl.core.state import RunState
+from lightrl.core.weight_sources import version_of
 from lightrl.messages.weights import Canary, PublishWeights
 
 GO_BACK = "lightrl resume --from-checkpoint goes back to the last checkpoint"
@@ -76,10 +76,10 @@ class Versions:
         elif version == published.policy_version:
             self._fleet.publish_again(message)
         else:
-            self._fleet.trainer_is_behind(version)
+            self._fleet.on_trainer_behind(version)
             behind = f"{name} is at step {version}, the run at step {self._steps.step}"
             self._outbox.report(f"{behind}: the steps in between are trained again")
-        self._fleet.trainer_stands()
+        self._fleet.on_trainer_ready()
         self._steps.feed_trainer(has_come=stood_at is None)
         if self._ending.has_begun:
             self._ending.dismiss_trainer()
@@ -116,7 +116,7 @@ class Versions:
             by = f"logprobs of the canary differ by up to {largest:.3g}, by {mean:.3g} on average"
         published = self._fleet.published
         if published is not None and version < published.policy_version:
-            self._fleet.know_again(version_of(m))
+            self._fleet.add_retrained_version(version_of(m))
             self._outbox.report(f"{what}: {by}")
         else:
             self._outbox.warn(f"{what}: {by}; nodes load it instead of the one before")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.state import OVER, Node, NodeState, Round, RoundState
+from lightrl.core.state import OVER, RESTING, Node, NodeState, Round, RoundState
 
 TAIL_SHARE = 0.1  # of the responses of the open rounds
 
@@ -182,9 +182,8 @@ def _is_sampled(core: Coordinator) -> bool:
 def _nobody_ready(core: Coordinator, nodes: list[Node]) -> Wait | None:
     published = core.fleet.published
     version = published.policy_version if published is not None else None
-    resting = {NodeState.RELEASING, NodeState.RELEASED}
-    moving = [n for n in nodes if n.state in resting]
-    coming = [n for n in nodes if n.state not in resting]
+    moving = [n for n in nodes if n.state in RESTING]
+    coming = [n for n in nodes if n.state not in RESTING]
     if moving and not coming:
         since = min(n.since for n in moving)
         return Wait(K.DEVICES, since, step=core.step, nodes=_names(moving))

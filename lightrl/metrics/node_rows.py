@@ -8,8 +8,8 @@ import socket
 from dataclasses import replace
 
 from lightrl.core.fleet import Fleet
-from lightrl.core.offers import PULLING
 from lightrl.core.state import NodeState
+from lightrl.core.weight_sources import PULLING
 from lightrl.messages.snapshot import NodeRow
 
 HALF_LIFE_S = 2.0  # in which half of a rate is forgotten

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrl.core.delta_chain import MAX_CHAIN
+from lightrl.core.weight_sources import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages.weights import DeltaOffer, PublishWeights
 from lightrl.system.threads import in_thread, taken_in_thread

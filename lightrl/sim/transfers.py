@@ -11,8 +11,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.core.events import TokensArrived, WeightsPublished
+from lightrl.core.weight_sources import MAX_CHAIN
 from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady

@@ -4,10 +4,8 @@ import random
 
 import pytest
 
-from lightrl.core import broadcast_groups
 from lightrl.core.broadcast_groups import (
-    FORGIVEN_AFTER,
-    MAX_MARKS,
+    MAX_FAILURES,
     MAX_PAUSE,
     BroadcastGroups,
     Candidate,
@@ -198,11 +196,11 @@ def test_who_cannot_reach_the_trainer_is_none_as_this_process():
     groups = BroadcastGroups(1)
     groups.at_boundary((A, B))
     groups.fail("a", is_unreachable=True)
-    assert groups.bars("a", 1)
-    assert not groups.bars("a", 2)
-    assert not groups.bars("b", 1)
+    assert groups.excludes("a", 1)
+    assert not groups.excludes("a", 2)
+    assert not groups.excludes("b", 1)
     groups.lost("b")
-    assert groups.bars("a", 1)  # that was no mistake
+    assert groups.excludes("a", 1)  # that was no mistake
 
 
 def test_another_process_of_the_trainer_may_be_reached():
@@ -212,57 +210,45 @@ def test_another_process_of_the_trainer_may_be_reached():
     groups.at_boundary((A, B))
     groups.opened(1, "x")
     groups.fail("a", is_unreachable=True)
-    assert groups.bar_late("x", "b")
+    assert groups.exclude_late("x", "b")
     groups.trained_by("t", 1)
-    assert groups.bars("a", 1)
-    assert groups.bars("b", 1)
+    assert groups.excludes("a", 1)
+    assert groups.excludes("b", 1)
     groups.trained_by("t", 2)
-    assert not groups.bars("a", 1)
-    assert not groups.bars("b", 1)
-    assert not groups.bar_late("x", "b")  # of the one before
-    assert not groups.bars("b", 1)
+    assert not groups.excludes("a", 1)
+    assert not groups.excludes("b", 1)
+    assert not groups.exclude_late("x", "b")  # of the one before
+    assert not groups.excludes("b", 1)
 
 
-def test_who_ends_groups_by_its_word_is_none_after_a_few():
+def test_who_ends_groups_in_a_row_is_excluded_after_a_few():
     groups = BroadcastGroups(1)
-    for _ in range(MAX_MARKS):
-        assert not groups.bars("a", 1)
+    for _ in range(MAX_FAILURES):
+        assert not groups.excludes("a", 1)
+        groups._put_off = 0  # pyright: ignore[reportPrivateUsage]
+        form(groups, A, B)
+        groups.fail("a")
+    assert groups.excludes("a", 1)
+    assert not groups.excludes("a", 2)
+    assert not groups.excludes("b", 1)
+
+
+def test_a_version_that_was_received_ends_the_row():
+    groups = BroadcastGroups(1)
+    for _ in range(2 * MAX_FAILURES):
+        groups._put_off = 0  # pyright: ignore[reportPrivateUsage]
+        form(groups, A, B)
+        groups.fail("a")
+        groups._put_off = 0  # pyright: ignore[reportPrivateUsage]
         form(groups, A, B)
         send(groups)
-        groups.fail("a")
-    assert groups.bars("a", 1)
-    assert not groups.bars("b", 1)
-
-
-def test_versions_that_were_received_take_marks_away():
-    groups, spoiled = BroadcastGroups(1), 0
-    for version in range(50):
-        groups.at_boundary((A, B))
-        if groups.phase is Phase.OPENING:
-            groups.opened(groups.num_epochs, "x")
-            for name in ("a", "b", None):
-                groups.joined("x", name)
-        send(groups)
-        if version % (FORGIVEN_AFTER + 1) == FORGIVEN_AFTER:
-            groups.fail("a")
-            spoiled += 1
-    assert spoiled > MAX_MARKS
-    assert not groups.bars("a", 1)
-
-
-def test_a_member_that_notices_the_death_of_another_is_not_to_blame():
-    groups = BroadcastGroups(1)
-    for lost in ("b", "t", "b", "t"):
-        form(groups, A, B)
-        send(groups)
-        groups.fail("a")
-        assert groups.lost(lost, is_trainer=lost == "t") == set()
-    assert not groups.bars("a", 1)
+        groups.fail("a")  # it has brought a version: no failure of a
+    assert not groups.excludes("a", 1)
 
 
 def test_who_is_late_for_every_version_gets_none_any_more():
     groups = BroadcastGroups(1)
-    while not groups.bars("b", 1):
+    while not groups.excludes("b", 1):
         if groups.phase is Phase.NONE:
             groups.at_boundary((A, B))
         if groups.phase is Phase.OPENING:
@@ -271,18 +257,8 @@ def test_who_is_late_for_every_version_gets_none_any_more():
                 groups.joined("x", name)
             groups.received("a")
             groups.at_boundary((A, B))
-        assert groups.num_epochs <= MAX_MARKS
-    assert not groups.bars("a", 1)
-
-
-def test_marks_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(broadcast_groups, "MAX_REMEMBERED", 4)
-    groups = BroadcastGroups(1)
-    for number in range(10):
-        form(groups, node(f"n{number}"))
-        send(groups)
-        groups.fail(f"n{number}", is_unreachable=True)
-    assert [n for n in range(10) if groups.bars(f"n{n}", 1)] == [6, 7, 8, 9]
+        assert groups.num_epochs <= MAX_FAILURES
+    assert not groups.excludes("a", 1)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.broadcast_groups import MAX_MARKS, Phase
+from lightrl.core.broadcast_groups import MAX_FAILURES, Phase
 from lightrl.core.commands import Command, Report, Send
 from lightrl.core.events import (
     BroadcastHeard,
@@ -440,7 +440,7 @@ def test_the_trainer_says_that_it_failed(at):
     commands = g.hear("t", failed)
     assert set(pulls(commands)) == ({"b", "c"} if at == "one left" else {"a", "b", "c"})
     assert g.groups.phase is Phase.NONE
-    assert not any(g.groups.bars(name, 1) for name in "abc")
+    assert not any(g.groups.excludes(name, 1) for name in "abc")
 
 
 def test_nowhere_to_meet():
@@ -598,8 +598,8 @@ def test_a_member_cannot_end_the_broadcasts_of_others_for_ever():
                 g.ready(name, version)
             else:
                 g.d.confirm(name, version)
-    assert lines[-1] == f"a ended {MAX_MARKS} groups: from now on it pulls all weights"
-    assert g.groups.num_lost == MAX_MARKS
+    assert lines[-1] == f"a ended {MAX_FAILURES} groups: from now on it pulls all weights"
+    assert g.groups.num_lost == MAX_FAILURES
     assert g.groups.num_sent > 8
 
 

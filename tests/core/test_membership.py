@@ -13,7 +13,7 @@ from lightrl.core.events import (
     TimerFired,
     WeightsRefused,
 )
-from lightrl.core.ghosts import GHOST_NAMES_REMEMBERED, GHOSTS_REMEMBERED
+from lightrl.core.fleet import MAX_STALE_NODES, MAX_STALE_OF_NODE
 from lightrl.core.state import NodeState
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Generate
@@ -81,17 +81,17 @@ def test_restarted_node_replaces_its_old_incarnation_and_a_ghost_does_not(driver
 
 def test_as_many_ghosts_are_remembered_as_matter_and_no_more(driver: Driver):
     driver.start("a")
-    newest = 3 * GHOSTS_REMEMBERED
+    newest = 3 * MAX_STALE_OF_NODE
     for incarnation in range(2, newest + 1):
         driver.join("a", incarnation=incarnation)
     fleet = driver.core.fleet
-    for k in range(GHOST_NAMES_REMEMBERED + 5):
-        fleet.ghosts.add(f"b{k}", 1)
+    for k in range(MAX_STALE_NODES + 5):
+        fleet.stale.add(f"b{k}", 1)
         # who is followed often is not forgotten
         driver.join("a", incarnation=(newest := newest + 1))
-    remembered = [k for k in range(1, newest) if ("a", k) in fleet.ghosts]
-    assert remembered == list(range(newest - GHOSTS_REMEMBERED, newest))
-    assert len(fleet.ghosts) == GHOST_NAMES_REMEMBERED
+    remembered = [k for k in range(1, newest) if ("a", k) in fleet.stale]
+    assert remembered == list(range(newest - MAX_STALE_OF_NODE, newest))
+    assert len(fleet.stale) == MAX_STALE_NODES
     [(_, refusal)] = sent(driver.join("a", incarnation=newest - 1), Welcome)
     assert refusal.refused == "another process has this name now"
 

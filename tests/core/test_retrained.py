@@ -86,10 +86,10 @@ def test_nodes_load_it_and_the_journal_says_how_far_it_is_from_the_one_before():
     # Nodes that hold the old one are no sources of the new one, before they have it.
     for name in "ab":
         assert "t" in [s.node for s in told[name].sources]
-    assert d.core.fleet.offers.whole.names == []
+    assert d.core.fleet.sources.complete.names == []
     d.confirm("a", 2, "other-2")
     assert d.core.fleet.ready.keys() == {"a"}
-    assert d.core.fleet.offers.whole.names == ["a"]
+    assert d.core.fleet.sources.complete.names == ["a"]
 
 
 def test_a_node_that_has_just_loaded_the_old_one_is_neither_ready_nor_blamed():
@@ -261,7 +261,7 @@ def test_no_delta_is_offered_that_begins_with_the_replaced_version():
     assert {n: m.deltas for n, m in told.items()} == {"a": (delta,), "b": (delta,)}
     delta = DeltaOffer("digest-2", "digest-3", "delta", 10, 20)
     d.feed(WeightsPublished("t", replace(publication(3), deltas=(delta,))))
-    assert not any(d.core.fleet.offers.has_deltas_for(n) for n in d.core.fleet.nodes.values())
+    assert not any(d.core.fleet.sources.has_deltas_for(n) for n in d.core.fleet.nodes.values())
 
 
 @pytest.mark.parametrize("seeds", [range(10), *e2e([range(10, 30)])])

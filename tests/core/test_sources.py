@@ -1,13 +1,17 @@
-"""From whom a node pulls: the assignment itself, who is barred from it, which differences lead
-where."""
+"""From whom a node pulls: the assignment itself, and which differences lead where."""
 
 from collections import Counter
 
 import pytest
 
-from lightrl.core.bad_sources import MAX_BELIEVED, MAX_REMEMBERED, MAX_REPORTERS, BadSources
-from lightrl.core.delta_chain import MAX_CHAIN, MAX_SHARE, DeltaChain
-from lightrl.core.sources import MAX_PEERS, Ring, choose
+from lightrl.core.weight_sources import (
+    MAX_CHAIN,
+    MAX_PEERS,
+    MAX_SHARE,
+    DeltaChain,
+    PeerRing,
+    choose,
+)
 from lightrl.messages.weights import DeltaOffer
 
 
@@ -65,7 +69,7 @@ def test_place_of_who_is_barred_goes_to_another():
 
 
 def test_ring_keeps_its_members_and_their_places():
-    ring = Ring()
+    ring = PeerRing()
     for name in "abcd":
         ring.put(name, True)
     ring.put("a", True)
@@ -76,77 +80,6 @@ def test_ring_keeps_its_members_and_their_places():
     assert ring.place("b", -1) == -1
     ring.clear()
     assert (len(ring), "a" in ring) == (0, False)
-
-
-# Who sent wrong bytes
-
-
-def test_one_report_bars_a_source_for_everybody_until_the_next_version():
-    bad = BadSources()
-    assert bad.report("a", "x", 1, 10)
-    assert not bad.report("a", "x", 1, 10)  # no news
-    assert bad.bars("a", "x")
-    assert bad.bars("b", "x")
-    bad.begin_version()
-    assert not bad.bars("a", "x")
-
-
-def test_two_reporters_bar_a_process_for_good():
-    bad = BadSources()
-    bad.report("a", "x", 1, 10)
-    bad.begin_version()
-    bad.report("b", "x", 1, 10)
-    bad.begin_version()
-    assert bad.bars("c", "x")
-    bad.joined("x", 1)  # the same process comes back
-    assert bad.bars("c", "x")
-    bad.joined("x", 2)
-    assert not bad.bars("c", "x")
-
-
-def test_reports_about_two_processes_of_a_name_do_not_add_up():
-    bad = BadSources()
-    bad.report("a", "x", 1, 10)
-    bad.begin_version()
-    bad.report("b", "x", 2, 10)
-    bad.begin_version()
-    assert not bad.bars("c", "x")
-
-
-def test_one_liar_bars_few_nodes_for_others_and_any_for_itself():
-    bad, victims = BadSources(), names(20)
-    for victim in victims:
-        bad.report("liar", victim, 1, 20)
-    assert [v for v in victims if bad.bars("honest", v)] == victims[:MAX_BELIEVED]
-    assert all(bad.bars("liar", v) for v in victims)
-
-
-def test_any_number_of_liars_leave_half_of_the_sources():
-    bad, victims = BadSources(), names(20)
-    for k in range(50):
-        for victim in victims[k % 20 :]:
-            bad.report(f"liar-{k}", victim, 1, 20)
-    assert sum(bad.bars("honest", v) for v in victims) == 10
-    assert not BadSources().bars("honest", "x")
-    alone = BadSources()
-    alone.report("liar", "x", 1, 1)
-    assert not alone.bars("honest", "x")  # it is the only one
-
-
-def test_who_is_barred_cannot_take_its_accuser_with_it():
-    bad = BadSources()
-    bad.report("honest", "liar", 1, 10)
-    bad.report("liar", "honest", 1, 10)
-    assert not bad.bars("other", "honest")
-    assert bad.bars("other", "liar")
-
-
-def test_what_is_remembered_of_reports_is_bounded():
-    bad = BadSources()
-    for k in range(MAX_REPORTERS + 10):
-        bad.report(f"r{k}", f"s{k}", 1, 1 << 40)
-    assert len(bad._named) == MAX_REPORTERS
-    assert len(bad._believed) == MAX_REMEMBERED
 
 
 # Differences

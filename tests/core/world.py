@@ -28,9 +28,9 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.log_entries import ShardSent, SnapshotEnded
-from lightrl.core.sources import MAX_PEERS
 from lightrl.core.staleness import staleness
 from lightrl.core.state import Node, Response, Round
+from lightrl.core.weight_sources import MAX_PEERS
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
@@ -174,7 +174,7 @@ class World:
         """Tickets are good, and nobody is sent to itself or to whom it has reported."""
         names = [source.node for source in offer.sources]
         peers = [name for name in names if name != "t"]
-        has_it = node in self.core.fleet.offers.whole  # its engine died, or it is told again
+        has_it = node in self.core.fleet.sources.complete  # its engine died, or it is told again
         assert names or has_it, f"{node} is to pull from nobody"
         assert len(set(names)) == len(names)
         assert names[: len(peers)] == peers, "the trainer comes last"
@@ -184,7 +184,7 @@ class World:
         assert not bad.intersection(names)
         assert node not in names
         for source in offer.sources:
-            endpoint = self.core.fleet.offers.endpoints[source.node]
+            endpoint = self.core.fleet.sources.endpoints[source.node]
             assert source.addresses == endpoint.addresses
             assert source.ticket == pull_ticket(endpoint.secret, node, version)
         if offer.group:
@@ -197,12 +197,12 @@ class World:
 
     def can_load(self, name: str) -> bool:
         """Whether it was told of the version, and of a node that has it and is there."""
-        offers, published = self.core.fleet.offers, self.core.fleet.published
+        sources, published = self.core.fleet.sources, self.core.fleet.published
         version, told = self.offered.get(name, (-1, set[str]()))
         if published is None or version != published.policy_version:
             return False
-        has_trainer = "t" in told and offers.trainer == "t"
-        return has_trainer or any(n in offers.whole for n in told) or name in offers.whole
+        has_trainer = "t" in told and sources.trainer == "t"
+        return has_trainer or any(n in sources.complete for n in told) or name in sources.complete
 
     def loads(self, name: str) -> bool:
         """Whether it can say that it serves the published version."""
@@ -271,7 +271,7 @@ class World:
         """A node says only now where it serves, or that it does so elsewhere."""
         if self.core.fleet.nodes:
             name = self.rng.choice(sorted(self.core.fleet.nodes))
-            self.num_late_endpoints += name not in self.core.fleet.offers.endpoints
+            self.num_late_endpoints += name not in self.core.fleet.sources.endpoints
             secret = f"secret {self.rng.randint(0, 2)} of {name}"
             opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret))
             self.feed(lambda: self.driver.feed(opened))
@@ -285,7 +285,7 @@ class World:
             if self.rng.random() < 0.1:
                 source = self.rng.choice([*NAMES, "t"])
             is_there = source in self.core.fleet.nodes
-            if is_there and source in self.core.fleet.offers.told.get(name, ()):
+            if is_there and source in self.core.fleet.sources.assigned.get(name, ()):
                 self.reported.setdefault((name, version), set()).add(source)
             report = BadSource(version, source, "bucket 7: digest differs")
             self.feed(lambda: self.driver.feed(SourceReported(name, report)))
@@ -634,7 +634,7 @@ class World:
         self.return_trainer()
         fleet, num_left = self.core.fleet, -1
         was_on, self.sharing.rule.is_on = self.sharing.rule.is_on, False
-        if "t" not in fleet.offers.endpoints:
+        if "t" not in fleet.sources.endpoints:
             self.feed(lambda: self.driver.open("t"))
         while num_left != fleet.devices.num_moves:
             num_left = fleet.devices.num_moves
@@ -649,7 +649,7 @@ class World:
             if name in fleet.devices.wanted:
                 assert node.state in {"released", "draining"}, f"{name} does not train: {node}"
                 continue
-            if fleet.offers.trainer == "t" and not was_told_to_go:
+            if fleet.sources.trainer == "t" and not was_told_to_go:
                 assert node.state == "ready", f"{name} waits: {node}"
         self.sharing.rule.is_on = was_on
 
@@ -659,7 +659,7 @@ class World:
         self.sharing.rule.is_on = False
         self.return_trainer()
         self.settle()
-        if "t" not in self.core.fleet.offers.endpoints:
+        if "t" not in self.core.fleet.sources.endpoints:
             self.feed(lambda: self.driver.open("t"))
         self.incarnation += 1
         self.feed(lambda: self.greet("healer", incarnation=self.incarnation, slots=6))

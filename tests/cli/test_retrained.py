@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from lightrl.metrics import sinks
-from tests.support.cli import DEADLINE_S, Victims, linux_only, running, summary, until, wait_for_step
+from tests.support.cli import (
+    DEADLINE_S,
+    Victims,
+    linux_only,
+    running,
+    summary,
+    until,
+    wait_for_step,
+)
 from tests.support.rounding_rank import PYTHONPATH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("warm_runs")]

@@ -355,12 +355,13 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"algorithm": {"name": "ppo"}}, ("algorithm.name = 'ppo'", "'reinforce++-baseline'")),
         ({"algorithm": {"clip_low": -0.1}}, ("algorithm.clip_low = -0.1", "greater than or")),
         ({"algorithm": {"clip_high": "x"}}, ("algorithm.clip_high = 'x'", "number")),
-        ({"algorithm": {"tis_bounds": 0.5}}, ("tis_bounds = [0, 0.5]", "[low, high]", "off")),
+        ({"algorithm": {"tis_bounds": 0.5}}, ("tis_bounds = 0.5", "[low, high]", "off")),
         ({"algorithm": {"tis_bounds": [-1, 2]}}, ("tis_bounds = [-1, 2]", "[low, high]")),
         ({"algorithm": {"tis_bounds": [0, 0.5]}}, ("tis_bounds = [0, 0.5]", "low <= 1 <= high")),
         ({"algorithm": {"tis_bounds": [0, "x"]}}, ("tis_bounds = [0, 'x']", "[low, high]")),
         ({"algorithm": {"tis_bounds": "on"}}, ("tis_bounds = 'on'", "off")),
-        ({"algorithm": {"tis_cap": -2}}, ("tis_bounds = [0, -2]", "[low, high]")),
+        ({"algorithm": {"tis_bounds": -2}}, ("tis_bounds = -2", "[low, high]")),
+        ({"train": {"tis_cap": 2}}, ("train.tis_cap: unknown", "algorithm.tis_bounds")),
         ({"algorithm": {"clip_ratio_c": 3}}, ("clip_ratio_c: unknown", "algorithm.clip_dual")),
         ({"algorithm": {"clip_dual": 0.5}}, ("algorithm.clip_dual = 0.5", "greater than 1")),
         (
@@ -455,6 +456,14 @@ def test_overrides(tmp_path, override, key, value):
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+def test_tis_cap_is_the_upper_bound_in_a_file_too_and_the_last_one_counts(tmp_path):
+    toml = TOML + "[algorithm]\ntis_cap = 2\n"
+    assert load(tmp_path, toml=toml).algorithm.tis_bounds == (0.0, 2.0)
+    of_a_run = to_toml(load(tmp_path, toml=toml))
+    changed = load(tmp_path, "algorithm.tis_cap=3", toml=of_a_run)
+    assert changed.algorithm.tis_bounds == (0.0, 3.0)
 
 
 def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written(tmp_path):

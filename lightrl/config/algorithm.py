@@ -6,7 +6,7 @@ The formulas are in trainer/algorithm/. Must stay importable without torch.
 from math import inf
 from typing import Annotated, Literal, get_args
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from lightrl.config.sections import NotNegative, Positive, Section
 from lightrl.config.values import weight_bounds
@@ -61,7 +61,6 @@ class AlgorithmSection(Section):
     )
     tis_bounds: Bounds = Field(
         default=None,
-        validation_alias=AliasChoices("tis_bounds", "tis_cap"),
         description="[low, high] of the importance weights that correct for what engines sampled "
         'from, or "off"; a number is [0, number], 0 is off; default [0, 2], off if trainer and '
         "engines compute in float32 and async.max_staleness = 0; also read as tis_cap",

@@ -48,6 +48,7 @@ OTHER_NAMES = {
     "epsilon_high": "algorithm.clip_high",
     "clip_ratio_high": "algorithm.clip_high",
     "clip_ratio_c": "algorithm.clip_dual",
+    "tis_cap": "algorithm.tis_bounds",
     "adv_estimator": "algorithm.name",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.weights",
@@ -93,6 +94,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: not valid TOML: {e}") from None
     _anchor(tree, path.resolve().parent)
+    _rename(tree)
     for override in overrides:
         _apply(tree, override)
     _anchor(tree, Path.cwd())
@@ -116,6 +118,13 @@ def to_toml(config: Config) -> str:
     for name, section in config.model_dump(mode="json", exclude_none=True).items():
         _dump_table(name, section, lines)
     return "\n".join(lines)
+
+
+def _rename(tree: dict[str, Any]) -> None:
+    """Keys of an earlier release under their present names."""
+    algorithm = _table(tree, "algorithm")
+    if "tis_cap" in algorithm and "tis_bounds" not in algorithm:
+        algorithm["tis_bounds"] = algorithm.pop("tis_cap")
 
 
 def _anchor(tree: dict[str, Any], folder: Path) -> None:
@@ -174,6 +183,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or "." not in key:
         raise ConfigError(f"{override!r}: an override looks like section.key=value")
+    key = {"algorithm.tis_cap": "algorithm.tis_bounds"}.get(key.strip(), key)
     *parents, leaf = key.strip().split(".")
     table = tree
     for parent in parents:

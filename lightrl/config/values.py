@@ -94,14 +94,14 @@ def eta_or_pair(value: Any) -> Any:
 
 
 def weight_bounds(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = [0, value] if value else "off"
-    if value not in (None, "off") and not _are_bounds(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    bounds: Any = [0, value] if is_number and value else "off" if is_number else value
+    if bounds not in (None, "off") and not _are_bounds(bounds):
         raise ValueError(
             f"algorithm.tis_bounds = {shortened(value)}: expected [low, high] with 0 <= low <= 1 "
             '<= high, since 1 is the weight of a token of the policy itself, or "off"'
         )
-    return value
+    return bounds
 
 
 def _are_bounds(value: Any) -> bool:

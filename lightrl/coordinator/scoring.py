@@ -33,8 +33,8 @@ from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials
 
-# For how long a run waits for the trial of its reward functions before its daemons are started,
-# and a second pair of responses is tried.
+# How long a run waits for the trial of its reward functions before it starts its daemons. After
+# that no second pair of responses is tried, unless the first got no score.
 PATIENCE_S = 0.5
 
 

@@ -9,9 +9,10 @@ sent, and a later boundary forms a group without it. Pure; sends nothing: `broad
 
 - A process that could not reach the trainer is excluded while this process of the trainer lives.
   Its report counts also after the group has ended, since the trainer's own time limit ends at the
-  same moment. A node that was refused has reached the machine: that is a failure as any other.
-- A process that has ended MAX_FAILURES groups in a row before they brought a version (it reported a
-  failure, refused the version or was late for it) is excluded, too.
+  same moment. A node that was refused has reached the machine: that is a failure like any other.
+- A process that has ended MAX_FAILURES groups in a row before they brought a version is excluded,
+  too: it reported a failure, refused the version, said hello again, drained or was late. Reports
+  about a group of which a member is lost before the next boundary do not count.
 - Groups that ended before they brought a version put the next attempt off by 1, 2, 4, ...
   boundaries, at most MAX_PAUSE. Weights are pulled meanwhile.
 """
@@ -26,6 +27,7 @@ Backend = Literal["gloo", "nccl"]
 
 MAX_FAILURES = 3
 MAX_PAUSE = 64  # boundaries
+MAX_PROCESSES = 1024  # with failures; the first are dropped first
 
 
 class Phase(StrEnum):
@@ -196,7 +198,13 @@ class BroadcastGroups:
         return self.end()
 
     def lost(self, name: str, is_trainer: bool = False) -> set[str]:
-        """A process has gone. Returns the nodes that were receiving and must pull."""
+        """A process has gone. Returns the nodes that were receiving and must pull. What other
+        members of its group have reported was its death: no failure of theirs."""
+        group = self.epoch or (self._over[1] if self._over is not None else None)
+        if group is not None and (is_trainer or name in group.members):
+            for process in zip(group.members, group.incarnations, strict=True):
+                if not self.excludes(*process):
+                    self._failures.pop(process, None)
         if self.epoch is None or not (is_trainer or name in self.epoch.members):
             return set()
         self.num_lost += 1
@@ -235,6 +243,8 @@ class BroadcastGroups:
             self._failures[process] = MAX_FAILURES
         elif not self._has_sent:
             self._failures[process] = self._failures.get(process, 0) + 1
+        if len(self._failures) > MAX_PROCESSES:
+            del self._failures[next(iter(self._failures))]
 
     def check(self) -> None:
         """Raises AssertionError if the parts contradict each other."""

@@ -2,9 +2,9 @@
 
 Owns the group of the moment and what was said of it; who is a member, and who is none any more, is
 decided in `broadcast_groups.py`. A version that is sent by broadcast is offered by `fleet.py` as
-any other, once all members are there: until then they are told nothing. A member is no source, for
-it gets no file: so nobody can accuse it of wrong bytes. Nothing of groups is written down: a core
-that was made again has none, and its nodes say hello again.
+any other, once all members are there: until then they are told nothing. A member is no source,
+since it gets no file. Groups are not in the journal: a core that was restored has none, and its
+nodes say hello again.
 
 Only a group that forms has a deadline here. To send may take long, and who stands still meanwhile
 is found out by others, who all say so here:

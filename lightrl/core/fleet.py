@@ -36,8 +36,8 @@ VERSIONS_REMEMBERED = 8
 SPEED_SAMPLE = 16  # nodes from which the speed of a new one is estimated
 SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
 MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is drained
-MAX_STALE_OF_NODE = 16  # incarnations of one node, the newest: more are never alive
-MAX_STALE_NODES = 4096  # the nodes that were restarted last: more than a run has
+MAX_STALE_OF_NODE = 16  # incarnations of one node, the newest: never are more alive at once
+MAX_STALE_NODES = 4096  # the nodes that were restarted last: a run has fewer
 
 
 class Fleet:
@@ -135,7 +135,7 @@ class Fleet:
 
     def _apply_hello(self, node: Node, hello: Hello) -> None:
         """Trust the version that a hello reports: each chunk repeats the digest, so a wrong report
-        is found."""
+        is detected."""
         published = self.published
         self.num_preemptible += hello.is_preemptible - node.is_preemptible
         node.is_preemptible = hello.is_preemptible

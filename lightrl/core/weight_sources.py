@@ -169,13 +169,15 @@ class WeightSources:
         self.partial.put(name, False)
         self.assigned.pop(name, None)
         self.waiting.pop(name, None)
+        self.bad = {pair for pair in self.bad if name not in pair}
         if name == self.trainer:
             self.trainer = None
 
     def report_bad_source(self, name: str, report: BadSource) -> bool:
-        """Store that a source sent this node wrong bytes: the node is not sent to it again for this
-        version. Other nodes are, since each proves every bucket and drops the source itself.
-        Returns whether the report is new, of the published version and of an assigned source."""
+        """Store that a source sent this node wrong bytes, so that it is no source of this node any
+        more for this version. It remains one of other nodes: each proves every bucket and drops the
+        source itself. Returns whether the report is new, of the published version and of an
+        assigned source."""
         pair, was_assigned = (name, report.node), report.node in self.assigned.get(name, ())
         is_current = report.policy_version == self.policy_version
         is_new = is_current and was_assigned and pair not in self.bad
@@ -304,8 +306,8 @@ def choose(
     all of the version comes last instead, so that peers that can help each other spare it.
 
     `index` is the place of the node that asks, in `partial` if it is there: each node starts at
-    another place, so that no source is the first of all. `is_excluded`: sources that the node must
-    not be sent to, itself included; never the trainer.
+    another place, so that no source is the first of all. `is_excluded`: nodes that are no sources
+    for this one, itself included; never the trainer.
     """
     holders = _take(complete, index, MAX_PEERS, is_excluded)
     others = _take(partial, index, MAX_PEERS - len(holders), is_excluded)

@@ -73,10 +73,10 @@ def pairs_of(
     """
     if "code" in functions:
         program = row.get("code") or row.get("solution")  # as in MBPP and KodCode
-        if not isinstance(program, str):
+        if not (isinstance(program, str) and program.strip()):
             return ((WRONG_PROGRAM,),)
         return ((program if "```" in program else f"```python\n{program}\n```", WRONG_PROGRAM),)
-    if not (right := answers[0]):
+    if not (right := answers[0]) or right == WRONG_ANSWER:
         return ((WRONG_ANSWER,),)
     wrong = next((a for a in answers if a and final(a) != final(right)), WRONG_ANSWER)
     forms = "\\boxed{@}", MARKED
@@ -130,7 +130,7 @@ class Trials:
         loop, tried = asyncio.get_running_loop(), list[Tried]()
         until = loop.time() + self._patience_s
         for pair in row.pairs:
-            if tried and loop.time() > until:
+            if tried and tried[-1].verdict != "fail" and loop.time() > until:
                 return Tried("ok", tried[0].line)
             results = await self._score(pool, row, pair)
             tried.append(self._concluded(row, list(pair), results))
@@ -173,8 +173,10 @@ class Trials:
         note = f"{row.name}: a right response {gets[0]}, no more than a wrong one"
         if (made := results[0].text).split() != texts[0].split():
             note += f"; the model's tokenizer makes {shortened(made)} of it"
-        unless = "unless the functions want another form, this set may never be rewarded"
-        return Tried("warn", line, f"{note}: {unless}")
+        then = "this set may never be rewarded"
+        if scores[0] > 0:
+            then = "they do not tell a right response from a wrong one"
+        return Tried("warn", line, f"{note}: unless the functions want another form, {then}")
 
     def _worth(self, result: RewardResult) -> str:
         if result.reward is None:

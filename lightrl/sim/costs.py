@@ -86,7 +86,7 @@ class Transfer:
     load_bytes_per_s: float = 0.0
     # of an engine on a node that comes
     start_s: float = 0.0
-    # until a node that dies is missed, by the coordinator and by those who pull from it
+    # until the coordinator misses a node that dies
     lost_after_s: float = 0.5
     # measured, in the place of load_s: of the node that is first, of the second ...
     ready_s: tuple[float, ...] = ()

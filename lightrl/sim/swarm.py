@@ -1,4 +1,4 @@
-"""Nodes that pull weights from several sources at once and serve what they have, as fluids.
+"""Nodes that pull weights from several sources and serve what they have, modelled as a fluid.
 
 Owns how far each node is. Decides nothing that the core decides: the sources of each node are
 given. Peers come before the last resort, the trainer. Quick enough for a thousand nodes. What is
@@ -68,8 +68,8 @@ class _Send:
 
 
 class Swarm:
-    """What a transfer needs. Times never go back; `next_at` is when to `advance` next. `sent`:
-    bytes that each node has sent."""
+    """The pulls under way and the nodes that hold what. Times never go back; `next_at` is when to
+    `advance` next. `sent`: bytes that each node has sent."""
 
     def __init__(self, last_resort: str) -> None:
         self.sent: dict[str, float] = {}

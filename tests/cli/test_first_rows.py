@@ -180,7 +180,7 @@ def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, 
     assert verdict == "warn"
     assert text == (
         "rows: a right response gets 0.25, no more than a wrong one: unless the functions want "
-        "another form, this set may never be rewarded"
+        "another form, they do not tell a right response from a wrong one"
     )
     status, lines, error = dry_run(capsys, *given)
     assert (status, error) == (0, "")

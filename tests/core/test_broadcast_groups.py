@@ -246,6 +246,16 @@ def test_a_version_that_was_received_ends_the_row():
     assert not groups.excludes("a", 1)
 
 
+def test_a_member_that_reports_the_death_of_another_has_not_failed():
+    groups = BroadcastGroups(1)
+    for lost in ("b", "t", "b", "t"):
+        groups._put_off = 0  # pyright: ignore[reportPrivateUsage]
+        form(groups, A, B)
+        groups.fail("a")
+        assert groups.lost(lost, is_trainer=lost == "t") == set()
+    assert not groups.excludes("a", 1)
+
+
 def test_who_is_late_for_every_version_gets_none_any_more():
     groups = BroadcastGroups(1)
     while not groups.excludes("b", 1):

@@ -87,7 +87,8 @@ class World:
         self.driver.opens_endpoints = self.rng.random() < 0.5
         # node -> version and sources that it was told of
         self.offered: dict[str, tuple[int, set[str]]] = {}
-        self.reported: dict[tuple[str, int], set[str]] = {}  # (node, version) -> bad sources
+        # (node, version) -> bad sources, each with the numbers of the two when it was reported
+        self.reported: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         self.num_told_again = 0
         self.num_without_trainer = 0  # nodes told of sources while the trainer was away
         self.num_late_endpoints = 0
@@ -180,7 +181,8 @@ class World:
         assert names[: len(peers)] == peers, "the trainer comes last"
         assert len(peers) <= MAX_PEERS
         version = offer.policy_version
-        bad = self.reported.get((node, version), set()) - {"t"}
+        reported = self.reported.get((node, version), {})
+        bad = {n for n, numbers in reported.items() if numbers == self.numbers(node, n)} - {"t"}
         assert not bad.intersection(names)
         assert node not in names
         for source in offer.sources:
@@ -194,6 +196,12 @@ class World:
         self.num_told_again += known == version
         self.num_without_trainer += "t" not in names
         self.offered[node] = version, (told if known == version else set()) | set(names)
+
+    def numbers(self, *names: str) -> tuple[int, int]:
+        """Of two nodes; a node that joins again has another one. -1: it is not there."""
+        nodes = self.core.fleet.nodes
+        one, other = (nodes[name].number if name in nodes else -1 for name in names)
+        return one, other
 
     def can_load(self, name: str) -> bool:
         """Whether it was told of the version, and of a node that has it and is there."""
@@ -286,7 +294,8 @@ class World:
                 source = self.rng.choice([*NAMES, "t"])
             is_there = source in self.core.fleet.nodes
             if is_there and source in self.core.fleet.sources.assigned.get(name, ()):
-                self.reported.setdefault((name, version), set()).add(source)
+                pair = self.numbers(name, source)
+                self.reported.setdefault((name, version), {})[source] = pair
             report = BadSource(version, source, "bucket 7: digest differs")
             self.feed(lambda: self.driver.feed(SourceReported(name, report)))
 

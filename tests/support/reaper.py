@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
 TERM_S = 5.0  # until SIGKILL
 LOOK_S = 0.05
@@ -52,7 +53,9 @@ def marked(name: bytes) -> set[int]:
 def reap(name: bytes) -> None:
     """SIGTERM, and SIGKILL for what has not ended then."""
     deadline, told = time.monotonic() + TERM_S, set[int]()
+    commands: dict[int, str] = {}
     while left := marked(name):
+        commands |= {pid: command(pid) for pid in left - told}
         is_late = time.monotonic() > deadline
         for pid in left if is_late else left - told:
             with contextlib.suppress(OSError):
@@ -60,7 +63,20 @@ def reap(name: bytes) -> None:
         told |= left
         time.sleep(LOOK_S)
     if told:
-        print(f"ended {len(told)} processes that tests had left", file=sys.stderr, flush=True)
+        what = "; ".join(sorted(set(commands.values())))
+        print(
+            f"ended {len(told)} processes that tests had left: {what}", file=sys.stderr, flush=True
+        )
+
+
+def command(pid: int) -> str:
+    """The end of its command line: what a forked process runs stands there."""
+    with contextlib.suppress(OSError):
+        words = (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
+        return words.strip()[-80:]
+    return "?"
 
 
 def main(name: str, pytest: int) -> None:

@@ -77,10 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves out tests marked "e2e" that `--e2e` does not select. The longest file comes first, so
     that two workers end together; the order within a file stays."""
     folders = config.getoption("--e2e").split(",")
-    left_out = [item for item in items if not _is_selected(item, folders)]
+    selected, left_out = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (selected if _is_selected(item, folders) else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _is_selected(item, folders)]
+        items[:] = selected
     durations = json.loads(DURATIONS.read_bytes()) if DURATIONS.exists() else {}
     items.sort(key=lambda item: -durations.get(item.path.relative_to(ROOT).as_posix(), 0.0))
 

@@ -72,6 +72,7 @@ OTHER_NAMES = {
     "eval_steps": "eval.interval",
 }
 
+RENAMED = {("algorithm", "tis_cap"): "tis_bounds"}  # keys of an earlier release
 PATH_KEYS = (
     *(("model", "path"), ("data", "path"), ("eval", "path")),
     ("checkpoint", "initial_load_path"),
@@ -94,7 +95,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: not valid TOML: {e}") from None
     _anchor(tree, path.resolve().parent)
-    _rename(tree)
+    for (section, before), now in RENAMED.items():
+        table = _table(tree, section)
+        if before in table and now not in table:
+            table[now] = table.pop(before)
     for override in overrides:
         _apply(tree, override)
     _anchor(tree, Path.cwd())
@@ -118,13 +122,6 @@ def to_toml(config: Config) -> str:
     for name, section in config.model_dump(mode="json", exclude_none=True).items():
         _dump_table(name, section, lines)
     return "\n".join(lines)
-
-
-def _rename(tree: dict[str, Any]) -> None:
-    """Keys of an earlier release under their present names."""
-    algorithm = _table(tree, "algorithm")
-    if "tis_cap" in algorithm and "tis_bounds" not in algorithm:
-        algorithm["tis_bounds"] = algorithm.pop("tis_cap")
 
 
 def _anchor(tree: dict[str, Any], folder: Path) -> None:
@@ -183,8 +180,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or "." not in key:
         raise ConfigError(f"{override!r}: an override looks like section.key=value")
-    key = {"algorithm.tis_cap": "algorithm.tis_bounds"}.get(key.strip(), key)
     *parents, leaf = key.strip().split(".")
+    leaf = RENAMED.get((".".join(parents), leaf), leaf)
     table = tree
     for parent in parents:
         section: Any = table.setdefault(parent, {})

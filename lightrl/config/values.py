@@ -94,8 +94,9 @@ def eta_or_pair(value: Any) -> Any:
 
 
 def weight_bounds(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    bounds: Any = [0, value] if is_number and value else "off" if is_number else value
+    bounds: Any = value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        bounds = [0, value] if value else "off"
     if bounds not in (None, "off") and not _are_bounds(bounds):
         raise ValueError(
             f"algorithm.tis_bounds = {shortened(value)}: expected [low, high] with 0 <= low <= 1 "

@@ -11,8 +11,8 @@ sent, and a later boundary forms a group without it. Pure; sends nothing: `broad
   Its report counts also after the group has ended, since the trainer's own time limit ends at the
   same moment. A node that was refused has reached the machine: that is a failure like any other.
 - A process that has ended MAX_FAILURES groups in a row before they brought a version is excluded,
-  too: it reported a failure, refused the version, said hello again, drained or was late. Reports
-  about a group of which a member is lost before the next boundary do not count.
+  too: it reported a failure, refused the version, sent another hello, drained or was late. The row
+  starts again for the other members of the latest group if one of its members is lost.
 - Groups that ended before they brought a version put the next attempt off by 1, 2, 4, ...
   boundaries, at most MAX_PAUSE. Weights are pulled meanwhile.
 """
@@ -198,8 +198,8 @@ class BroadcastGroups:
         return self.end()
 
     def lost(self, name: str, is_trainer: bool = False) -> set[str]:
-        """A process has gone. Returns the nodes that were receiving and must pull. What other
-        members of its group have reported was its death: no failure of theirs."""
+        """A process has gone. Returns the nodes that were receiving and must pull. Other members of
+        its group may have reported its death: their failures in a row start again."""
         group = self.epoch or (self._over[1] if self._over is not None else None)
         if group is not None and (is_trainer or name in group.members):
             for process in zip(group.members, group.incarnations, strict=True):

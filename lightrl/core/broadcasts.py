@@ -1,10 +1,9 @@
 """What the trainer and the members of a broadcast group are told, and who must pull instead.
 
 Owns the group of the moment and what was said of it; who is a member, and who is none any more, is
-decided in `broadcast_groups.py`. A version that is sent by broadcast is offered by `fleet.py` as
-any other, once all members are there: until then they are told nothing. A member is no source,
-since it gets no file. Groups are not in the journal: a core that was restored has none, and its
-nodes say hello again.
+decided in `broadcast_groups.py`. `fleet.py` sends a version to members as to any other node, but
+only after all of them have joined. A member is no source, since it gets no file. Groups are not in
+the journal: a core that was restored has none, and its nodes send another hello.
 
 Only a group that forms has a deadline here. To send may take long, and who stands still meanwhile
 is found out by others, who all say so here:
@@ -144,7 +143,7 @@ class Broadcasts:
 
     # What they say. Each returns the nodes that must be offered the version now.
 
-    def heard(self, name: str, message: BroadcastNews) -> list[str]:
+    def on_message(self, name: str, message: BroadcastNews) -> list[str]:
         is_trainer = name == self._sources.trainer
         match message:
             case BroadcastOpened() if is_trainer:

@@ -36,7 +36,7 @@ VERSIONS_REMEMBERED = 8
 SPEED_SAMPLE = 16  # nodes from which the speed of a new one is estimated
 SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
 MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is drained
-MAX_STALE_OF_NODE = 16  # incarnations of one node, the newest: never are more alive at once
+MAX_STALE_OF_NODE = 16  # incarnations of one node, the newest: no more are alive at once
 MAX_STALE_NODES = 4096  # the nodes that were restarted last: a run has fewer
 
 
@@ -344,8 +344,8 @@ class Fleet:
             self._send_sources(self.nodes[name], only_news=True)
 
     def report_bad_source(self, name: str, report: BadSource) -> None:
-        """A node received wrong bytes from a source: send it to others."""
-        if name in self.nodes and self.sources.report_bad_source(name, report):
+        """A node received wrong bytes from a source: send the node other sources."""
+        if self.sources.report_bad_source(name, report):
             self.num_bad_sources += 1
             what = f"wrong bytes of version {report.policy_version} from {report.node}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
@@ -353,7 +353,7 @@ class Fleet:
 
     def on_broadcast(self, name: str, message: BroadcastNews) -> None:
         """Handle a message of the trainer or of a member about a broadcast group."""
-        self._send_sources_to(self.broadcasts.heard(name, message))
+        self._send_sources_to(self.broadcasts.on_message(name, message))
 
     def expire_broadcast(self) -> None:
         self._send_sources_to(self.broadcasts.expire(self.now))
@@ -370,7 +370,7 @@ class Fleet:
                 self._move(node, NodeState.READY)
 
     def _send_sources(self, node: Node, only_news: bool = False) -> None:
-        """Send a node the published version and its sources, at once or when there are any."""
+        """Send a node the published version and its sources, or note that it waits for a source."""
         if (
             self.published is None
             or "rollout" not in node.roles

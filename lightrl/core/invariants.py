@@ -85,8 +85,8 @@ def _nodes(core: "Coordinator") -> None:
 
 
 def _sources(core: "Coordinator") -> None:
-    """Who is listed as a source can serve; who wants the version was told of one, if there is
-    any."""
+    """Nodes that are listed as sources can serve; nodes that need the version were sent a source,
+    if there is any."""
     nodes, sources, published = core.fleet.nodes, core.fleet.sources, core.fleet.published
     for ring, holds in ((sources.complete, True), (sources.partial, False)):
         for name in ring.names:
@@ -98,9 +98,9 @@ def _sources(core: "Coordinator") -> None:
             _require(not node.receives, f"{name} gets no file, but is listed as a source")
     for name in sources.assigned.keys() | sources.waiting.keys() | sources.endpoints.keys():
         _require(name in nodes, f"{name} is not there, but known as a source or receiver")
-    for name, told in sources.assigned.items():
+    for name, assigned in sources.assigned.items():
         _require(sources.is_pulling(nodes[name]), f"{name} is {nodes[name].state} and pulls")
-        _require(name not in told, f"{name} is to pull from itself")
+        _require(name not in assigned, f"{name} is to pull from itself")
     if published is None or not published.is_described:
         return
     has_trainer = sources.trainer is not None and sources.trainer in sources.endpoints
@@ -114,7 +114,7 @@ def _sources(core: "Coordinator") -> None:
         is_there = has_trainer or any((node.name, n) not in sources.bad for n in holders)
         was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
         if is_there and node.name != sources.trainer and not was_asked_to_go:
-            _require(sources.num_left(node.name) > 0, f"{node.name} was told of no source")
+            _require(sources.num_left(node.name) > 0, f"{node.name} was sent no source")
 
 
 def _broadcast(core: "Coordinator") -> None:

@@ -76,9 +76,10 @@ def pairs_of(
         if not (isinstance(program, str) and program.strip()):
             return ((WRONG_PROGRAM,),)
         return ((program if "```" in program else f"```python\n{program}\n```", WRONG_PROGRAM),)
-    if not (right := answers[0]) or right == WRONG_ANSWER:
+    if not (right := answers[0]):
         return ((WRONG_ANSWER,),)
-    wrong = next((a for a in answers if a and final(a) != final(right)), WRONG_ANSWER)
+    others = (a for a in (*answers, WRONG_ANSWER) if a and final(a) != final(right))
+    wrong = next(others, "")
     forms = "\\boxed{@}", MARKED
     boxed, marked = (tuple(f.replace("@", final(a)) for a in (right, wrong)) for f in forms)
     first = boxed if "math" in functions else (right, wrong)

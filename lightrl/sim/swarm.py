@@ -134,7 +134,7 @@ class Swarm:
         self._send, self._is_stale = None, True
 
     def lose(self, now: float, node: str) -> None:
-        """It serves and holds nothing any more; its pullers turn to others at once."""
+        """It serves and holds nothing any more; nodes that pull from it use their other sources."""
         self.end_pull(now, node)
         self._whole = {(n, p) for n, p in self._whole if n != node}
         self._is_stale = True

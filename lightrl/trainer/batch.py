@@ -14,7 +14,6 @@ from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.schema import Config
 from lightrl.loss_mask import num_trained
 from lightrl.trainer.protocol import MicroBatch, TrainSample
-from lightrl.wire import unpack_f32
 
 # A micro-batch is closed once its padding costs more than starting another one: the larger of a
 # fixed price (tokens whose forward and backward pass takes as long as the Python around a pass) and
@@ -37,12 +36,15 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
     """Of those that are not `trainable`: minus the sum of the logprobs [nats] with which their
     trained tokens were sampled, and the number of these. The mean is an unbiased estimate of the
     entropy at them; with top_k or top_p it leaves out the tokens that cannot be drawn."""
+    import numpy as np  # a daemon needs it from its first step on, not to start
+
     computed, total, number = set(map(id, trainable(samples, algorithm))), 0.0, 0
     for s in (s for s in samples if id(s) not in computed):
-        logprobs = unpack_f32(s.rollout_logprobs)
+        logprobs = np.frombuffer(s.rollout_logprobs, "<f4")
         if s.loss_mask:
-            logprobs = [x for j, x in enumerate(logprobs) if s.loss_mask[j // 8] >> (j % 8) & 1]
-        total -= sum(logprobs)
+            bits = np.unpackbits(np.frombuffer(s.loss_mask, np.uint8), bitorder="little")
+            logprobs = logprobs[bits[: len(logprobs)] > 0]
+        total -= float(logprobs.sum(dtype=np.float64))
         number += len(logprobs)
     return [total, number]
 

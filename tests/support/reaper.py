@@ -52,30 +52,25 @@ def marked(name: bytes) -> set[int]:
 
 def reap(name: bytes) -> None:
     """SIGTERM, and SIGKILL for what has not ended then."""
-    deadline, told = time.monotonic() + TERM_S, set[int]()
-    commands: dict[int, str] = {}
+    deadline, commands = time.monotonic() + TERM_S, dict[int, str]()
     while left := marked(name):
-        commands |= {pid: command(pid) for pid in left - told}
+        new = left - commands.keys()
+        commands |= {pid: command(pid) for pid in new}
         is_late = time.monotonic() > deadline
-        for pid in left if is_late else left - told:
+        for pid in left if is_late else new:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
-        told |= left
         time.sleep(LOOK_S)
-    if told:
-        what = "; ".join(sorted(set(commands.values())))
-        print(
-            f"ended {len(told)} processes that tests had left: {what}", file=sys.stderr, flush=True
-        )
+    if commands:
+        what = f"{len(commands)} processes that tests had left: {'; '.join({*commands.values()})}"
+        print(f"ended {what}", file=sys.stderr, flush=True)
 
 
 def command(pid: int) -> str:
-    """The end of its command line: what a forked process runs stands there."""
+    """The end of its command line."""
     with contextlib.suppress(OSError):
-        words = (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        )
-        return words.strip()[-80:]
+        line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        return line.replace("\0", " ").strip()[-80:]
     return "?"
 
 

@@ -1,7 +1,6 @@
 """Files that are read at any place: how many are open, and what is read where there is no
 descriptor."""
 
-import gc
 import os
 import resource
 from pathlib import Path
@@ -12,22 +11,19 @@ from lightrl.config.data import DataSet
 from lightrl.data.open_files import MOST, OpenFiles
 from lightrl.data.sources import open_rows
 from lightrl.errors import DataError
-from lightrl.system.open_files import num_open
+from tests.data.conftest import num_open_in
 
 
 def test_a_folder_of_many_files_takes_few_descriptors_and_any_row_is_read(tmp_path):
     num = 3 * MOST
     for k in range(num):
         (tmp_path / f"{k:03}.jsonl").write_text(f'{{"prompt": "{k}"}}\n')
-    gc.collect()  # what other tests have left open is not closed meanwhile
-    before = num_open()
-    assert before is not None
     rows = open_rows(DataSet(path=str(tmp_path), prompt_key="prompt"))
     assert [row["prompt"] for row in rows.scan()] == [str(k) for k in range(num)]
     assert [rows.read(k)["prompt"] for k in (90, 0, 50, 90)] == ["90", "0", "50", "90"]
-    assert num_open() == before + MOST
+    assert num_open_in(tmp_path) == MOST
     del rows
-    assert num_open() == before
+    assert num_open_in(tmp_path) == 0
 
 
 def test_what_lies_there_now_is_not_taken_for_a_file_that_was_read_before(tmp_path):

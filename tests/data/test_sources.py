@@ -1,6 +1,7 @@
 """Which files a set is: folders, splits, subsets, what save_to_disk writes, ids of the hub."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from lightrl.config.evaluation import EvalSet
 from lightrl.data.layouts import content_key, id_key
 from lightrl.data.sources import _not_loaded, count_rows, open_rows, require_there
 from lightrl.errors import DataError
-from lightrl.system.open_files import num_open
-from tests.data.conftest import USER, load_prompts, settings
+from tests.data.conftest import USER, load_prompts, num_open_in, settings
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -305,18 +305,17 @@ def test_what_the_library_says_becomes_one_line(said, line):
     assert str(_not_loaded("org/sums", "", "train", ValueError(said))) == line
 
 
-def test_many_parquet_files_take_two_descriptors_and_any_row_is_read(tmp_path):
+def test_many_parquet_files_take_two_descriptors_and_any_row_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     num = 40
     for k in range(num):
         write(tmp_path / f"{k:03}.parquet", *(f"{k}.{i}" for i in range(5)))
-    before = num_open()
-    assert before is not None
     rows = open_rows(DataSet(path=str(tmp_path), prompt_key="prompt"))
     rows.keys()
     rows.get_ready()
-    assert num_open() == before + 2
+    assert num_open_in(tmp_path) == 2
     for index in (199, 0, 77, 199):
         expected = f"{index // 5}.{index % 5}"
         assert rows.read(index)["prompt"] == rows.read_prompt(index)["prompt"] == expected
     del rows
-    assert num_open() == before
+    assert num_open_in(tmp_path) == 0

@@ -22,13 +22,9 @@ from lightrl.engine.vllm_memory import left_on_gpu, shared_memory_args
 from lightrl.engine.vllm_score import computing_dtype, score
 from lightrl.engine.vllm_versions import (
     BATCH_INVARIANT,
-    DRAFTS,
-    ENGINE,
-    SLEEP,
-    WINDOW,
-    installed,
-    lacking,
+    is_too_old,
     other_torch,
+    outside,
     why_not_batch_invariant,
 )
 from lightrl.errors import EngineError, EngineUnusable
@@ -109,7 +105,7 @@ class VllmEngine:
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
         with importing():
-            self._api = Api(spec.lora is not None, spec.can_sleep and self.device == "cuda")
+            self._api = Api()
             if is_invariant and (why := why_not_batch_invariant()):
                 raise EngineUnusable(f"run.deterministic: {why}{INSTEAD}")
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
@@ -125,9 +121,9 @@ class VllmEngine:
         sizes = (getattr(cache, name, None) or 0 for name in ("num_gpu_blocks", "block_size"))
         self._kv_tokens = math.prod(sizes)  # also on a CPU; 0 in a vLLM that does not say it there
         self._sleeps = False  # until there is room for the KV cache again
-        # for the daemon to say
-        self.notes: tuple[str, ...] = (NO_SLEEP,) if spec.can_sleep and self.device == "cpu" else ()
-        self.notes += (rope_note,) if rope_note else ()
+        no_sleep = NO_SLEEP if spec.can_sleep and self.device == "cpu" else None
+        notes = self._api.version_note, no_sleep, rope_note  # the daemon logs them
+        self.notes: tuple[str, ...] = tuple(note for note in notes if note)
         if is_invariant and not all(self._core.collective_rpc("lightrl_is_batch_invariant")):
             self.notes += (NOT_INVARIANT,)
         self._speculation = self._speculate(spec) if spec.max_window else None
@@ -264,11 +260,10 @@ class VllmEngine:
         self._core.shutdown()
 
     def _speculate(self, spec: EngineSpec) -> "VllmSpeculation | None":
-        """None if this vLLM cannot; that is a loss of speed alone, so the engine runs on
-        without."""
+        """Return None if this engine cannot speculate: it samples the same tokens, slower."""
         from lightrl.engine.vllm_speculation import VllmSpeculation, refusal
 
-        reason = refusal(self._core, lacking(DRAFTS, self._api.found))
+        reason = refusal(self._core)
         if reason is None:
             room = left_on_gpu(spec) / 2 if self.device == "cuda" else None
             return VllmSpeculation(spec, self._core, self._vocabulary, room)
@@ -345,14 +340,19 @@ def _finish_reason(out: Any) -> FinishReason:
 
 
 class Api:
-    """The parts of vLLM that are used, found before anything is built. Raises EngineUnusable."""
+    """The parts of vLLM that the engine uses, imported before anything is built. Raises
+    EngineUnusable."""
 
-    def __init__(self, needs_lora: bool = False, needs_sleep: bool = False) -> None:
+    def __init__(self) -> None:
         version, self.lora_request = "(unknown version)", None
         try:
+            from vllm import __version__ as version
+
+            self.version_note = outside(version)
+            if self.version_note and is_too_old(version):
+                raise EngineUnusable(f"{self.version_note}{INSTEAD}")
             import torch
             from vllm import SamplingParams
-            from vllm import __version__ as version
             from vllm.engine.arg_utils import EngineArgs
             from vllm.model_executor.models import registry
             from vllm.usage.usage_lib import UsageContext
@@ -360,15 +360,6 @@ class Api:
             from vllm.v1.engine.core import EngineCore
             from vllm.v1.executor import Executor
 
-            self.found = installed(ENGINE + DRAFTS)
-            if (lack := lacking(ENGINE, self.found)) is not None:
-                raise EngineUnusable(f"vLLM {version} has {lack}: install one of {WINDOW}{INSTEAD}")
-            needed = vllm_lora.ADAPTERS if needs_lora else ()
-            if (lack := lacking(needed, installed(needed))) is not None:
-                raise EngineUnusable(f"LoRA: vLLM {version} has {lack}{INSTEAD}")
-            needed = SLEEP if needs_sleep else ()
-            if (lack := lacking(needed, installed(needed))) is not None:
-                raise EngineUnusable(f"sleep: vLLM {version} has {lack}{INSTEAD}")
             if torch.cuda.is_available():
                 _require_kernels(version)
             from lightrl.engine.vllm_worker import SEED

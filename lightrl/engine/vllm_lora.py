@@ -6,33 +6,19 @@ so keys and values of an older one must go with it: `VllmEngine` sees to that. T
 from the version's file, not from a folder as peft saves it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightrl.engine.base import LoraSpec
-from lightrl.engine.vllm_versions import Call, Has, Part, Replaced
 from lightrl.errors import WeightsError
 
 if TYPE_CHECKING:
     import torch
 
 NAME, ID = "lightrl", 1
+BASE_LAYER = ".base_layer"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-
-_WORKER = "vllm.lora.worker_manager:WorkerLoRAManager"
-ADAPTERS: tuple[Part, ...] = (
-    Has("vllm.engine.arg_utils:EngineArgs", ("enable_lora", "max_lora_rank", "max_loras")),
-    Call("vllm.lora.request:LoRARequest", positional=3, keywords=("load_inplace",)),
-    Call("vllm.lora.peft_helper:PEFTHelper", keywords=("r", "lora_alpha", "target_modules")),
-    Call(
-        "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
-        positional=3,
-        keywords=("device", "dtype", "weights_mapper"),
-    ),
-    Replaced(f"{_WORKER}._load_adapter", ("self", "lora_request")),
-    Call("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter", positional=1),
-    Has("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model", ()),
-)
 
 
 def engine_args(lora: LoraSpec) -> dict[str, Any]:
@@ -51,6 +37,30 @@ def request(*, in_place: bool = False) -> Any:
     return LoRARequest(NAME, ID, NAME, load_inplace=in_place)
 
 
+def base_layer_names(
+    model: Any, tensors: "Iterable[tuple[str, torch.Tensor]]"
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield weights of the base model under the names that they have below adapters.
+
+    `reload_weights` of releases with vllm.model_executor.model_loader.reload.inplace renames them
+    itself; 0.26 does not.
+    """
+    if find_spec("vllm.model_executor.model_loader.reload.inplace") is not None:
+        yield from tensors
+        return
+    wrapped = {
+        name.removesuffix(BASE_LAYER).rpartition(".")[2]
+        for name, _ in model.named_modules()
+        if name.endswith(BASE_LAYER)
+    }
+    packed = getattr(model, "packed_modules_mapping", {})
+    wrapped |= {part for whole, parts in packed.items() if whole in wrapped for part in parts}
+    for name, tensor in tensors:
+        module, _, parameter = name.rpartition(".")
+        is_wrapped = module.rpartition(".")[2] in wrapped
+        yield (f"{module}{BASE_LAYER}.{parameter}" if is_wrapped else name), tensor
+
+
 def load(runner: Any, tensors: "Iterable[tuple[str, torch.Tensor]]", lora: LoraSpec) -> None:
     """In a worker: these are the adapters from now on, instead of those before. Raises WeightsError
     for a layer that vLLM has no adapter for."""
@@ -64,7 +74,11 @@ def load(runner: Any, tensors: "Iterable[tuple[str, torch.Tensor]]", lora: LoraS
         target_modules=list(lora.targets) or "all-linear",
     )
     mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-    rename = getattr(mapper, "get_rename_mapper", None)
+    rename = getattr(mapper, "get_rename_mapper", None) or getattr(
+        mapper,
+        "get_unstacked_mapper",
+        None,  # in 0.26
+    )
     # It scales what it is given in place.
     copied = {name: tensor.clone() for name, tensor in tensors}
     model = LoRAModel.from_lora_tensors(

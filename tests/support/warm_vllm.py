@@ -11,16 +11,17 @@ from multiprocessing.connection import Connection
 
 import lightrl.engine.checkpoint  # noqa: F401
 from lightrl.engine.vllm import CPU_ENVIRONMENT, ENVIRONMENT
-from lightrl.engine.vllm_versions import installed
 
 os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)  # each child has its own instead
-installed()
 for name in (
+    "vllm",
     "vllm.engine.arg_utils",
+    "vllm.lora.worker_manager",
     "vllm.model_executor.models.qwen2",
     "vllm.v1.engine.core",
     "vllm.v1.executor",
     "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.gpu_model_runner",
 ):
     importlib.import_module(name)
 

@@ -116,6 +116,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Stop the servers of multiprocessing that tests have used: they outlive this process by a
+    moment, and the test run reports processes that tests have left."""
+    for name in ("forkserver", "resource_tracker"):
+        module = sys.modules.get(f"multiprocessing.{name}")
+        if module is not None:
+            getattr(module, f"_{name}")._stop()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A machine without root, TUN, Slurm, vLLM or a GPU tests less: a green run must not hide
     that. And whoever has only the end of what a run said must know what failed."""

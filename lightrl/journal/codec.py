@@ -1,6 +1,6 @@
-"""How entries become bytes: tokens column by column, so that a gigabyte of them is read in seconds.
+"""Encode entries: tokens column by column, so that a gigabyte of them is read in seconds.
 
-Owns `LOG`, the codec of every journal of a run. What entries mean is said in core/log_entries.py.
+`LOG` is the codec of every journal. core/log_entries.py defines the entries.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,10 @@ SEPARATOR = "\0"
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """A TokensTaken as it lies on the disk: one entry of each column for each item.
+    """A TokensTaken on disk: one entry of each column for each item.
 
-    The names are one string, because a node's chunks mostly bring the same responses as the one
-    before. Example: PackedTokens(4, "p7@0#3", pack_i32([1]), pack_i32([16]), pack_i32([2]), (),
-    <2>, <2>)
+    The names are one string, because successive chunks of a node mostly have the same responses.
+    Example: PackedTokens(4, "p7@0#3", pack_i32([1]), pack_i32([16]), pack_i32([2]), (), <2>, <2>)
     """
 
     version: int
@@ -73,10 +72,9 @@ class _PackedCodec(Codec[LogEntry | PackedTokens]):
 
 
 def pack(entry: TokensTaken) -> PackedTokens | None:
-    """None if it is better left as it is."""
+    """Return the columns of an entry; None if it is empty or its ids contain separators."""
     items = entry.items
     names = SEPARATOR.join([item.response for item in items])
-    # there are none, or somebody's ids hold separators
     if names.count(SEPARATOR) + 1 != len(items):
         return None
     return PackedTokens(

@@ -1,12 +1,12 @@
-"""How a journal lies on the disk: names of segments, their header, how they are written and locked.
+"""The format of a journal on disk: names of segments, their header, writes and locks.
 
-Owns the bytes, so that the writer and the reader agree on them. Knows nothing of what records mean.
+Shared by the writer and the reader. Independent of the meaning of records.
 
     journal/00000007_step_3.log   the 7th segment; 3 optimizer steps were done when it was begun
     header                        magic, format, number and bytes of its first records (base), crc32
     record                        length, crc32, payload: see system/framing.py
 
-A segment has its name only once its base is durable. Its base alone says where the run stood.
+A segment gets its name once its base is durable. The base alone restores the run as of then.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ PIECE_BYTES = 4 << 20  # of one write
 # written before they are synced: one sync of a gigabyte takes a slow disk minutes
 SYNC_BYTES = 16 << 20
 
-# What a file system that knows no locks says.
+# Errors of file systems without locks.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
-DAMAGED, REWOUND = "damaged", "rewound"  # ends of the names of segments that nobody goes on from
+DAMAGED, REWOUND = "damaged", "rewound"  # suffixes of segments that a resume ignores
 
 _NAME = re.compile(r"(\d{8,})_step_(\d+)\.log")
 _SET_ASIDE = re.compile(rf"(\d{{8,}})_step_(\d+)\.log\.(?:{DAMAGED}|{REWOUND})")
@@ -58,12 +58,12 @@ def segment_at(folder: Path, number: int, step: int) -> Segment:
 
 
 def segments(folder: Path) -> list[Segment]:
-    """Oldest first; [] if there is no such folder."""
+    """Return the segments, oldest first; [] if there is no such folder."""
     return _found(folder, _NAME)
 
 
 def set_aside(folder: Path) -> list[Segment]:
-    """Segments that nobody goes on from, oldest first."""
+    """Return the segments that a resume ignores, oldest first."""
     return _found(folder, _SET_ASIDE)
 
 
@@ -77,14 +77,14 @@ def _found(folder: Path, wanted: re.Pattern[str]) -> list[Segment]:
 
 
 def last_number(folder: Path) -> int:
-    """The highest number ever given, as far as can be seen; 0 if none was."""
+    """Return the highest number in the name of any segment, also one set aside; 0 if none."""
     return max(
         (int(m[1]) for name in os.listdir(folder) if (m := _ANY_NAME.fullmatch(name))), default=0
     )
 
 
 def header(num_records: int, num_bytes: int) -> bytes:
-    """Of a segment whose base is so many records of so many bytes on the disk."""
+    """Return the header of a segment whose base has `num_records` of `num_bytes` on disk."""
     data = HEADER.pack(MAGIC, FORMAT, num_records, num_bytes)
     return data + CHECKSUM.pack(crc32(data))
 
@@ -92,9 +92,9 @@ def header(num_records: int, num_bytes: int) -> bytes:
 def write_at(
     file: int, offset: int, parts: Iterable[bytes], progress: Callable[[], object] = bool
 ) -> int:
-    """Writes all of it in large pieces, calls `progress` after each; returns where it ends.
+    """Write `parts` in large pieces, call `progress` after each, and return the end offset.
 
-    The last SYNC_BYTES of it are not synced. Raises OSError with a part written.
+    The last SYNC_BYTES are not synced. Raises OSError with a part written.
     """
     waiting: list[bytes] = []
     num_waiting, synced = 0, offset
@@ -115,10 +115,9 @@ def write_at(
 def create(
     segment: Segment, base: Iterable[bytes], progress: Callable[[], object] = bool
 ) -> tuple[int, int]:
-    """Writes a segment with this base, which is never in memory as a whole; durable under its name,
-    or not there at all. Its file and size.
+    """Write a segment with this base, atomically and durably; return its open file and its size.
 
-    Raises OSError, and JournalError if `base` does.
+    `base` is never in memory as a whole. Raises OSError, and JournalError if `base` does.
     """
     counted = _Counted(base)
     with files.replacing(segment.path, keep_open=True) as file:
@@ -128,15 +127,15 @@ def create(
 
 
 def remove_drafts(folder: Path) -> None:
-    """Of a writer that was killed. Call when nobody writes."""
-    # the second name is that of earlier versions
+    """Remove unfinished segments of a killed writer. Call only while no writer is active."""
+    # earlier versions used the second name
     for draft in (*folder.glob(".*.log.draft"), *folder.glob("*.log.tmp")):
         with contextlib.suppress(OSError):
             draft.unlink()
 
 
 class _Counted:
-    """Knows after the iteration how many there were."""
+    """Counts frames while it is iterated over."""
 
     def __init__(self, frames: Iterable[bytes]) -> None:
         self.num_frames = 0
@@ -149,14 +148,14 @@ class _Counted:
 
 
 def sync_data(file: int) -> None:
-    """Makes what was written durable; macOS knows only the whole of it."""
+    """Make written data durable; macOS has no fdatasync."""
     getattr(os, "fdatasync", os.fsync)(file)
 
 
 def lock(folder: Path) -> int:
-    """Holds the folder for one process until what is returned is closed.
+    """Lock the folder for this process until the returned descriptor is closed.
 
-    Raises BlockingIOError if another one has it, OSError if it cannot be locked at all.
+    Raises BlockingIOError if another process holds it, OSError if it cannot be locked at all.
     """
     file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -172,7 +171,7 @@ def lock(folder: Path) -> int:
 
 
 def hold(folder: Path) -> int:
-    """As `lock`, but raises JournalError, one line."""
+    """Lock the folder. Raises JournalError, one line."""
     try:
         return lock(folder)
     except BlockingIOError:
@@ -182,7 +181,7 @@ def hold(folder: Path) -> int:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process has this journal open."""
+    """Return whether a process has this journal open."""
     if not (folder / "lock").exists():
         return False
     try:

@@ -1,6 +1,6 @@
-"""Many small records of tokens made few large ones, so that a run is rebuilt from them in seconds.
+"""Join many small token entries to few large ones, so that recovery takes seconds.
 
-Pure: entries in, entries out, that mean the same. Must not know where entries come from.
+Pure: returns entries with the same meaning.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,17 +17,15 @@ from lightrl.messages.responses import FinishReason, ResponseTokens
 Ints: TypeAlias = NDArray[np.int64]
 
 LONG_TOKENS = 256  # of an item
-GATHER_ITEMS = 1 << 14  # at once: the index of their tokens fits into some megabytes
+GATHER_ITEMS = 1 << 14  # in one index of tokens, which then takes some megabytes
 
 
 def merge(entries: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
-    """Between two entries of another kind, tokens come as one TokensTaken a version, then the
-    scores.
+    """Yield entries in which tokens between two entries of another kind are one TokensTaken for
+    each version, followed by the scores.
 
-    That a score comes later than it did changes nothing: all that was taken of a response stands
-    before it, and what a score gave up, got no tokens afterwards. But a response that a score has
-    brought (for a group without signal) may have tokens before it. A version may come twice, if
-    tokens were sent twice or a response went on under an older version.
+    Moving scores behind tokens is safe: a scored response gets no more tokens. A version may occur
+    twice, if tokens were sent twice or a response continued under an older version.
     """
     tokens = _Items()
     scores: list[LogEntry] = []
@@ -48,9 +46,9 @@ def merge(entries: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
 
 
 class _Items:
-    """All items in the order in which they came, by column; their tokens end to end.
+    """All items in order of arrival, by column, with their tokens concatenated.
 
-    An item of a journal may cost some nanoseconds here: there are millions.
+    There are millions, so an item may cost only nanoseconds.
     """
 
     def __init__(self) -> None:
@@ -103,7 +101,7 @@ class _Items:
         self.count = _int32(self._counts).astype(np.int64)
         self.start = np.cumsum(self.count) - self.count
         self.token_ids = _int32(self._token_ids)
-        self.logprobs = _int32(self._logprobs)  # only moved, never looked at
+        self.logprobs = _int32(self._logprobs)  # moved, never interpreted
 
     def _item(self, index: int) -> ResponseTokens:
         tokens = slice(int(self.start[index]), int(self.start[index] + self.count[index]))
@@ -117,10 +115,8 @@ class _Items:
         )
 
     def _spans(self) -> tuple[dict[int, list[ResponseTokens]], list[int]]:
-        """By group, what one version sampled of one response, as one item each. And the indices of
-        items of responses of which something came twice or is missing, or went on under an older
-        version.
-        """
+        """Return one item per response and version, by group; and the indices of the items of
+        responses with repeated or missing tokens, or that continued under an older version."""
         order = _stable_order(self.response, len(self.name))
         response, group, offset = self.response[order], self.group[order], self.offset[order]
         end = offset + self.count[order]
@@ -143,7 +139,7 @@ class _Items:
     def _gather(
         self, start: Ints, counts: Ints, ends: Ints
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Tokens and logprobs of these items, end to end."""
+        """Return tokens and logprobs of these items, concatenated."""
         if ends[-1] > LONG_TOKENS * len(counts):  # copies cost less than an index of tokens
             places = [slice(a, a + n) for a, n in zip(start.tolist(), counts.tolist(), strict=True)]
             ids = np.concatenate([self.token_ids[place] for place in places])
@@ -152,7 +148,7 @@ class _Items:
         return self.token_ids.take(where), self.logprobs.take(where)
 
     def _cut(self, order: Ints, first: Ints) -> Iterator[ResponseTokens]:
-        """One item for each run of `order` that begins at an index of `first`."""
+        """Yield one item for each run of `order` that begins at an index of `first`."""
         final = np.concatenate((first[1:], [len(order)]))
         at = 0
         while at < len(first):
@@ -178,7 +174,7 @@ class _Items:
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers things in the order in which they are first asked for."""
+    """Numbers keys in the order of their first lookup."""
 
     def __missing__(self, key: Any) -> int:
         self[key] = number = len(self)
@@ -190,12 +186,12 @@ def _int32(data: bytearray) -> NDArray[np.int32]:
 
 
 def _stable_order(values: Ints, below: int) -> Ints:
-    """Equal values stay in order. Small integers are sorted much faster."""
+    """Return a stable argsort; 16-bit integers are sorted much faster."""
     return np.argsort(values.astype(np.uint16) if below <= 1 << 16 else values, kind="stable")
 
 
 class _Growing:
-    """What one version sampled of one response, without a hole."""
+    """Contiguous tokens of one response sampled by one version."""
 
     __slots__ = (
         "attempt",
@@ -232,7 +228,7 @@ class _Growing:
 
 
 class _OneByOne:
-    """Groups of one version each; of a response, newer tokens stand in the same one or a later
+    """Groups of one version each; newer tokens of a response are in the same group or a later
     one."""
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""The journal of a run that is over, whatever became of its last bytes: what is whole, and what is
-lost.
+"""Read the journal of a stopped run, and find damage.
 
-Owns how segments are chosen, cut and moved aside. Whatever lies in the files, reading them ends in
-records, in lines that say what was lost, or in a JournalError.
+Chooses segments, cuts them and moves them aside. Any content of the files leads to records, to
+lines that report losses, or to a JournalError.
 """
 
 import os
@@ -55,13 +54,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where a segment ends to be readable. Example: Damage(path, 8412, 77, 1, "a record is cut
+    """The unreadable end of a segment. Example: Damage(path, 8412, 77, 1, "a record is cut
     off")."""
 
     path: Path
     offset: int
     bytes_lost: int
-    # about
+    # estimated
     records_lost: int
     reason: str
 
@@ -74,12 +73,12 @@ class Damage:
 
 
 class Reading(Generic[T]):
-    """The records of a segment up to the first bad one; after that, `damage` says what is lost."""
+    """Iterates over the records of a segment up to the first bad one, then sets `damage`."""
 
     def __init__(self, path: Path, codec: Codec[T], only: frozenset[str] = frozenset()) -> None:
-        """`only` = names of the classes that are wanted; all if empty."""
+        """`only`: names of the classes to return; empty means all."""
         self.damage: Damage | None = None
-        self.num_base = 0  # records that alone say where the run stood
+        self.num_base = 0  # records of the base
         self.base_is_whole = False
         self.num_records = 0  # good ones, so far
         self.offset = 0  # of the newest of them
@@ -113,7 +112,7 @@ class Reading(Generic[T]):
             self._cut(size, str(e))
 
     def record_at(self, offset: int) -> T | None:
-        """The record that begins there. None: it cannot be read, as `damage` says."""
+        """Return the record at `offset`; on failure set `damage` and return None."""
         self._offset = offset
         size = 0
         try:
@@ -149,29 +148,27 @@ class Reading(Generic[T]):
     def _cut(self, size: int, reason: str) -> None:
         lost = max(0, size - self._offset)
         read = max(1, self._offset - disk.HEADER_BYTES)
-        about = max(1, round(lost * self.num_records / read))  # as long as those that were read
+        about = max(1, round(lost * self.num_records / read))  # by the mean size of those read
         self.damage = Damage(self._path, self._offset, lost, about, reason)
 
 
 def read_segment(path: Path, codec: Codec[T]) -> Reading[T]:
-    """Iterate over it once; then look at `damage`."""
+    """Return an iterator over the records; check `damage` after it has ended."""
     return Reading(path, codec)
 
 
 def read_merged(path: Path, codec: Codec[LogEntry]) -> tuple[list[LogEntry], Reading[Any]]:
-    """The entries of a segment, few large ones for many small ones of tokens, and how its reading
-    ended."""
-    # Tokens are taken as they lie on the disk: item by item it would last many times as long.
+    """Return the entries of a segment, with small token entries merged, and its Reading."""
+    # Columns of tokens are merged as they are: item by item would take many times as long.
     packed = codec.packed if isinstance(codec, LogCodec) else codec
     reading: Reading[Any] = Reading(path, packed)
     return list(merge(reading)), reading
 
 
 def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry], list[str]]:
-    """Where the run stands: the segment to go on from, its entries (merged), and lines that say
-    what is lost.
+    """Return the newest readable segment, its entries (merged), and lines that report losses.
 
-    Raises JournalError if there is nothing to go on from.
+    Raises JournalError if no segment can be read.
     """
     lines: list[str] = []
     for segment in reversed(segments(folder)):
@@ -189,9 +186,9 @@ def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry
 
 
 def is_blank(folder: Path) -> bool:
-    """Whether nothing has happened yet: there is no journal, or it only says that a run begins.
+    """Return whether the run has not begun: no journal, or one that holds only the first snapshot.
 
-    What is damaged or was moved aside may have said more.
+    False if a segment is damaged or was moved aside.
     """
     if not folder.is_dir() or disk.last_number(folder) == 0:
         return True
@@ -207,9 +204,8 @@ def is_blank(folder: Path) -> bool:
 
 
 class SentShards:
-    """What the trainer got for a step, still on the disk. Iterate over it to read one shard at a
-    time; that raises JournalError if one cannot be read any more.
-    """
+    """The shards of a step, left on disk. Iterating reads one shard at a time and raises
+    JournalError if one cannot be read."""
 
     def __init__(self, codec: Codec[LogEntry]) -> None:
         self.num_groups = 0
@@ -223,7 +219,7 @@ class SentShards:
         return len(self._places)
 
     def add(self, shard: TrainShard, path: Path, offset: int) -> None:
-        if shard.index == 0:  # the step begins anew: nothing before it counts
+        if shard.index == 0:  # the step starts over: earlier shards do not count
             self._places, self._wrong_index, self.num_groups = [], None, 0
         if shard.index != len(self._places) and self._wrong_index is None:
             self._wrong_index = len(self._places)
@@ -233,7 +229,7 @@ class SentShards:
 
     @property
     def missing(self) -> str:
-        """What is, in a few words; "" if the step is whole."""
+        """A few words on what is missing; "" if the step is whole."""
         if self._wrong_index is not None:
             return f"shard {self._wrong_index} is missing"
         if not self._is_last:
@@ -252,17 +248,17 @@ class SentShards:
 
 
 class StepPortions(NamedTuple):
-    """How a step was accumulated: groups at a time, in order, and the replica that did each; no
-    replicas = there was one."""
+    """How a step was accumulated: the sizes of its portions in groups, in order, and the replica of
+    each; no replicas means one."""
 
     sizes: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
 
 
 def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, StepPortions]:
-    """What the trainer got for a step that was published, and how it was accumulated.
+    """Return the shards of a published step and how they were accumulated.
 
-    Raises JournalError if any of it is missing.
+    Raises JournalError if any shard is missing.
     """
     found = SentShards(codec)
     portions: StepPortions | None = None
@@ -278,13 +274,13 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
             elif isinstance(entry, VersionPublished) and entry.version == step + 1:
                 trained = StepPortions(entry.portions, entry.replicas)  # or loaded
                 portions = trained if entry.portions else portions or trained
-        if reading.damage is not None:  # no harm if it is the torn end that a crash leaves
+        if reading.damage is not None:  # harmless if it is the torn end after a crash
             damage.append(reading.damage)
     missing = found.missing
     if step < (first := min((s.step for s in segments(folder)), default=0)):
-        missing = f"what is left of the journal begins at step {first}"
+        missing = f"the journal begins at step {first}"
     if portions is None:
-        missing = missing or "nothing says how it was accumulated"
+        missing = missing or "its portions are missing"
     if missing:
         why = "".join(f" ({d})" for d in damage)
         raise JournalError(f"{folder}: step {step} cannot be trained again: {missing}{why}")
@@ -294,18 +290,17 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
 def recut(
     sent: Iterable[TrainShard], portions: StepPortions, num_groups: int
 ) -> Iterator[TrainShard]:
-    """The groups of one step as the trainer accumulated them, so that the same bits come out. Holds
-    no more of them than it must.
+    """Yield the groups of one step in the portions in which the trainer accumulated them.
 
-    Raises JournalError if these are not the portions of `num_groups` groups, before anything is
-    read.
+    Training them again gives the same bits. Raises JournalError, before anything is read, if the
+    portions do not add up to `num_groups` groups.
     """
     sizes, replicas = portions
     if sum(sizes) != num_groups or any(n <= 0 for n in sizes):
         raise JournalError(f"{num_groups} groups do not fit portions {list(sizes)}")
     if replicas and (len(replicas) != len(sizes) or min(replicas) < 0):
         raise JournalError(f"{len(sizes)} portions do not fit replicas {list(replicas)}")
-    if not sizes:  # a step without groups ends, too
+    if not sizes:  # a step without groups has a last shard, too
         sizes = (0,)
     return _recut(sent, sizes, replicas or (0,) * len(sizes), num_groups)
 
@@ -329,21 +324,19 @@ def _recut(
 
 
 def trim(folder: Path, used: Segment) -> list[str]:
-    """What is newer than the segment that the run goes on from is moved aside as *.damaged: these
-    names.
+    """Move segments newer than `used` aside as *.damaged, and return their new names.
 
-    May raise JournalError.
+    Raises JournalError.
     """
     newer = [segment for segment in reversed(segments(folder)) if segment.number > used.number]
     return [_move_aside(segment, disk.DAMAGED) for segment in newer]
 
 
 def rewind(folder: Path, codec: Codec[LogEntry], step: int) -> Segment:
-    """Cuts the journal back to the moment when `step` steps were done; what came later is moved
-    aside.
+    """Cut the journal back to the moment when `step` steps were done, and move the rest aside.
 
-    A new segment holds the first records of the earliest one of that step. Raises JournalError if
-    none of that step can be read, or if the journal is in use.
+    A new segment holds the base of the earliest segment of that step. Raises JournalError if no
+    segment of that step can be read, or if the journal is in use.
     """
     if not (known := segments(folder)):
         raise JournalError(f"{folder}: there is no journal")
@@ -357,7 +350,7 @@ def rewind(folder: Path, codec: Codec[LogEntry], step: int) -> Segment:
             raise JournalError(f"{folder}: no segment begins at step {step} (only at {steps})")
         copy = disk.segment_at(folder, disk.last_number(folder) + 1, step)
         os.close(disk.create(copy, [codec.encode(entry) for entry in base])[0])
-        for segment in reversed(known):  # from here on the copy is the newest, whatever happens
+        for segment in reversed(known):  # the copy is the newest now, also after a crash
             if segment.number >= source.number:
                 _move_aside(segment, disk.REWOUND)
         return copy
@@ -368,7 +361,7 @@ def rewind(folder: Path, codec: Codec[LogEntry], step: int) -> Segment:
 
 
 def _base(segment: Segment, codec: Codec[T]) -> list[T] | None:
-    """The first records of a segment, if all of them are good."""
+    """Return the base of a segment if all its records can be read."""
     reading = read_segment(segment.path, codec)
     base: list[T] = []
     for record in reading:
@@ -379,7 +372,7 @@ def _base(segment: Segment, codec: Codec[T]) -> list[T] | None:
 
 
 def _move_aside(segment: Segment, why: str) -> str:
-    """Its name now."""
+    """Rename a segment and return its new name."""
     aside = segment.path.with_name(f"{segment.path.name}.{why}")
     try:
         os.rename(segment.path, aside)

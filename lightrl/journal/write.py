@@ -1,10 +1,8 @@
-"""The journal while a run goes on: what is appended is on the disk soon after, and who waits for it
-is told.
+"""Append records to the journal of a running run, and call back when they are durable.
 
-Owns the files of the newest segment and the thread that writes them. Must not block the event loop:
-`append` encodes and returns, and what a segment begins with is encoded by the thread, piece by
-piece. When the disk refuses, everything is kept and tried again; nothing counts as durable
-meanwhile. A disk that is slow holds up those who wait for `after_flush`, and ends nothing.
+A thread writes the newest segment. The event loop is never blocked: `append` encodes and returns,
+and the thread encodes the base of a new segment piece by piece. When a write fails, records stay in
+memory and are written again later. A slow disk delays the callbacks of `after_flush`.
 """
 
 import asyncio
@@ -30,7 +28,7 @@ MAX_TROUBLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """A new segment and its first records, encoded anew each time that they are asked for."""
+    """A new segment and its base; each call of `frames` encodes the base again."""
 
     step: int
     frames: Callable[[], Iterator[bytes]]
@@ -41,9 +39,10 @@ _Job: TypeAlias = bytes | _Begin | _Act
 
 
 class JournalWriter(Generic[T]):
-    """Appends records to the newest segment of a folder; construct it in a running event loop.
+    """Appends records to the newest segment of a folder. Create it in a running event loop.
 
-    `on_trouble` gets one line, in the loop, for each kind of trouble, and one when it is over.
+    `on_trouble` is called in the loop with one line for each kind of error, and with one line when
+    writes succeed again.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class JournalWriter(Generic[T]):
         keep_history: bool = False,
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:
-        """Raises JournalError if the folder cannot be used, or another writer has it open."""
+        """Open the folder. Raises JournalError if it cannot be used or is in use."""
         self.news_bytes = 0  # since `begin`
         self.base_bytes = 0  # of the newest segment that is on the disk, as begun
         self._folder = folder
@@ -92,14 +91,14 @@ class JournalWriter(Generic[T]):
         self._end = 0  # of what is durable in it
         self._torn = False  # something may lie behind the end
         self._dropped_below = 0
-        self._told: set[int | None] = set()  # kinds of the trouble that lasts
+        self._reported: set[int | None] = set()  # errnos since the last successful write
         self._begun = False
         self._failure: JournalError | None = None  # what cannot be written by any disk
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
     def append(self, record: T) -> None:
-        """Encodes it at once; it is durable some `flush_ms` later."""
+        """Encode a record and return; it becomes durable about `flush_ms` later."""
         assert self._begun, "a journal begins with its first segment"
         frame = self._encode(record)
         num_bytes = framing.size(frame)
@@ -109,19 +108,17 @@ class JournalWriter(Generic[T]):
             self._add(frame)
 
     def after_flush(self, act: _Act) -> None:
-        """`act` is called in the loop when all that was appended so far is durable; the flush
-        starts at once.
+        """Flush now, and call `act` in the loop once all records appended so far are durable.
 
-        In the order of these calls; never before this one returns.
+        Callbacks run in the order of the calls, never before `after_flush` returns.
         """
         with self._wake:
             self._add(act, urgent=True)
 
     def begin(self, step: int, records: Iterable[T]) -> None:
-        """Starts a new segment with these records, which alone must say where the run stands.
+        """Start a new segment with `records` as its base, from which the run can be restored.
 
-        They are read in the writing thread, and once more each time that the disk refuses: not an
-        iterator.
+        The thread iterates over them once for each try to write: do not pass an iterator.
         """
         self._begun = True
         self.news_bytes = 0
@@ -131,17 +128,16 @@ class JournalWriter(Generic[T]):
 
     @property
     def is_beginning(self) -> bool:
-        """The newest segment is not on the disk yet: its `base_bytes` are not known."""
+        """Whether the newest segment is not on disk yet, so that `base_bytes` is outdated."""
         return self._num_begins > 0
 
     @property
     def pending_bytes(self) -> int:
-        """Appended and not durable."""
+        """Bytes appended that are not durable yet."""
         return self._num_pending
 
     def drop_before(self, step: int) -> None:
-        """Removes segments begun when fewer steps were done, also those set aside, but never the
-        newest."""
+        """Remove segments that begin before `step`, also those set aside, but not the newest."""
         if self._keep_history:
             return
         with self._wake:
@@ -149,7 +145,7 @@ class JournalWriter(Generic[T]):
             self._wake.notify()
 
     def check_alive(self) -> None:
-        """Raises JournalError if the disk has refused, or not answered, for too long."""
+        """Raises JournalError if nothing could be written for `max_trouble_s`."""
         with self._wake:
             now, why = time.monotonic(), self._trouble
             starts = [t for t in (self._trouble_since, self._busy_since) if t is not None]
@@ -161,7 +157,7 @@ class JournalWriter(Generic[T]):
             raise JournalError(f"nothing could be written to {self._folder} for {limit}: {why}")
 
     async def close(self) -> None:
-        """Writes what waits, tries once more if the disk refuses, and lets go of the folder."""
+        """Write pending records, with one more try after an error, and unlock the folder."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -205,7 +201,7 @@ class JournalWriter(Generic[T]):
             self._call(self._ended.set)
 
     def _next_jobs(self) -> list[_Job] | None:
-        """What has come within `flush_ms`, or None when it is over."""
+        """Wait `flush_ms` from the first job, and return all jobs; None after `close`."""
         with self._wake:
             self._wake.wait_for(
                 lambda: self._jobs or self._closing or self._drop_below > self._dropped_below
@@ -219,7 +215,7 @@ class JournalWriter(Generic[T]):
             return jobs
 
     def _carry_out(self, jobs: list[_Job]) -> bool:
-        """False: the journal is being closed and cannot be written."""
+        """Return False if the journal is being closed and cannot be written."""
         frames: list[bytes] = []
         acts: list[_Act] = []
         for job in jobs:
@@ -245,7 +241,7 @@ class JournalWriter(Generic[T]):
         return True
 
     def _insist(self, act: _Act) -> bool:
-        """Tries until it works. False: it does not, and the journal is being closed."""
+        """Retry `act` until it succeeds; return False if the journal is closed first."""
         while True:
             self._progress()
             try:
@@ -259,7 +255,7 @@ class JournalWriter(Generic[T]):
             self._sweep()  # it may be what makes room
             with self._wake:
                 if self._closing:
-                    self._tell(
+                    self._report_line(
                         f"WARNING: journal: {self._num_pending} bytes were not written: "
                         f"{self._trouble}"
                     )
@@ -292,8 +288,8 @@ class JournalWriter(Generic[T]):
         self._busy_since = time.monotonic()
 
     def _sweep(self) -> None:
-        """Removes old segments, oldest first. What cannot be removed stays until the next one is
-        begun, or the next `drop_before`."""
+        """Remove old segments, oldest first. Segments that cannot be removed are tried again with
+        the next segment or `drop_before`."""
         below = self._drop_below
         if below == self._dropped_below:
             return
@@ -307,9 +303,9 @@ class JournalWriter(Generic[T]):
         self._trouble = e.strerror or str(e)
         if self._trouble_since is None:
             self._trouble_since = time.monotonic()
-        if e.errno not in self._told:
-            self._told.add(e.errno)
-            self._tell(
+        if e.errno not in self._reported:
+            self._reported.add(e.errno)
+            self._report_line(
                 f"WARNING: journal: cannot write ({self._trouble}); kept in memory, tried again "
                 "every second"
             )
@@ -318,12 +314,12 @@ class JournalWriter(Generic[T]):
         if self._trouble_since is not None:
             self._trouble_since = None
             self._trouble = "the disk does not answer"
-            self._told.clear()
-            self._tell("journal is writable again")
+            self._reported.clear()
+            self._report_line("journal is writable again")
 
-    def _tell(self, line: str) -> None:
+    def _report_line(self, line: str) -> None:
         self._call(lambda: self._on_trouble(line))
 
     def _call(self, act: _Act) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(act)

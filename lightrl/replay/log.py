@@ -1,8 +1,7 @@
-"""What a journal tells of a run: rounds, tokens, scores, versions; how an interrupted run stands.
+"""Read rounds, tokens, scores and versions of a run from its journal.
 
-Owns that account, not what an entry means: each segment is given to `core/recovery.py`, as on a
-resume, and what is told here is read off the core that comes of it. Changes nothing. The journal of
-a run goes as far back as something may still be needed of it.
+Each segment is passed to `core/recovery.py`, as on a resume, and the report is read from the
+recovered core. Changes no file. A journal reaches back as far as a resume may need.
 """
 
 import sys
@@ -27,12 +26,12 @@ from lightrl.journal.read import LOG, Segment, newest, read_merged, segments
 from lightrl.messages.responses import FinishReason
 from lightrl.messages.snapshot import INTERRUPTED, Snapshot
 
-READ_TRIES = 10  # of a run that goes on
+READ_TRIES = 10  # of a run that is still running
 
 
 @dataclass
-class ToldRound:
-    """One round. `step` is the one that it feeds; for an evaluation, the steps done before it."""
+class RoundReport:
+    """One round. `step`: the step that it feeds; for an evaluation, the steps done before it."""
 
     step: int
     kind: str
@@ -56,7 +55,7 @@ class ToldRound:
 
 
 @dataclass
-class ToldResponse:
+class ResponseReport:
     response: str
     step: int
     attempt: int = 0
@@ -73,33 +72,33 @@ class ToldResponse:
 
 
 class Replay:
-    """Take segments in order; what a later one states again, it knows better."""
+    """Reads segments in order; a later segment replaces what an earlier one reported."""
 
     def __init__(self, config: Config, wanted: str = "") -> None:
-        """`wanted` is the response whose tokens are kept."""
-        self.responses: dict[str, ToldResponse] = {}
+        """Keep the tokens of the response `wanted` only."""
+        self.responses: dict[str, ResponseReport] = {}
         self.steps_done = 0
         self.version: int | None = None
-        self.first_step: int | None = None  # the journal tells nothing of those before
+        self.first_step: int | None = None  # of the journal
         self.num_open = 0  # responses of the rounds that are not over
         self.open_tokens = 0
         self._config = config
         self._wanted = wanted
-        self._rounds: dict[tuple[int, bool], ToldRound] = {}  # (step, is training)
-        # What a core does not keep, as it needs it no more.
+        self._rounds: dict[tuple[int, bool], RoundReport] = {}  # (step, is training)
+        # Facts that a core does not keep.
         self._sent: dict[int, list[set[str]]] = {}  # step -> responses of its shards
         self._failures: dict[tuple[str, int], str] = {}  # (response, attempt) -> why no reward
 
     @property
-    def rounds(self) -> list[ToldRound]:
-        """In the order of the steps, each after the evaluation before it."""
+    def rounds(self) -> list[RoundReport]:
+        """Rounds by step; an evaluation precedes the training round of its step."""
         return [self._rounds[key] for key in sorted(self._rounds)]
 
     def read_segment(self, entries: Sequence[LogEntry]) -> str:
-        """A segment. Returns why a coordinator would refuse it, in one line; "" if it would not."""
+        """Read one segment. Return one line why a coordinator would refuse it, or ""."""
         try:
             core = _new_core(self._config, entries)
-        except JournalError as e:  # its note is of another version
+        except JournalError as e:  # its note has another version
             return str(e)
         commands, problem = list[Command](), ""
         try:
@@ -110,11 +109,11 @@ class Replay:
             self._remember(entry)
         closed = [c.round for c in commands if isinstance(c, CloseRound) and c.round.is_eval]
         for round in (*closed, *core.table.rounds):
-            self._tell(round)
-        for (step, is_training), told in self._rounds.items():
-            told.is_done |= is_training and step < core.step
+            self._report_round(round)
+        for (step, is_training), report in self._rounds.items():
+            report.is_done |= is_training and step < core.step
             if is_training:
-                told.digest = core.fleet.digests.get(step + 1, (told.digest,))[-1]
+                report.digest = core.fleet.digests.get(step + 1, (report.digest,))[-1]
         published = core.fleet.published
         self.version = published.policy_version if published is not None else None
         self.steps_done = core.step
@@ -126,81 +125,80 @@ class Replay:
     def _remember(self, entry: LogEntry) -> None:
         match entry:
             case ShardSent(shard):
-                if shard.index == 0:  # the step begins anew
+                if shard.index == 0:  # the step starts over
                     self._sent[shard.step] = []
                 trained = {r.response for group in shard.groups for r in group.responses}
                 self._sent.setdefault(shard.step, []).append(trained)
             case ResponseScored(response, attempt, None, failure):
-                self._failures.setdefault((response, attempt), failure)  # the first says more
+                self._failures.setdefault((response, attempt), failure)  # the first is the cause
             case _:
                 pass
 
-    def _tell(self, round: Round) -> None:
+    def _report_round(self, round: Round) -> None:
         sent = [] if round.is_eval else self._sent.get(round.step, [])
         trained = set[str]().union(*sent)
-        told = ToldRound(round.step, round.kind, len(round.groups))
-        told.num_shards, told.num_trained = len(sent), len(trained)
-        self._rounds[round.step, not round.is_eval] = told
+        report = RoundReport(round.step, round.kind, len(round.groups))
+        report.num_shards, report.num_trained = len(sent), len(trained)
+        self._rounds[round.step, not round.is_eval] = report
         for group in round.groups.values():
             for response in group.responses:
                 if response.tokens or response.scored:
-                    self._tell_response(told, response, response.id in trained)
+                    self._report_response(report, response, response.id in trained)
 
-    def _tell_response(self, round: ToldRound, r: Response, is_trained: bool) -> None:
+    def _report_response(self, round: RoundReport, r: Response, is_trained: bool) -> None:
         failure = self._failures.get((r.id, r.attempt)) if r.scored else None
-        told = self.responses[r.id] = ToldResponse(
+        report = self.responses[r.id] = ResponseReport(
             r.id,
             round.step,
             r.attempt,
             r.spans,
             len(r.tokens),
             r.finish_reason,
-            reward=r.reward if failure is None else None,  # not what on_failure makes of it
+            reward=r.reward if failure is None else None,  # not the value of reward.on_failure
             failure=failure or "",
             is_scored=r.scored,
             is_trained=is_trained,
             token_ids=encode(r.tokens) if r.id == self._wanted else b"",
         )
-        round.num_responses += told.num_tokens > 0
-        round.num_tokens += told.num_tokens
-        if told.reward is not None:
+        round.num_responses += report.num_tokens > 0
+        round.num_tokens += report.num_tokens
+        if report.reward is not None:
             round.num_scored += 1
-            round.reward_sum += told.reward
+            round.reward_sum += report.reward
         else:
             round.num_unscored += r.scored
 
 
 def _new_core(config: Config, entries: Sequence[LogEntry]) -> Coordinator:
-    """For this segment: its settings are those of the coordinator that wrote it, as far as they
-    decide what its entries mean."""
+    """Build a core with the settings of the coordinator that wrote the segment."""
     note = noted(entries)
     num_prompts = note.num_prompts if note is not None else sys.maxsize
     settings = settings_of(config, num_prompts, note.eval_sizes if note is not None else None)
-    # train.steps may have been lowered since: no segment is beyond it
+    # train.steps may have been lowered since
     return Coordinator(replace(settings, num_steps=sys.maxsize), now=0.0)
 
 
 @dataclass(frozen=True)
-class ToldRun:
+class JournalReport:
     replay: Replay
     files: list[str]
     damage: list[str]  # one line each
 
 
-def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
-    """All that the journal of a run holds. Raises LightRLError if it has none."""
+def read_run(run_dir: Path, wanted: str = "") -> JournalReport:
+    """Read the whole journal of a run. Raises LightRLError if it has none."""
     for _ in range(READ_TRIES):
         found = segments(run_dir / FOLDER)
         if not found:
             raise LightRLError(f"{run_dir}: has no journal")
-        told = _read(load_config(run_dir / "config.toml"), found, wanted)
+        report = _read(load_config(run_dir / "config.toml"), found, wanted)
         if set(found) <= set(segments(run_dir / FOLDER)):
-            return told
-        # The run goes on: a checkpoint has made some of them needless, and newer ones tell it all.
+            return report
+        # A running coordinator has removed segments that a checkpoint replaces.
     raise LightRLError(f"{run_dir}: its journal changes faster than it can be read; try again")
 
 
-def _read(config: Config, found: list[Segment], wanted: str) -> ToldRun:
+def _read(config: Config, found: list[Segment], wanted: str) -> JournalReport:
     replay, damage = Replay(config, wanted), list[str]()
     for segment in found:
         entries, reading = read_merged(segment.path, LOG)
@@ -208,12 +206,14 @@ def _read(config: Config, found: list[Segment], wanted: str) -> ToldRun:
             damage.append(str(reading.damage))
         if reading.base_is_whole and (problem := replay.read_segment(entries)):
             damage.append(f"{segment.path}: {problem}")
-    return ToldRun(replay, [s.path.name for s in found], damage)
+    return JournalReport(replay, [s.path.name for s in found], damage)
 
 
 def interrupted(run_dir: Path) -> Snapshot | None:
-    """How a run without a coordinator stands: as the one would show it that goes on with it. None
-    if it has no journal, or one that cannot be read."""
+    """Return the snapshot that a resumed coordinator would send first.
+
+    None if the run has no journal, or the journal cannot be read.
+    """
     try:
         config = load_config(run_dir / "config.toml")
         _, entries, damage = newest(run_dir / FOLDER, LOG)

@@ -1,56 +1,56 @@
-"""`lightrl replay RUN` as text and as JSON. Reads what log.py has made of the journal."""
+"""Print the report of log.py as text and as JSON, for `lightrl replay RUN`."""
 
 from pathlib import Path
 from typing import Any
 
 from lightrl.errors import LightRLError
 from lightrl.metrics.display import aligned, printable
-from lightrl.replay.log import Replay, ToldResponse, ToldRound, ToldRun, read_run
+from lightrl.replay.log import JournalReport, Replay, ResponseReport, RoundReport, read_run
 from lightrl.wire import to_json, unpack_i32
 
 IDS_A_LINE = 16
 
 
 def replay_lines(run_dir: Path, step: int | None, response: str) -> list[str]:
-    """A table of rounds; with `step` that of its responses; with `response` its tokens.
+    """Return a table of rounds, of the responses of `step`, or of the tokens of `response`.
 
-    Raises LightRLError if there is no journal, or nothing in it about what was asked for.
+    Raises LightRLError if there is no journal, or it does not hold the step or response.
     """
-    told = read_run(run_dir, response)
+    report = read_run(run_dir, response)
     if response:
-        lines = _response_lines(_response(told, response))
+        lines = _response_lines(_response(report, response))
     elif step is not None:
-        lines = _step_lines(told.replay, _rounds(told, step))
+        lines = _step_lines(report.replay, _rounds(report, step))
     else:
         lines = [
-            *_table([_ROUND, *map(_round_row, told.replay.rounds)]),
+            *_table([_ROUND, *map(_round_row, report.replay.rounds)]),
             "",
-            _stand(told.replay),
+            _summary(report.replay),
         ]
-        if told.replay.first_step:
+        if report.replay.first_step:
             lines.append(
-                f"the journal begins at step {told.replay.first_step}: journal.keep_history "
+                f"the journal begins at step {report.replay.first_step}: journal.keep_history "
                 "keeps all of it"
             )
-    return [*lines, *(f"DAMAGED   {line}" for line in told.damage)]
+    return [*lines, *(f"DAMAGED   {line}" for line in report.damage)]
 
 
 def replay_json(run_dir: Path, step: int | None, response: str) -> str:
-    """All of it as one line."""
-    told = read_run(run_dir, response)
-    replay = told.replay
-    rounds = replay.rounds if step is None else _rounds(told, step)
+    """Return the report as one line of JSON."""
+    report = read_run(run_dir, response)
+    replay = report.replay
+    rounds = replay.rounds if step is None else _rounds(report, step)
     whole: dict[str, Any] = {
         "run_dir": str(run_dir),
-        "segments": told.files,
-        "damage": told.damage,
+        "segments": report.files,
+        "damage": report.damage,
         "first_step": replay.first_step,
         "steps_done": replay.steps_done,
         "version": replay.version,
         "rounds": [{**_fields(r), "reward": r.reward} for r in rounds],
     }
     if response:
-        one = _response(told, response)
+        one = _response(report, response)
         whole["response"] = {**_fields(one), "token_ids": unpack_i32(one.token_ids)}
     elif step is not None:
         whole["responses"] = [
@@ -61,25 +61,25 @@ def replay_json(run_dir: Path, step: int | None, response: str) -> str:
     return to_json(whole).decode()
 
 
-def _fields(value: ToldRound | ToldResponse) -> dict[str, Any]:
+def _fields(value: RoundReport | ResponseReport) -> dict[str, Any]:
     return dict(vars(value))
 
 
-def _rounds(told: ToldRun, step: int) -> list[ToldRound]:
-    rounds = [r for r in told.replay.rounds if r.step == step]
+def _rounds(report: JournalReport, step: int) -> list[RoundReport]:
+    rounds = [r for r in report.replay.rounds if r.step == step]
     if not rounds:
-        known = sorted({r.step for r in told.replay.rounds})
+        known = sorted({r.step for r in report.replay.rounds})
         holds = f"it holds steps {known[0]} to {known[-1]}" if known else "it holds no round"
         raise LightRLError(f"step {step}: not in the journal; {holds}")
     return rounds
 
 
-def _response(told: ToldRun, name: str) -> ToldResponse:
-    if name not in told.replay.responses:
+def _response(report: JournalReport, name: str) -> ResponseReport:
+    if name not in report.replay.responses:
         raise LightRLError(
             f"{name}: no such response in the journal; lightrl replay --step N names them"
         )
-    return told.replay.responses[name]
+    return report.replay.responses[name]
 
 
 _ROUND = (
@@ -89,7 +89,7 @@ _ROUND = (
 _RESPONSE = ("RESPONSE", "TOKENS", "VERSIONS", "ENDED", "REWARD", "TRAINED", "ATTEMPTS")
 
 
-def _round_row(r: ToldRound) -> tuple[str, ...]:
+def _round_row(r: RoundReport) -> tuple[str, ...]:
     counts = (r.num_prompts, r.num_responses, r.num_tokens, r.num_scored)
     is_eval = r.kind == "eval"
     return (
@@ -103,7 +103,7 @@ def _round_row(r: ToldRound) -> tuple[str, ...]:
     )
 
 
-def _step_lines(replay: Replay, rounds: list[ToldRound]) -> list[str]:
+def _step_lines(replay: Replay, rounds: list[RoundReport]) -> list[str]:
     responses = [r for r in replay.responses.values() if r.step == rounds[0].step]
     return [
         *_table([_ROUND, *map(_round_row, rounds)]),
@@ -112,7 +112,7 @@ def _step_lines(replay: Replay, rounds: list[ToldRound]) -> list[str]:
     ]
 
 
-def _response_row(r: ToldResponse) -> tuple[str, ...]:
+def _response_row(r: ResponseReport) -> tuple[str, ...]:
     reward = "-" if r.reward is None else f"{r.reward:.3f}"
     return (
         printable(r.response),
@@ -125,7 +125,7 @@ def _response_row(r: ToldResponse) -> tuple[str, ...]:
     )
 
 
-def _response_lines(r: ToldResponse) -> list[str]:
+def _response_lines(r: ResponseReport) -> list[str]:
     lines, ids, first = _table([_RESPONSE, _response_row(r)]), unpack_i32(r.token_ids), 0
     for version, count in r.spans:
         lines += ["", f"version {version}, tokens {first} to {first + count - 1}"]
@@ -135,14 +135,14 @@ def _response_lines(r: ToldResponse) -> list[str]:
     return lines
 
 
-def _stand(replay: Replay) -> str:
+def _summary(replay: Replay) -> str:
     version = "no version" if replay.version is None else f"version {replay.version}"
     held = f"{replay.num_open:,} open responses of {replay.open_tokens:,} tokens"
     return f"ends after {replay.steps_done} steps, {version}; {held}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Numbers to the right, words to the left."""
+    """Align numbers right and words left."""
 
     def is_number(i: int) -> bool:
         return len(rows) > 1 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows[1:])

@@ -69,7 +69,7 @@ def test_a_version_that_was_loaded_does_not_hide_how_it_was_trained(tmp_path):
         ([B, C, DONE], "shard 0 is missing"),
         ([A, B, DONE], "shard 2 is missing"),
         ([DONE], "shard 0 is missing"),
-        ([A, B, C], "nothing says how"),
+        ([A, B, C], "its portions are missing"),
         ([A, B, ShardSent(shard(2, 2, ["d"], last=True, total=5)), DONE], "do not hold 5 groups"),
     ],
 )

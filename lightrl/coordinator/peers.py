@@ -61,7 +61,7 @@ class Peers:
             if node in self._fleet.nodes:
                 self._lost(node)
         elif not self.tell(peer, message):
-            self._router.hear_out(peer)
+            self._router.drain(peer)
 
     def tell(self, peer: Peer, message: Message) -> bool:
         """Whether there is such a peer."""

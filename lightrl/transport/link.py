@@ -1,7 +1,6 @@
-"""A node's or a tool's end: one connection to the coordinator, a DEALER. Carries messages, decides
-nothing.
+"""The end of a node or a tool: a DEALER with one connection to the coordinator.
 
-Owns whether the connection stands, and the doubt whether the key is that of the run.
+Tracks whether the connection is up, and whether failed handshakes mean a wrong key.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from lightrl.messages.responses import TokenChunk
 from lightrl.system.addresses import WILDCARD, host_and_port
 from lightrl.system.silence import patient_timeout
 from lightrl.transport.parts import Assembly, cut, in_pieces
-from lightrl.transport.strangers import PATIENCE_S
+from lightrl.transport.unauthenticated import PATIENCE_S
 from lightrl.transport.zeromq import (
     CURVE_BYTES,
     MAX_DRAIN,
@@ -35,10 +34,10 @@ from lightrl.transport.zeromq import (
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES
 
 RANDOM_BYTES = 16  # in the second half of an identity
-MAX_DOUBT = 12  # of the key, before it has worked once
-# by a connection that was closed at once; a coordinator may just have ended, but not so often
+MAX_DOUBT = 12  # of the key, before the first handshake that succeeds
+# for a handshake that was refused immediately; also happens when a coordinator is ending
 SOON_DOUBT = 4
-# by one that was closed later: most likely too many came with us, and some had to go
+# for one that was closed later: most likely by the limit on unauthenticated connections
 LATE_DOUBT = 1
 RECONNECT_MS = 100  # at first, then longer, up to
 MAX_RECONNECT_MS = 1000
@@ -52,7 +51,7 @@ _FAILED_HANDSHAKES = (
 
 
 class Link(Socket):
-    """A node's or a tool's end: one connection to the coordinator, which ZeroMQ re-establishes."""
+    """One connection to the coordinator, which ZeroMQ re-establishes."""
 
     @classmethod
     async def connect(
@@ -64,11 +63,10 @@ class Link(Socket):
         on_break: Callable[[], None] | None = None,
         on_back: Callable[[], None] | None = None,
     ) -> Self:
-        """Connects as a process of node or tool `name`. Raises PeerUnreachable if nothing listens
-        there.
+        """Connect as a process of node or tool `name`. Raises PeerUnreachable if nothing listens.
 
-        `on_break` is called when the connection has broken: messages may be lost, in both
-        directions; `on_back` when it stands again.
+        `on_break` is called when the connection has broken: messages may be lost in both
+        directions. `on_back` is called when it is up again.
         """
         host, port = host_and_port(address)
         try:
@@ -98,7 +96,7 @@ class Link(Socket):
     ) -> None:
         super().__init__(zmq.DEALER, MAX_TO_NODE_BYTES)
         self._partial = Assembly(MAX_FRAME_BYTES)
-        self.is_up = False  # else what is sent waits for the connection
+        self.is_up = False  # while False, sent messages wait for the connection
         self._address = address
         self._was_up = False
         self._doubt = 0  # whether the key is that of the run
@@ -116,10 +114,10 @@ class Link(Socket):
         self._monitor_fd = monitor.fileno()
         self._loop.add_reader(self._monitor_fd, self._drain_monitor)
         self._sock.connect(address)
-        self._drain_monitor()  # only who has found nothing is told when there is something
+        self._drain_monitor()  # the descriptor is edge-triggered
 
     def send(self, message: Message) -> None:
-        """Never blocks. What does not fit into one frame leaves in several."""
+        """Send without blocking. A message larger than a frame is sent in parts."""
         frame, most = MESSAGES.encode(message), MAX_TO_ROUTER_BYTES - CURVE_BYTES
         if len(frame) <= most:
             self._send_frames([frame])
@@ -132,10 +130,10 @@ class Link(Socket):
                 self._send_frames(part)
 
     async def receive(self) -> list[Message]:
-        """Waits for messages.
+        """Wait for messages.
 
-        Raises ProtocolError if the coordinator sends something unreadable, WrongKey if who listens
-        there has another key and this link was never up.
+        Raises ProtocolError if a message cannot be decoded, WrongKey if the coordinator has another
+        key and this link was never up.
         """
         messages: list[Message] = []
         while not messages:
@@ -159,7 +157,7 @@ class Link(Socket):
                 raise WrongKey(f"{self._address}: the key is not that of this run")
             frames = self._drain()
             if frames:
-                await asyncio.sleep(0)  # also if this was all: more comes while it is dealt with
+                await asyncio.sleep(0)  # other tasks run even if messages never cease
                 return frames
             self._readable.clear()
             if not self._has_input():
@@ -196,16 +194,16 @@ class Link(Socket):
             if self._on_break is not None:
                 self._on_break()
         elif event in _FAILED_HANDSHAKES and not self._was_up:
-            # Who was up before waits: its run comes back, whoever listens there meanwhile.
+            # A link that was up before waits until its run listens there again.
             is_late = self._loop.time() - self._connected_at >= PATIENCE_S
             self._doubt += LATE_DOUBT if is_late else SOON_DOUBT
             self._readable.set()
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine that `towards` (tcp://host:port) sees; nothing is sent.
+    """Return the local address used to reach `towards` (tcp://host:port); sends nothing.
 
-    0.0.0.0 stays what it is: a coordinator that listens everywhere, on this machine.
+    0.0.0.0 is returned as it is: a coordinator on this machine listens on all interfaces.
     """
     host, port = host_and_port(towards)
     if host == WILDCARD:

@@ -1,12 +1,11 @@
-"""Messages that are larger than a frame may be: how they are cut, and put together again.
+"""Split messages larger than a frame, and assemble them.
 
-Pure. ZeroMQ takes a message of many frames in whole before it hands anything on, without any bound;
-so a large message travels as several messages, each with one part. Tokens need no putting together:
-they mean the same in pieces, and so no peer's tokens wait in memory for their rest.
+Pure. ZeroMQ buffers a message of many frames as a whole, without any limit; so a large message is
+sent as several messages, each with one part. Chunks of tokens are split into smaller chunks
+instead, which need no assembly.
 
-A part is two frames: HEADER and up to so many bytes. Parts of one peer come in order. When its
-connection breaks, parts may be missing: what is left of that message is dropped, as all is that was
-under way.
+A part has two frames: HEADER and a piece of the message. Parts of one peer arrive in order. When
+its connection breaks, parts may be missing, and the rest of that message is dropped.
 """
 
 import struct
@@ -25,13 +24,13 @@ _ITEM_BYTES = 160  # of a response's tokens without these and its name, at most
 
 
 def cut(frame: bytes, number: int, most: int) -> Iterator[list[bytes]]:
-    """The parts of message `number`, with up to `most` bytes each."""
+    """Yield the parts of message `number`, of up to `most` bytes each."""
     for begin in range(0, len(frame), most):
         yield [HEADER.pack(number, begin, len(frame)), frame[begin : begin + most]]
 
 
 class Assembly:
-    """The message of one peer of which parts have come."""
+    """Assembles the parts of one peer's message."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -40,12 +39,14 @@ class Assembly:
 
     @property
     def num_bytes(self) -> int:
-        """That have come of it."""
+        """Bytes received of the current message."""
         return len(self._data)
 
     def add(self, header: bytes, part: bytes) -> bytes | None:
-        """The message, when this was its last part. Raises ProtocolError if it is too large, or no
-        part."""
+        """Add a part, and return the message if it was the last one.
+
+        Raises ProtocolError if the message is too large or the frames are no part.
+        """
         if len(header) != HEADER.size or not part:
             raise ProtocolError("not a part of a message")
         number, begin, size = HEADER.unpack(header)
@@ -54,7 +55,7 @@ class Assembly:
         if begin == 0:
             self._number, self._data = number, bytearray()
         if number != self._number or begin != len(self._data):
-            self._data = bytearray()  # the connection has broken in the middle of it
+            self._data = bytearray()  # the connection broke in the middle of the message
             self._number = -1
             return None
         if begin + len(part) > size:
@@ -67,10 +68,9 @@ class Assembly:
 
 
 def in_pieces(chunk: TokenChunk, most: int) -> Iterator[TokenChunk]:
-    """The same tokens in chunks of up to `most` bytes each on the wire; a long response goes on in
-    the next.
+    """Yield the tokens of `chunk` in chunks of up to `most` >= 2048 bytes on the wire.
 
-    `most` >= 2048.
+    A long response continues in the next chunk.
     """
     piece: list[ResponseTokens] = []
     left = room = most - _CHUNK_BYTES
@@ -89,7 +89,7 @@ def in_pieces(chunk: TokenChunk, most: int) -> Iterator[TokenChunk]:
 
 
 def _divided(item: ResponseTokens, num_tokens: int) -> tuple[ResponseTokens, ResponseTokens | None]:
-    """The first `num_tokens`, and what follows them."""
+    """Return the first `num_tokens` and the rest, or None if there is no rest."""
     end = num_tokens * 4
     if len(item.token_ids) <= end:
         return item, None

@@ -1,8 +1,7 @@
-"""The coordinator's end of all connections: a ROUTER with many peers. Carries messages, decides
-nothing.
+"""The coordinator's end of all connections: a ROUTER with many peers.
 
-Owns who is connected under which identity, messages that come in parts, and who could not be
-reached. How many may connect without a key is in strangers.py.
+Tracks the connection of each identity, partial messages, and peers that could not be reached.
+unauthenticated.py limits connections without a key.
 """
 
 import asyncio
@@ -20,9 +19,9 @@ from lightrl.messages.message import Message
 from lightrl.messages.nodes import Hello, Welcome
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.parts import Assembly, cut
-from lightrl.transport.strangers import Strangers
+from lightrl.transport.unauthenticated import UnauthenticatedPeers
 from lightrl.transport.validate import check_bounds, require_allowed
-from lightrl.transport.zap import DOORKEEPER
+from lightrl.transport.zap import AUTHENTICATOR
 from lightrl.transport.zeromq import (
     CURVE_BYTES,
     MAX_DRAIN,
@@ -36,26 +35,25 @@ from lightrl.transport.zeromq import (
 )
 from lightrl.wire import MESSAGES
 
-MAX_WHOLE_BYTES = 32 << 20  # of a message to the router that comes in parts
-MAX_PARTIAL_BYTES = 256 << 20  # of all of them of which parts are still to come
-MAX_WAITING = 1 << 14  # messages for a peer that it does not read: no order is cut into as many
-MAX_WELCOMES = 8  # through one connection: each has the small files of the model in it
-# batches after which a peer counts as heard, however much is left: its share was read
+MAX_WHOLE_BYTES = 32 << 20  # of a message to the router that is sent in parts
+MAX_PARTIAL_BYTES = 256 << 20  # of all messages with missing parts
+MAX_WAITING = 1 << 14  # queued messages of one peer; no message has as many parts
+MAX_WELCOMES = 8  # for one connection: each holds the small files of the model
+# batches after which a lost peer counts as drained
 MAX_UNDRAINED = 16
 ACCESS = {access.value: access for access in Access}  # quicker than the enum, for each message
 BACKLOG = 1024  # connections that the kernel holds until ZeroMQ accepts them
 
 
 class Peer(NamedTuple):
-    """Who has sent a message: what it calls itself, and what its connection has proved to be
-    allowed."""
+    """The sender of a message: its identity, which it chose, and the access of its key."""
 
     identity: str
     access: Access
 
     @property
     def name(self) -> str:
-        """Of the node or tool, by its own word."""
+        """The name of the node or tool, as claimed."""
         return self.identity.rpartition(SEPARATOR)[0] or self.identity
 
 
@@ -63,12 +61,12 @@ Received: TypeAlias = tuple[Peer, Message | ProtocolError | PeerUnreachable]
 
 
 class Router(Socket):
-    """The coordinator's end: many peers, that all have one of the run's two keys."""
+    """Connections to many peers, each of which has one of the run's two keys."""
 
     def __init__(self, address: str, key: str) -> None:
-        """Listens on `address` (tcp://host:port, port * = any); `key` is the full key of the run.
+        """Listen on `address` (tcp://host:port; port * = any) with the full key of the run.
 
-        Raises ConfigError if it cannot.
+        Raises ConfigError if the address cannot be bound.
         """
         secret = coordinator_secret(key)
         super().__init__(zmq.ROUTER, MAX_TO_ROUTER_BYTES)
@@ -88,35 +86,34 @@ class Router(Socket):
         self._sock.set_string(zmq.ZAP_DOMAIN, self._domain)
         self._sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         keys = {Access.FULL: key, Access.JOIN: join_key(key)}
-        DOORKEEPER.admit(
+        AUTHENTICATOR.admit(
             self._domain, {z85.decode(key_pair(k)[0]): a.value for a, k in keys.items()}
         )
-        self._strangers = Strangers(self._sock, self._domain, self._readable.set)
-        # by identity: the connection that the parts come through, and what has come
+        self._unauthenticated = UnauthenticatedPeers(self._sock, self._domain, self._readable.set)
+        # by identity: connection and received parts
         self._partial: dict[bytes, tuple[int, Assembly]] = {}
         self._partial_bytes = 0  # of all of them
-        self._connections: dict[bytes, int] = {}  # through which an identity has spoken last
-        self._welcomes: Counter[int] = Counter()  # through a connection
-        # who cannot be reached, and batches since that was known
-        self._unheard: dict[Peer, int] = {}
+        self._connections: dict[bytes, int] = {}  # identity -> connection of its last message
+        self._welcomes: Counter[int] = Counter()  # connection -> welcomes sent
+        # unreachable peers, and the batches received since
+        self._unreachable: dict[Peer, int] = {}
         try:
             self._sock.bind(address)
         except zmq.ZMQError as e:
             self.close()
             raise ConfigError(f"run.bind = {address}: cannot listen there: {e}") from None
         self.address = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._strangers.listens_on(host_and_port(self.address)[1])
+        self._unauthenticated.listens_on(host_and_port(self.address)[1])
 
     def num_connections(self) -> tuple[int, int]:
-        """Of those who have said something, which takes a key; and of those who have not."""
-        return self._strangers.count()
+        """Return the numbers of authenticated and of unauthenticated connections."""
+        return self._unauthenticated.count()
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Raises PeerUnreachable if no such peer is connected; messages of it may still be
-        received.
+        """Send a message. Raises PeerUnreachable if the peer is not connected.
 
-        Also if it does not read, or is welcomed again and again: its connection then ends. An
-        honest peer comes back and says hello anew.
+        Messages that the peer sent before may still be received. A peer that does not read, or
+        asks for too many welcomes, is disconnected; an honest one reconnects and sends Hello.
         """
         identity = peer.identity.encode(errors="surrogateescape")
         if isinstance(message, Welcome) and not message.refused and not self._may_welcome(identity):
@@ -133,73 +130,71 @@ class Router(Socket):
             if e.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
                 raise
             if e.errno == zmq.EAGAIN and identity in self._connections:
-                self._strangers.end(self._connections[identity])
+                self._unauthenticated.end(self._connections[identity])
             raise PeerUnreachable(peer.identity) from None
 
     def _may_welcome(self, identity: bytes) -> bool:
         connection = self._connections.get(identity)
-        if connection is None:  # nobody has spoken, or it has gone
+        if connection is None:  # no message yet, or disconnected
             return True
         self._welcomes[connection] += 1
         if self._welcomes[connection] == MAX_WELCOMES + 1:
-            self._strangers.end(connection)
+            self._unauthenticated.end(connection)
         return self._welcomes[connection] <= MAX_WELCOMES
 
-    def hear_out(self, peer: Peer) -> None:
-        """This peer could not be reached: `receive` says so, too, once all that lies here of it was
-        received.
+    def drain(self, peer: Peer) -> None:
+        """Let `receive` report PeerUnreachable after the last message received from `peer`.
 
-        Not if a hello is among it: then the peer is there again.
+        A Hello among those messages cancels the report: the peer is connected again.
         """
-        self._unheard.setdefault(peer, 0)
+        self._unreachable.setdefault(peer, 0)
         self._readable.set()
 
     def close(self) -> None:
         if not self._sock.closed:
-            DOORKEEPER.forget(self._domain)
-            self._strangers.close()
+            AUTHENTICATOR.forget(self._domain)
+            self._unauthenticated.close()
             super().close()
 
     async def receive(self) -> list[Received]:
-        """Waits for messages; at most MAX_DRAIN of them, which may be none if only parts came. A
-        frame that does not decode, or says what its connection's key is not good for, comes as its
-        error."""
+        """Wait for messages, and return at most MAX_DRAIN; possibly none, if only parts arrived.
+
+        A frame that cannot be decoded, or that its key does not permit, is returned as its error.
+        """
         while True:
-            unheard, gone = list(self._unheard), set(self._strangers.gone)
+            unreachable, gone = list(self._unreachable), set(self._unauthenticated.gone)
             messages = self._receive_all()
             received = [entry for each in messages if (entry := self._decoded(*each)) is not None]
             is_drained = not self._has_input()
             if is_drained:
                 self._forget(gone)
-            received += self._lost(unheard, is_drained)
+            received += self._lost(unreachable, is_drained)
             if received or not is_drained:
-                await asyncio.sleep(0)  # also if this was all: more comes while it is dealt with
+                await asyncio.sleep(0)  # other tasks run even if messages never cease
                 if not received and not messages:
-                    continue  # it came after nothing was found
+                    continue  # input arrived after the drain
                 return received
             self._readable.clear()
-            if not (self._has_input() or self._unheard or self._strangers.gone):
+            if not (self._has_input() or self._unreachable or self._unauthenticated.gone):
                 await self._readable.wait()
 
-    def _lost(self, unheard: list[Peer], is_drained: bool) -> Iterator[Received]:
-        """Those of whom nothing lies here any more that they said before they could not be
-        reached."""
-        for peer in unheard:
-            if peer in self._unheard:
-                self._unheard[peer] += 1
-                if is_drained or self._unheard[peer] >= MAX_UNDRAINED:
-                    del self._unheard[peer]
+    def _lost(self, unreachable: list[Peer], is_drained: bool) -> Iterator[Received]:
+        """Yield the unreachable peers whose messages have all been received."""
+        for peer in unreachable:
+            if peer in self._unreachable:
+                self._unreachable[peer] += 1
+                if is_drained or self._unreachable[peer] >= MAX_UNDRAINED:
+                    del self._unreachable[peer]
                     yield peer, PeerUnreachable(peer.identity)
 
     def _receive_all(self) -> list[tuple[int, Access, list[bytes]]]:
-        """Messages that have arrived: through which connection, what that has proved, and their
-        frames."""
+        """Return (connection, access of its key, frames) of messages that have arrived."""
         messages: list[tuple[int, Access, list[bytes]]] = []
         num_bytes = 0
         # Asking is cheaper than the exception that ends nearly every batch.
         while len(messages) < MAX_DRAIN and num_bytes < MAX_DRAIN_BYTES and self._has_input():
             first = self._sock.recv(zmq.DONTWAIT, copy=False)
-            connection = self._strangers.spoke(int(first.get(zmq.SRCFD)))
+            connection = self._unauthenticated.spoke(int(first.get(zmq.SRCFD)))
             access = ACCESS[str(first.get("User-Id"))]
             frames = self._sock.recv_multipart(zmq.DONTWAIT)
             num_bytes += sum(map(len, frames))
@@ -209,7 +204,7 @@ class Router(Socket):
         return messages
 
     def _decoded(self, connection: int, access: Access, frames: list[bytes]) -> Received | None:
-        """None for a part of a message that is not the last."""
+        """Decode and check a message; None if its last part has not arrived."""
         peer = Peer(frames[0].decode(errors="surrogateescape"), access)
         try:
             frame = self._whole(connection, *frames)
@@ -223,7 +218,7 @@ class Router(Socket):
             self._drop_parts(frames[0])
             return peer, e
         if isinstance(message, Hello):
-            self._unheard.pop(peer, None)
+            self._unreachable.pop(peer, None)
         return peer, message
 
     def _whole(self, connection: int, identity: bytes, *frames: bytes) -> bytes | None:
@@ -248,10 +243,10 @@ class Router(Socket):
             self._partial_bytes -= assembly.num_bytes
 
     def _forget(self, gone: set[int]) -> None:
-        """Peers whose connection has ended; the rest of what they said in parts will never come."""
+        """Drop the state of connections that have ended, partial messages included."""
         if not gone:
             return
-        self._strangers.gone -= gone
+        self._unauthenticated.gone -= gone
         self._connections = {i: c for i, c in self._connections.items() if c not in gone}
         for connection in gone:
             self._welcomes.pop(connection, None)

@@ -1,14 +1,11 @@
-"""Who may connect: ZeroMQ's authentication protocol (ZAP), answered in the coordinator's event
-loop.
+"""Authenticate connections with ZeroMQ's protocol (ZAP), in the coordinator's event loop.
 
-Owns the one authenticator that a process can have, which serves all its routers; each admits
-clients whose public key it knows, nobody else. Must not know where keys come from.
+A process has one authenticator, which serves all its routers; each router admits the public keys
+that it has registered. ZeroMQ attaches the result to every message of a connection as its
+"User-Id", which a client cannot change.
 
-What a connection has proved, ZeroMQ keeps with it and hands out with every message that it brings,
-as the message's "User-Id": whatever a client calls itself, it cannot change that.
-
-ZeroMQ's own authenticators are a thread or a task for good; this one lives as long as there is a
-router. Without it every connection is refused (ZAP_ENFORCE_DOMAIN), not let through.
+ZeroMQ's own authenticators run a thread or a task forever; this one ends with the last router.
+Without an authenticator every connection is refused (ZAP_ENFORCE_DOMAIN).
 """
 
 import asyncio
@@ -19,8 +16,8 @@ ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 
 
-class Doorkeeper:
-    """Answers for the routers of this process. They call `admit` and, when they close, `forget`."""
+class ZapAuthenticator:
+    """Answers for the routers of this process. They call `admit`, and `forget` when they close."""
 
     def __init__(self) -> None:
         self._admitted: dict[
@@ -31,8 +28,10 @@ class Doorkeeper:
         self._fd = -1
 
     def admit(self, domain: str, clients: dict[bytes, str]) -> None:
-        """From now on this router's loop answers; a peer of `domain` must have the key pair of one
-        of these public keys, and is known by the User-Id beside it."""
+        """Admit clients of `domain` that have one of these public keys, as the User-Id beside it.
+
+        The running event loop answers from now on.
+        """
         self._admitted[domain.encode()] = clients
         if self._sock is None:
             sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
@@ -49,12 +48,12 @@ class Doorkeeper:
         if not self._admitted and self._sock is not None and self._loop is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
-            self._sock.unbind(ENDPOINT)  # at once, so that the next router may bind it
+            self._sock.unbind(ENDPOINT)  # `close` unbinds later; the next router may bind now
             self._sock.close()
             self._sock = None
 
     def _answer(self) -> None:
-        """Until none waits: ZeroMQ tells only once that there is something."""
+        """Answer all pending requests: the descriptor is edge-triggered."""
         while self._sock is not None:
             try:
                 frames = self._sock.recv_multipart(zmq.DONTWAIT)
@@ -66,9 +65,11 @@ class Doorkeeper:
             self._sock.send_multipart([_VERSION, request, *verdict, user.encode(), b""])
 
     def _user_of(self, frames: list[bytes]) -> str:
-        """Empty for a stranger. Frames: version, request, domain, address, identity, mechanism, the
-        client's public key. (The identity is the router's own: that of the client is not known
-        yet.)"""
+        """Return the User-Id, or "" for an unknown key.
+
+        Frames: version, request, domain, address, the router's identity, mechanism, the client's
+        public key.
+        """
         if len(frames) != 7:
             return ""
         version, _, domain, _, _, mechanism, client_key = frames
@@ -77,4 +78,4 @@ class Doorkeeper:
         return self._admitted.get(domain, {}).get(client_key, "")
 
 
-DOORKEEPER = Doorkeeper()
+AUTHENTICATOR = ZapAuthenticator()

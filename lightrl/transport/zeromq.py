@@ -1,31 +1,27 @@
-"""ZeroMQ, and all that must be known of it, for both ends: the coordinator's ROUTER (router.py) and
-a node's DEALER (link.py). Owns how their sockets are set up, closed and waited for.
+"""Create, close and await ZeroMQ sockets: the coordinator's ROUTER (router.py) and a node's DEALER
+(link.py). Facts about ZeroMQ that both rely on:
 
-- A default ROUTER drops silently for unknown peers and full pipes: ROUTER_MANDATORY. What is
-  outstanding is bounded by the core's credit, but for the answers to what a peer says: who does not
-  read them is cut off.
+- A default ROUTER drops messages to unknown peers and full pipes silently: ROUTER_MANDATORY. The
+  core's credit bounds the outstanding messages, except for answers to a peer's own messages: a peer
+  that does not read them is disconnected.
 - Without ROUTER_HANDOVER a restarted daemon is ignored while its old connection lives.
 - Awaiting every message costs four times as much as waiting once and draining without awaiting.
-- ZeroMQ's file descriptor is edge-triggered, and a send may consume the edge: look at EVENTS after
+- ZeroMQ's file descriptor is edge-triggered, and a send may consume the edge: check EVENTS after
   both.
-- A connection that breaks and comes back loses what was in flight, silently: a node must notice it.
-- Two daemons of one name would steal each other's connection: an identity is a name and a process.
-  Who knew an identity could take its connection over (ROUTER_HANDOVER): its second half is random,
-  and as hard to guess as a key.
-- All connections are CURVE: the key pairs follow from the keys of the run. A router closes the
-  connection of whoever has another one without a word, so all that a link sees is that the
-  handshake failed.
-- Which key a connection has proved comes with each of its messages, as ZeroMQ's own metadata.
-- A connection whose other end has vanished stays open for hours: ZeroMQ's own heartbeats find it,
-  but only the nodes send them. A ROUTER that sends its own ends the process (an assertion of libzmq
-  4.3.5) when a connection breaks that was taken over by another one of the same identity; it relies
-  on TCP's keepalive.
-- Whoever connects may make the other side hold one frame before it is known who that is: frames are
-  small, and larger messages travel in parts (parts.py). A message of many frames would be held
-  whole, whatever its size. Tokens are sent in pieces that mean the same, so that they need no
-  assembling.
-- A peer that has closed cannot be sent anything while what it said last still lies here unread.
-- A process that ends does not wait for ZeroMQ's thread, whatever LINGER says, and on a busy machine
+- A connection that breaks and reconnects silently loses messages in flight: a node must notice it.
+- Two daemons of one name would take over each other's connection (ROUTER_HANDOVER): an identity is
+  a name and a random half, which is as hard to guess as a key.
+- All connections use CURVE with key pairs derived from the keys of the run. A router closes a
+  connection with another key without a reason, so a link only sees a failed handshake.
+- Each message carries the key that its connection has proved, as ZeroMQ's metadata.
+- A connection whose other end has vanished stays open for hours. ZeroMQ's heartbeats detect it, but
+  only nodes send them: a ROUTER with heartbeats ends the process (an assertion of libzmq 4.3.5)
+  when a connection breaks that was taken over by another of the same identity. It relies on TCP
+  keepalive.
+- An unauthenticated client can make the other side hold one frame: frames are small, and larger
+  messages are sent in parts (parts.py), since a message of many frames would be held as a whole.
+- A send to a peer that has closed fails even while its last messages are still unread.
+- A process that ends does not wait for ZeroMQ's thread, whatever LINGER is, and on a busy machine
   its last messages are lost: `leave` waits.
 """
 
@@ -36,28 +32,27 @@ from zmq.utils import z85
 
 from lightrl.keys import secret_of
 
-MAX_DRAIN = 256  # messages taken before other tasks get their turn,
-MAX_DRAIN_BYTES = 1 << 20  # and their size, but for the last one
-LINGER_MS = 1000  # what closing may wait for the last messages
+MAX_DRAIN = 256  # messages received before other tasks run,
+MAX_DRAIN_BYTES = 1 << 20  # and their size without the last one
+LINGER_MS = 1000  # to send the last messages when a socket is closed
 SEPARATOR = "/"  # between the two halves of an identity
-MAX_TO_ROUTER_BYTES = 64 << 10  # of a frame: so much a stranger may send, before it is known as one
-MAX_TO_NODE_BYTES = 1 << 20  # and whoever poses as the coordinator
-CURVE_BYTES = 64  # that a frame grows by when it is encrypted, and more
+MAX_TO_ROUTER_BYTES = 64 << 10  # of a frame, which an unauthenticated client may send
+MAX_TO_NODE_BYTES = 1 << 20  # of a frame, which a false coordinator may send
+CURVE_BYTES = 64  # at least what encryption adds to a frame
 HEARTBEAT_MS = 1000  # on an idle connection
-SILENCE_MS = 3000  # a connection without a sign of life is broken; as node.lease_s
+SILENCE_MS = 3000  # after which a connection counts as broken; as node.lease_s
 HANDSHAKE_MS = 3000
-# Asked for with every message: as enums they take twice as long.
+# Read for every message: enums take twice as long.
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def leave() -> None:
-    """The last thing that a process says: returns when what its sockets were to send has left, or
-    LINGER_MS have passed. Closes those that are open."""
+    """Close all sockets, and wait up to LINGER_MS until their messages have been sent."""
     zmq.Context.instance().destroy()
 
 
 def key_pair(key: str) -> tuple[bytes, bytes]:
-    """(public, secret), as ZeroMQ writes them, of who connects with this key."""
+    """Return the (public, secret) CURVE keys derived from `key`, in Z85."""
     secret = z85.encode(secret_of(key))
     return zmq.curve_public(secret), secret
 
@@ -90,6 +85,6 @@ class Socket:
         return bool(self._sock.getsockopt(EVENTS) & POLLIN)
 
     def close(self) -> None:
-        """Gives the last messages up to LINGER_MS to leave, in the background."""
+        """Close; ZeroMQ sends the last messages in the background for up to LINGER_MS."""
         self._loop.remove_reader(self._fd)
         self._sock.close()

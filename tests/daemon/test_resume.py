@@ -14,7 +14,7 @@ from lightrl.errors import DataError
 from lightrl.journal.disk import segments
 from lightrl.journal.read import LOG, read_segment
 from lightrl.journal.write import JournalWriter
-from lightrl.transport.zap import DOORKEEPER
+from lightrl.transport.zap import AUTHENTICATOR
 from lightrl.wire import from_json
 from tests.daemon.test_runs import SLOW, busy, require_exact
 from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run
@@ -150,6 +150,6 @@ def test_other_data_is_refused_in_one_line(tmp_path: Path, change):
         with pytest.raises(DataError, match="the data differ from those the run started with"):
             async with a_run(tmp_path, resume=True, **SLOW, **other):
                 pass
-        assert DOORKEEPER._sock is None  # nobody listens any more
+        assert AUTHENTICATOR._sock is None  # nobody listens any more
 
     asyncio.run(scenario())

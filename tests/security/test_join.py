@@ -40,7 +40,7 @@ from lightrl.messages.training import Checkpointed, StepDone
 from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.transport.link import Link
 from lightrl.transport.router import MAX_WELCOMES, Router
-from lightrl.transport.zap import DOORKEEPER
+from lightrl.transport.zap import AUTHENTICATOR
 from lightrl.wire import from_json
 from tests.support.daemons import DEADLINE_S, Running, a_run
 
@@ -154,7 +154,7 @@ def test_nobody_can_pose_as_the_coordinator_with_join():
         false.set(zmq.CURVE_SERVER, 1)
         false.set(zmq.CURVE_SECRETKEY, z85.encode(secret_of(join)))
         false.set_string(zmq.ZAP_DOMAIN, "false")
-        DOORKEEPER.admit(
+        AUTHENTICATOR.admit(
             "false", {z85.decode(zmq.curve_public(z85.encode(secret_of(join)))): "join"}
         )
         false.bind(ANY)
@@ -166,7 +166,7 @@ def test_nobody_can_pose_as_the_coordinator_with_join():
                     await link.receive()
             link.close()
         finally:
-            DOORKEEPER.forget("false")
+            AUTHENTICATOR.forget("false")
             false.close()
 
     asyncio.run(scenario())

@@ -16,7 +16,7 @@ from lightrl.errors import WrongKey
 from lightrl.keys import new_key, read_key
 from lightrl.messages.snapshot import Watch
 from lightrl.system.addresses import host_and_port
-from lightrl.transport import link, strangers
+from lightrl.transport import link, unauthenticated
 from lightrl.transport.link import Link
 from lightrl.transport.router import Router
 from lightrl.transport.zeromq import MAX_TO_ROUTER_BYTES
@@ -93,7 +93,7 @@ def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
                 await asyncio.to_thread(talk)
                 assert resident_bytes() - before < 128 * MIB
                 async with asyncio.timeout(8):  # three seconds for each, and a busy machine
-                    await until(lambda: len(router._strangers) == 0)
+                    await until(lambda: len(router._unauthenticated) == 0)
 
     asyncio.run(scenario())
 
@@ -115,8 +115,8 @@ def is_shut(sock: socket.socket) -> bool:
 
 
 def test_the_oldest_of_the_address_with_most_of_them_goes_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(strangers, "LEAST", 0)
-    monkeypatch.setattr(strangers, "MOST", 5)
+    monkeypatch.setattr(unauthenticated, "LEAST", 0)
+    monkeypatch.setattr(unauthenticated, "MOST", 5)
 
     async def scenario() -> None:
         async with router_and_key() as (router, key):
@@ -124,7 +124,7 @@ def test_the_oldest_of_the_address_with_most_of_them_goes_first(monkeypatch: pyt
             node.send(Watch())
             await received(router, Watch)
             # the node's first look at the address is over
-            await until(lambda: len(router._strangers) == 0)
+            await until(lambda: len(router._unauthenticated) == 0)
             with contextlib.ExitStack() as stack:
                 few = [stack.enter_context(stranger(router, "127.0.0.3")) for _ in range(2)]
                 many: list[socket.socket] = []
@@ -143,8 +143,8 @@ def test_the_oldest_of_the_address_with_most_of_them_goes_first(monkeypatch: pyt
 
 
 def test_peers_that_have_spoken_are_never_too_many(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(strangers, "LEAST", 0)
-    monkeypatch.setattr(strangers, "MOST", 1)
+    monkeypatch.setattr(unauthenticated, "LEAST", 0)
+    monkeypatch.setattr(unauthenticated, "MOST", 1)
 
     async def scenario() -> None:
         async with router_and_key() as (router, key):
@@ -172,16 +172,16 @@ def test_peers_that_have_spoken_are_never_too_many(monkeypatch: pytest.MonkeyPat
 
 def test_time_in_which_nobody_is_heard_counts_against_nobody(monkeypatch: pytest.MonkeyPatch):
     """A loop that was busy has not answered yet whoever has come: those are not who must go."""
-    monkeypatch.setattr(strangers, "LEAST", 0)
-    monkeypatch.setattr(strangers, "MOST", 0)
+    monkeypatch.setattr(unauthenticated, "LEAST", 0)
+    monkeypatch.setattr(unauthenticated, "MOST", 0)
 
     async def scenario() -> None:
         async with router_and_key() as (router, _):
             with stranger(router) as sock:
-                await until(lambda: len(router._strangers) == 1)
-                time.sleep(2 * strangers.PATIENCE_S)  # noqa: ASYNC251
-                router._strangers._look()
-                assert len(router._strangers) == 1
+                await until(lambda: len(router._unauthenticated) == 1)
+                time.sleep(2 * unauthenticated.PATIENCE_S)  # noqa: ASYNC251
+                router._unauthenticated._check()
+                assert len(router._unauthenticated) == 1
                 await until(lambda: is_shut(sock))
 
     asyncio.run(scenario())

@@ -229,7 +229,7 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch):
                     router.send(peer, Bye("x" * 60_000))
                     num_sent += 1
             assert 32 <= num_sent < 3000
-            await until(lambda: bool(router._strangers.gone))
+            await until(lambda: bool(router._unauthenticated.gone))
             node.close()
 
     asyncio.run(scenario())
@@ -249,7 +249,7 @@ def test_no_more_is_taken_at_once_than_so_many_bytes(monkeypatch: pytest.MonkeyP
             for _ in range(count):
                 node.send(message)
             node.close()
-            await until(lambda: bool(router._strangers.gone))
+            await until(lambda: bool(router._unauthenticated.gone))
             sizes: list[int] = []
             while sum(sizes) < count:
                 sizes.append(len(await router.receive()))
@@ -313,7 +313,7 @@ def test_what_a_peer_said_before_it_closed_is_received_before_it_is_lost():
                             router.send(peer, Bye("busy"))
                             # Its thread has to encrypt what is sent.
                             time.sleep(0.0002)  # noqa: ASYNC251
-                    router.hear_out(peer)
+                    router.drain(peer)
                 heard: dict[str, list[type]] = {peer: [] for peer in peers}
                 while sum(map(len, heard.values())) < 2 * len(nodes):
                     for peer, message in await router.receive():
@@ -331,7 +331,7 @@ def test_a_peer_that_comes_back_with_a_hello_is_not_lost():
             peer, _ = await received(router, Watch)
             node.send(hello())
             node.send(Bye("last"))
-            router.hear_out(peer)
+            router.drain(peer)
             await until(router._has_input)
             heard: list[object] = []
             while not any(isinstance(m, Bye) for m in heard):

@@ -1,13 +1,12 @@
-"""Drafts from history for the responses that run in one engine: what is tried, and how much of it.
+"""Draft tokens for the running responses of one engine from earlier responses.
 
-Owns what an engine knows of earlier responses, where each running response stands in it, and the
-windows. Whether a drafted token enters a response is decided by the engine alone: it must be the
-token that the coupled sampler draws. So nothing here can change a response, only how soon it is
-there. Reads no clock.
+Stores earlier responses, the position of each running response in them, and draft windows. The
+engine accepts a drafted token only if it is the token that the coupled sampler draws, so drafts
+change the speed of a response, never its tokens. Reads no clock.
 
-A window is the number of tokens drafted at once for a response. It doubles when all were kept and
-halves when one was not (as in RhymeRL's release), below the width that the gate allows the whole
-batch.
+The window of a response is the number of tokens drafted for one step. It doubles when all were
+accepted and halves when one was not (as in RhymeRL's release), up to the width that the gate
+allows.
 """
 
 from array import array
@@ -23,13 +22,13 @@ from lightrl.wire import unpack_i32
 
 FIRST_WINDOW = 4
 MIN_WINDOW = 2
-MIN_SHARE = 0.2  # a draft ends where its tokens together have less of the history's weight
-MAX_BYTES = 512 << 20  # of what an engine knows; the prompts that came first go first
+MIN_SHARE = 0.2  # a draft ends where its tokens have less of the weight of all continuations
+MAX_BYTES = 512 << 20  # of stored responses; the oldest prompts are evicted first
 MAX_GROUPS = 10_000
-# steps between two indexes of what was indexed before: it waits, to be sorted together
+# steps between two rebuilds of indexes, so that several groups are sorted together
 INDEX_EVERY = 8
-MAX_SORTED = 1 << 20  # tokens in one index, but for a single prompt: making it holds a step up
-LEAST_WEIGHT = 0.1  # of the worst response against the best one, where rewards count
+MAX_SORTED = 1 << 20  # tokens in one index of several prompts: building it delays a step
+LEAST_WEIGHT = 0.1  # of the worst response relative to the best, where rewards count
 
 
 @dataclass(slots=True)
@@ -55,17 +54,17 @@ class _Known:
     # of them in `index`
     num_indexed: int = 0
     index: SuffixIndex | None = None
-    # there
+    # number of this group in `index`
     book: int = 0
-    # its last LONGEST tokens, once a response has begun to run
+    # its last LONGEST tokens, once a response runs
     prompt: Sequence[int] = ()
     num_running: int = 0
-    # tokens of the responses that run, which draft from each other and from themselves
+    # tokens of the running responses, which draft from each other and from themselves
     num_live: int = 0
 
     @property
     def is_stale(self) -> bool:
-        """Whether what is known has doubled: so no token is sorted more than a few times."""
+        """Whether the tokens have doubled since they were indexed: a token is sorted few times."""
         known = self.num_tokens + self.num_live
         return known > 0 and known >= 2 * self.num_indexed
 
@@ -81,15 +80,17 @@ class _Cursor:
     # where the index expects the next token
     at: int = NOWHERE
     window: int = FIRST_WINDOW
-    # of the step that runs
+    # of the current step
     draft: list[int] = field(default_factory=list[int])
     # where the index expects what follows the draft
     after: int = NOWHERE
 
 
 class Drafter:
-    """Example: remember([PromptHistory("p@0", ...)]), start("p@0#1", prompt, ()), drafts([("p@0#1",
-    60)]) -> [[5, 6, 7, 8]], and took("p@0#1", [5, 6, 9]): two were kept, 9 was drawn instead of 7.
+    """Makes drafts for the responses of one engine.
+
+    Example: remember([PromptHistory("p@0", ...)]), start("p@0#1", prompt, ()), drafts([("p@0#1",
+    60)]) -> [[5, 6, 7, 8]], and took("p@0#1", [5, 6, 9]): two were accepted, 9 replaces 7.
     """
 
     def __init__(
@@ -100,9 +101,8 @@ class Drafter:
         max_bytes: int = MAX_BYTES,
         vocabulary: int = 1 << 31,
     ) -> None:
-        """`max_window` tokens, at least 1. `by_reward`: continuations that earned more weigh more;
-        else each response counts once. `is_padded`: see `Gate`. Token ids from `vocabulary` on are
-        never drafted.
+        """`max_window`: tokens, at least 1. `by_reward`: weight continuations by reward instead of
+        equally. `is_padded`: see `Gate`. Token ids >= `vocabulary` are never drafted.
         """
         self._vocabulary = vocabulary
         self.gate = Gate(max_window, is_padded)
@@ -112,9 +112,9 @@ class Drafter:
         self._num_tokens = 0
         self._counts = _Counts()
         self._steps_since_index = 0
-        # something is known of a group that runs, and it has no index at all
+        # a running group has responses but no index
         self._is_urgent = False
-        self._stale: dict[int, _Known] = {}  # by identity, what has doubled since it was indexed
+        self._stale: dict[int, _Known] = {}  # by identity, groups to index again
         self._known: dict[str, _Known] = {}  # by group; oldest first
         self._cursors: dict[str, _Cursor] = {}
 
@@ -124,7 +124,7 @@ class Drafter:
         return Drafting(c.drafted, c.accepted, c.forwards, c.emitted, c.draft_s, c.engine_s)
 
     def remember(self, histories: Iterable[PromptHistory]) -> None:
-        """Takes in what was answered earlier, but what is known already and what cannot be."""
+        """Store earlier responses, except duplicates and those with invalid tokens."""
         for h in histories:
             known = self._group(h.group)
             before = list(known.responses)
@@ -141,7 +141,7 @@ class Drafter:
         self._evict()
 
     def start(self, response: str, prompt: Sequence[int], prefix: Sequence[int]) -> None:
-        """A response begins to run, or goes on after `prefix`."""
+        """Add a response that starts, or continues after `prefix`."""
         known = self._group(group_of(response))
         known.prompt = list(prompt[-LONGEST:])
         known.num_running += 1
@@ -150,7 +150,7 @@ class Drafter:
         self._cursors[response] = _Cursor(known, [*known.prompt, *prefix])
 
     def drafts(self, batch: Sequence[tuple[str, int]]) -> list[list[int]]:
-        """For (response, tokens for which it has room) the tokens to try, maybe none."""
+        """Return the drafted tokens of each (response, most tokens), possibly none."""
         self._steps_since_index += 1
         width = self.gate.width(len(batch)) if batch else 0
         if not width:
@@ -174,7 +174,7 @@ class Drafter:
         return drafts
 
     def took(self, response: str, tokens: list[int]) -> None:
-        """What the step brought for a response, in which a draft was verified or not."""
+        """Add the tokens that a step has sampled for a response, with or without a draft."""
         c = self._cursors[response]
         c.tokens.extend(tokens)
         c.known.num_live += len(tokens)
@@ -190,12 +190,12 @@ class Drafter:
                 c.at = c.index.advance(c.at, token)
 
     def drop(self) -> None:
-        """The drafts that were made last will not be verified."""
+        """Discard the last drafts."""
         for c in self._cursors.values():
             c.draft = []
 
     def end(self, response: str, is_finished: bool) -> None:
-        """It runs no more. What has finished helps its siblings."""
+        """Remove a response; a finished one is kept as a source of drafts for its group."""
         c = self._cursors.pop(response, None)
         if c is None:
             return
@@ -213,19 +213,19 @@ class Drafter:
     def stepped(
         self, batch: int, num_tokens: int, engine_s: float, draft_s: float, is_pure: bool
     ) -> None:
-        """A step for `batch` responses is done: tokens in its pass, padding included; seconds of
-        all of it, and of those on drafting. `is_pure`: nothing was prefilled in it, so that it
-        tells what tokens cost.
+        """Record a step for `batch` responses: tokens in its pass, padding included, its seconds,
+        and the seconds spent on drafting. `is_pure`: it had no prefill, so its time shows the cost
+        of tokens.
         """
         self._counts.engine_s += engine_s
         self._counts.draft_s += draft_s
         if is_pure and batch:
-            # An index is made once for many steps: it is not what a draft costs.
+            # An index serves many steps: building it is not the cost of one draft.
             usual_s = engine_s - draft_s if self._steps_since_index == 0 else engine_s
             self.gate.observe(batch, num_tokens, usual_s)
 
     def _judge(self, c: _Cursor, draft: list[int], tokens: list[int]) -> None:
-        """`tokens` are those of the draft that were kept, and mostly one more."""
+        """Compare a draft with the sampled `tokens`: the accepted ones and mostly one more."""
         most = min(len(draft), len(tokens))
         kept = most
         if draft != tokens[: len(draft)]:
@@ -242,8 +242,7 @@ class Drafter:
                 c.at = c.index.advance(c.after, tokens[-1])
 
     def _make_index(self) -> None:
-        """One for all groups that run and need it: the arrays are small, and numpy's price is by
-        the call."""
+        """Build one index for all stale running groups: numpy's cost is per call."""
         self._is_urgent = False
         stale = [known for known in self._stale.values() if known.num_running]
         if not stale:
@@ -275,8 +274,7 @@ class Drafter:
             self._is_urgent |= known.index is None and known.num_running > 0
 
     def _evict(self) -> None:
-        """What a running response stands in stays in memory until it has ended, but is counted no
-        more."""
+        """Evict the oldest groups. The data of running responses stay in memory until they end."""
         while self._known and (
             self._num_tokens > self._max_tokens or len(self._known) > MAX_GROUPS
         ):
@@ -287,19 +285,18 @@ class Drafter:
 
 
 def _book(known: _Known, live: Sequence[Sequence[int]]) -> Book:
-    """What runs has no reward yet: it weighs as much as the mean of what has ended."""
+    """Build a Book; a running response has no reward yet and gets the mean weight."""
     mean = sum(known.weights) / len(known.weights) if known.weights else 1.0
     return Book(known.prompt, [*known.responses, *live], [*known.weights, *[mean] * len(live)])
 
 
 def group_of(response: str) -> str:
-    """The group of a response id: that of "p7@0#3" is "p7@0"."""
+    """Return the group of a response id: "p7@0" for "p7@0#3"."""
     return response.rpartition("#")[0]
 
 
 def _weights(rewards: Sequence[float | None]) -> list[float]:
-    """From LEAST_WEIGHT for the lowest reward to 1 for the highest; without a score, in the
-    middle."""
+    """Scale rewards from LEAST_WEIGHT for the lowest to 1 for the highest; None is the middle."""
     known = [r for r in rewards if r is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     if low == high:

@@ -1,12 +1,10 @@
-"""Whether speculation pays, and how wide a draft may be: measured, not assumed, for one engine and
-its load.
+"""Decide whether speculation pays, and how wide drafts may be, from measured step times.
 
-Owns the cost model of an engine's steps. A step decodes one token for each of its responses; every
-drafted token makes the forward pass wider. What a step without drafts takes is a line in the number
-of responses. What a drafted token adds is kept by the size of the pass in steps of half an octave,
-since hardware verifies a few tokens for nothing and many at their full price. Passes are widened
-twofold at most at a time, so that no trial costs much, and what keeps losing is tried ever more
-rarely. Never reads a clock.
+A step decodes one token for each of its responses; every drafted token makes the forward pass
+wider. The time of a step without drafts is modelled as linear in the number of responses. The cost
+of a drafted token is stored by the size of the pass, in half octaves, since hardware verifies a few
+tokens for nothing and many at full cost. A pass grows at most twofold at a time, so that a trial
+costs little, and widths that keep losing are tried more and more rarely. Reads no clock.
 """
 
 from dataclasses import dataclass, field
@@ -14,33 +12,33 @@ from math import log2
 
 from lightrl.core.line_fit import LineFit
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # drafted tokens of a response that may be allowed
-MEMORY = 0.9  # weight of a known time against one more observation
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # candidates: drafted tokens of a response
+MEMORY = 0.9  # weight of the old value against one new observation
 ACCEPTANCE_MEMORY = 0.95
 FIRST_ACCEPTANCE = 0.8
-MARGIN = 1.03  # speculation must be better by so much, and a wider draft than a narrower one
-SLOW = 1.25  # a step that takes longer by this factor was held up, unless the next one is as slow
-FIRST_STEPS = 8  # without drafts before the first with them
-# steps after which an open gate measures a step without drafts, sooner if it gains little
+MARGIN = 1.03  # least gain of speculation, and of a wider draft over a narrower one
+SLOW = 1.25  # a step slower by this factor is an outlier, unless the next one is as slow
+FIRST_STEPS = 8  # without drafts before the first step with drafts
+# steps after which an open gate measures a step without drafts; fewer if it gains little
 PROBE_EVERY = 64
 MIN_PROBE_EVERY = 6
-# in a row, in which a closed gate tries again: after PROBE_EVERY steps, then twice as many,
+# length of a probe of a closed gate; the first follows after PROBE_EVERY steps, each later one
 PROBE_STEPS = 3
-PROBE_RARELY = 2048  # up to so many
-# by so much every PROBE_EVERY steps do passes look cheaper that are not taken: they may be, now
+PROBE_RARELY = 2048  # after twice as many, up to this
+# factor every PROBE_EVERY steps on the cost of pass sizes not used since: it may have fallen
 FADING = 0.9
 
 
 @dataclass(slots=True)
 class Plain:
-    """Seconds of a step without drafts: base + slope * responses, by least squares that forget."""
+    """Seconds of a step without drafts: base + slope * responses, by decayed least squares."""
 
     line: LineFit = field(default_factory=LineFit)
     count: int = 0
     was_slow: bool = False
 
     def knows(self, batch: int) -> bool:
-        """Enough steps were seen, and with about as many responses."""
+        """Return whether enough steps of about this size were observed."""
         return self.count >= FIRST_STEPS and self.line.n > 2.5 and self._is_near(batch)
 
     def observe(self, batch: int, seconds: float) -> None:
@@ -48,12 +46,12 @@ class Plain:
         if self.count:
             usual_s = self.step_s(batch)
             if not self._is_near(batch):
-                # the load has changed: all that was known becomes one point of the line
+                # the load has changed: earlier observations become one point of the line
                 keep = 1 / self.line.n
             else:
                 is_slow = seconds > SLOW * usual_s
                 if seconds < usual_s / 2 or (is_slow and self.was_slow):
-                    keep = 0.0  # no step is twice as fast as it can be, or held up twice in a row
+                    keep = 0.0  # the old value was wrong: start over
                 elif is_slow:
                     seconds = usual_s
                 self.was_slow = is_slow
@@ -62,8 +60,7 @@ class Plain:
 
     def step_s(self, batch: int) -> float:
         x, y = self.line.means()
-        # Where one batch size was seen only: half of a step is for the step, half for what is in
-        # it.
+        # With one batch size only: half of the time is fixed, half is proportional.
         slope = self.line.slope(prior=0.5 * y / x, weight=0.01 * x * x)
         slope = min(max(slope, 0.0), y / x)
         return max(y + slope * (batch - x), 0.1 * y)
@@ -75,7 +72,7 @@ class Plain:
 
 @dataclass(slots=True)
 class _Price:
-    """Of a drafted token in passes of about one size."""
+    """Seconds of a drafted token in passes of one size class."""
 
     seconds: float
     count: int = 1
@@ -94,11 +91,13 @@ class _Price:
 
 @dataclass(slots=True)
 class Gate:
-    """Example: gate.width(8) -> 4, then gate.observe(8, 26, 0.004) after a step that drafted 18
-    tokens."""
+    """Chooses the width of drafts.
+
+    Example: gate.width(8) -> 4, then gate.observe(8, 26, 0.004) after drafting 18 tokens.
+    """
 
     max_width: int
-    # every response takes as much of a pass as the one with the longest draft
+    # a pass is padded to the longest draft
     is_padded: bool = False
     plain: Plain = field(default_factory=Plain)
     # by `_size` of the pass
@@ -117,11 +116,11 @@ class Gate:
 
     @property
     def acceptance(self) -> float:
-        """The probability that a drafted token is kept if those before it were."""
+        """Probability that a drafted token is accepted if those before it were."""
         return self._accepted / self._tried
 
     def width(self, batch: int) -> int:
-        """Tokens that may be drafted for each of `batch` responses in the next step; 0 = none."""
+        """Return the most tokens to draft for each of `batch` responses; 0 means none."""
         if not self.plain.knows(batch):
             return 0
         best, gain = self._best(batch)
@@ -141,26 +140,24 @@ class Gate:
         return 1 if self._probing else 0
 
     def drafted(self, batch: int, num_with_draft: int) -> None:
-        """Of `batch` responses for which a draft was allowed so many got one."""
-        if num_with_draft:  # else nothing is known of this prompt yet, and nothing was spent
+        """Record how many of `batch` responses got a draft."""
+        if num_with_draft:  # else the prompts have no history yet
             self._drafted += (1 - MEMORY) * (num_with_draft / batch - self._drafted)
 
     def verified(self, accepted: int, rejected: int) -> None:
-        """Of drafted tokens so many were kept, and so many were the first of their draft that was
-        not."""
+        """Record accepted tokens, and drafts of which a token was rejected."""
         self._accepted += accepted
         self._tried += accepted + rejected
 
     def observe(self, batch: int, num_tokens: int, seconds: float) -> None:
-        """A step without prefill: `batch` responses, a pass of `num_tokens` tokens, padding
-        included."""
+        """Record a step without prefill: `num_tokens` in its pass, padding included."""
         if num_tokens <= batch:
             self.plain.observe(batch, seconds)
         elif self.plain.count:
             self._forget(ACCEPTANCE_MEMORY)
             plain_s, extra = self.plain.step_s(batch), num_tokens - batch
             if seconds < plain_s / SLOW:
-                self.plain.observe(batch, seconds)  # without drafts it would have taken no longer
+                self.plain.observe(batch, seconds)  # an upper bound of a step without drafts
                 return
             usual_s = plain_s + extra * self._token_s(num_tokens, plain_s / batch)
             added_s = (min(seconds, 3 * usual_s) - plain_s) / extra
@@ -171,7 +168,7 @@ class Gate:
                 price.observe(added_s, seconds * SLOW < usual_s, seconds > SLOW * usual_s)
 
     def _best(self, batch: int) -> tuple[int, float]:
-        """The width, and by what factor it is better than none."""
+        """Return the best width and its speedup over no drafts."""
         plain_s = self.plain.step_s(batch)
         best, best_rate = 0, batch / plain_s
         a, share = min(self.acceptance, 0.995), self._drafted
@@ -196,9 +193,10 @@ class Gate:
                 price.is_fresh = False
 
     def _token_s(self, num_tokens: float, decoded_s: float) -> float:
-        """Of a drafted token in a pass of `num_tokens`. Unknown: as in the next smaller pass that
-        is known, for from there on it costs what it does in doubt; nothing known: a quarter of a
-        decoded one.
+        """Return the seconds of a drafted token in a pass of `num_tokens`.
+
+        An unknown size costs as much as the next smaller known one, or else a quarter of a decoded
+        token.
         """
         size = _size(num_tokens)
         known = [s for s, price in self._prices.items() if s <= size and price.count > 1]

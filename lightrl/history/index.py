@@ -1,12 +1,11 @@
-"""What followed the last few tokens in earlier responses to a prompt.
+"""Look up which tokens followed the last few tokens in earlier responses to a prompt.
 
-Owns the arrays in which that is looked up, and their memory. A lookup costs a few binary searches,
-each further token of a draft one step along an array, however much is known. Must not know of
-engines.
+A lookup costs a few binary searches, and each further token of a draft one step along an array,
+whatever the size of the history.
 
-The idea is HistoSpec's (RhymeRL): match the newest tokens, follow the most promising continuation.
-Instead of a suffix tree every position of the history holds, worked out at once by sorting, the
-position at which the most promising continuation of its own last tokens goes on.
+As HistoSpec (RhymeRL): match the newest tokens and follow the most promising continuation. Instead
+of a suffix tree, each position of the history holds the position of the most promising continuation
+of its own last tokens; one sort computes them all.
 """
 
 from array import array
@@ -32,14 +31,13 @@ _BOOK_FACTOR = _BASE ** (LONGEST + 1) & _MASK
 # Of each order: its factors, oldest token first, and what they make of the 1 that is added to each
 # token.
 _HASHES = tuple((m, _FACTORS[m - 1 :: -1], sum(_FACTORS[:m])) for m in ORDERS)
-_TOKEN_BITS = 20  # a hash has the other 44; one that is wrong once in a while costs a wrong draft
-_TIE = 1 - 1e-9  # weights are sums of floats: of continuations this close the newest is taken
+_TOKEN_BITS = 20  # a hash has the other 44; a collision costs a wrong draft
+_TIE = 1 - 1e-9  # weights are float sums: of continuations this close the newest is taken
 
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """The responses to one prompt. `weights` above 0: of several continuations the heaviest is
-    followed.
+    """The responses to one prompt, with weights > 0: the heaviest continuation is followed.
 
     Example: Book((1, 2), [[5, 6, 7, 8]], [1.0])
     """
@@ -52,19 +50,18 @@ class Book:
 
 
 class SuffixIndex:
-    """Books in one index, of which each is looked up by itself; making one for many costs little
-    more.
+    """An index of several books, each of which is looked up separately.
 
-    Example: in SuffixIndex([Book((1, 2), [[5, 6, 7, 8]], [1.0])]) locate((1, 2)) is where 5 stands,
-    from where `draft` reads 5 6 7 8.
+    Example: in SuffixIndex([Book((1, 2), [[5, 6, 7, 8]], [1.0])]) locate((1, 2)) is the position of
+    5, from where `draft` reads 5 6 7 8.
     """
 
     def __init__(self, books: Sequence[Book]) -> None:
-        """O(n log n) for n tokens, in numpy."""
+        """Build the index in O(n log n) for n tokens, in numpy."""
         parts: list[npt.NDArray[np.int32]] = []
         filled: list[tuple[int, int, float]] = []  # (book, length, weight) of each response
         for k, book in enumerate(books):
-            # So that a first token has a context, too.
+            # The context of the first token.
             head = np.array(([-1] * LONGEST + list(book.prompt))[-LONGEST:], np.int32)
             for response, weight in zip(book.responses, book.weights, strict=True):
                 if len(response):
@@ -72,8 +69,8 @@ class SuffixIndex:
                     filled.append((k, LONGEST + len(response), weight))
         lengths = np.array([n for _, n, _ in filled], np.int64)
         tokens = np.concatenate(parts, dtype=np.int64) if parts else np.zeros(0, np.int64)
-        # Where a response token follows: from the prompt's last token to the response's last but
-        # one.
+        # Positions followed by a response token: from the last of the prompt to the last but one of
+        # the response.
         ends = np.cumsum(lengths)
         is_context = np.ones(len(tokens), bool)
         is_context[ends - 1] = False
@@ -98,8 +95,7 @@ class SuffixIndex:
         self._share = array("f", share.tobytes())
 
     def locate(self, tail: Sequence[int], book: int = 0) -> int:
-        """Where the most promising continuation of `tail` begins; NOWHERE if its last tokens are
-        unknown."""
+        """Return the position of the best continuation of `tail`; NOWHERE if there is none."""
         if len(tail) < LONGEST:
             tail = [-1] * (LONGEST - len(tail)) + list(tail)
         for order, factors, offset in _HASHES:
@@ -112,16 +108,14 @@ class SuffixIndex:
         return NOWHERE
 
     def advance(self, at: int, token: int) -> int:
-        """From where `token` is expected to what is expected after it; NOWHERE if it is another
-        one."""
+        """Return the position after `token` at `at`; NOWHERE if another token is there."""
         return self._onward[at] if at >= 0 and self._tokens[at] == token else NOWHERE
 
     def draft(self, at: int, length: int, min_share: float) -> tuple[list[int], int]:
-        """At most `length` tokens from `at` on, fewer where the history ends or becomes too
-        ambiguous; and what is expected after them.
+        """Return at most `length` tokens from `at` on, and the position after them.
 
-        `min_share`: of the weight of all continuations, multiplied along the way; the first is not
-        asked.
+        The draft ends where the history ends, or where the product of the tokens' shares of the
+        weight of all continuations falls below `min_share`.
         """
         tokens, onward, share = self._tokens, self._onward, self._share
         found: list[int] = []
@@ -136,8 +130,7 @@ class SuffixIndex:
 def _hashes(
     tokens: npt.NDArray[np.int64], at: npt.NDArray[np.int64], book: npt.NDArray[np.uint64]
 ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
-    """(order, hash of the book and of so many tokens that end at each of `at`), as `_HASHES`
-    says."""
+    """Yield (order, hashes of the book and the last `order` tokens up to each of `at`)."""
     plus_one = (tokens + 1).astype(np.uint64)
     value = book * np.uint64(_BOOK_FACTOR)
     for back, factor in enumerate(_FACTORS, 1):
@@ -157,11 +150,12 @@ def _best(
     npt.NDArray[np.int64],
     npt.NDArray[np.floating[Any]],
 ]:
-    """For contexts with `hashes`, of which each is followed by a token `following` at `where`:
+    """Find the heaviest continuation of each context.
 
-    the distinct hashes in order, which of them each context has, where its heaviest continuation
-    stands (the newest of those), and the share of the weight that it has. Hash and token share one
-    word, so that one sort brings equal contexts together, and in them equal continuations.
+    Context i has hashes[i] and is followed by the token following[i] at position where[i]. Returns
+    the sorted distinct hashes, the index of each context's hash, and for each hash the position of
+    its heaviest continuation (the newest on a tie) and its share of the weight. Hash and token are
+    in one word, so that one sort groups equal contexts and their equal continuations.
     """
     token = following.astype(np.uint64) & np.uint64((1 << _TOKEN_BITS) - 1)
     both = hashes << np.uint64(_TOKEN_BITS) | token

@@ -1,8 +1,5 @@
-"""A run as a workload, for whoever wants to replay or simulate it, one line for each step:
-lengths.jsonl, how long every response of every round was, and speeds.jsonl, how fast all was.
-
-Owns the files. What speeds are is said in `metrics/speeds.py`.
-"""
+"""Write the workload of a run for the simulator, one line for each step: the lengths of all
+responses in lengths.jsonl, and the speeds of `metrics/speeds.py` in speeds.jsonl."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,15 +12,16 @@ SPEEDS = "speeds.jsonl"
 
 
 class WorkloadLog:
+    """The two files of a run."""
+
     def __init__(self, run_dir: Path, step: int, report: Callable[[str], None]) -> None:
-        """See `StepLines`."""
+        """Open the files, see `StepLines`."""
         self._lengths = StepLines(run_dir / FILE_NAME, step, report)
         self._speeds = StepLines(run_dir / SPEEDS, step, report)
 
     def write(self, round: Round) -> None:
-        """A training round that has closed. Of each response [prompt, epoch, index, tokens,
-        finished], in the order in which they were launched; not finished = given up with so many
-        tokens.
+        """Append a closed training round: [prompt, epoch, index, tokens, finished] of each
+        response, in the order of launch; an unfinished one was aborted after `tokens`.
         """
         responses = [
             [g.prompt.id, g.prompt.epoch, r.index, len(r.tokens), r.finish_reason is not None]
@@ -33,7 +31,7 @@ class WorkloadLog:
         self._lengths.append({"step": round.step, "kind": round.kind, "responses": responses})
 
     def write_step(self, speeds: Mapping[str, object]) -> None:
-        """A step that is over."""
+        """Append the speeds of a finished step."""
         self._speeds.append(speeds)
 
     def close(self) -> None:

@@ -1,16 +1,14 @@
-"""history.bin of a run: what its prompts were answered, for the coordinator that goes on with the
-run.
+"""Save the history of a run in history.bin, for a resumed coordinator.
 
-Owns the file, and the thread that writes it: a slow disk must not keep the coordinator from its
-nodes. Nothing but speed depends on what is in it, so it is no error if it is torn, damaged or
-cannot be written: what can be read counts, and what the disk refuses is left out.
+A thread writes the file, so that a slow disk does not block the coordinator. The history affects
+speed only, so a torn or damaged file is no error: readable records are used, and records that
+cannot be written are dropped.
 
     record   length, crc32, payload: see system/framing.py
-    payload  one line of JSON (`_Head`), then the tokens of its responses, one after the other
+    payload  one line of JSON (`_Head`), then the tokens of its responses
 
-Records are only appended; when the file is about twice as large as what of it still counts, it is
-written anew. Until that is done both are there: up to three times `speculation.history_mb` on the
-disk.
+Records are appended. When the file is about twice as large as its live records, it is rewritten;
+until then it takes up to three times `speculation.history_mb` on disk.
 """
 
 import contextlib
@@ -28,16 +26,16 @@ from lightrl.system.append_file import AppendFile
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "history.bin"
-RESPONSE_BYTES = 32  # of a response in its record's first line, about
-SLACK_BYTES = 8 << 20  # a file is not written anew for less
+RESPONSE_BYTES = 32  # of a response in the first line of its record, about
+SLACK_BYTES = 8 << 20  # a file is not rewritten for less
 PIECE_BYTES = 4 << 20  # of one write, about
 MAX_WAITING_BYTES = 256 << 20  # for the disk
-MAX_DAMAGED = 64  # records that are passed over: where a length is wrong, all that follows is noise
+MAX_DAMAGED = 64  # records skipped: after a wrong length all that follows is noise
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """Of a record."""
+    """The first line of a record."""
 
     prompt: str
     epoch: int
@@ -46,6 +44,8 @@ class _Head:
 
 
 class SavedHistory:
+    """The file of one run."""
+
     def __init__(
         self,
         run_dir: Path,
@@ -65,12 +65,12 @@ class SavedHistory:
         self._waiting: list[tuple[Future[None], int]] = []  # (write, bytes held for it), in order
 
     def begin(self) -> None:
-        """Of a new run, which finds no history."""
+        """Remove the file of an earlier run in this directory."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def recall(self) -> None:
-        """Adds what the file holds to the history. Damage is said once, and repaired."""
+        """Add the records of the file to the history. Damage is reported once, and repaired."""
         damage: list[str] = []
         try:
             for record in read(self._path, damage):
@@ -85,26 +85,26 @@ class SavedHistory:
                 f"WARNING: {FILE_NAME}: {damage[0]}; {self._history.num_responses} "
                 "responses are left"
             )
-            self._write_anew()
+            self._rewrite()
 
     def append(self, answers: list[PromptAnswers]) -> None:
-        """Of a round that the history has learnt. Returns at once."""
+        """Queue the answers of a closed round; does not block."""
         size = _size(answers)
         self._num_bytes += size
         live = self._history.num_bytes + RESPONSE_BYTES * self._history.num_responses
         if self._num_bytes > 2 * live + self._slack_bytes:
-            self._write_anew()
+            self._rewrite()
         else:
             self._submit(self._append, answers, size)
 
     def close(self) -> None:
-        """Returns when all is written, or refused."""
+        """Wait until all records are written or dropped."""
         self._thread.shutdown()
         self._file.close()
         for write, _ in self._waiting:
-            write.result()  # what the disk refuses is no error: this would be ours
+            write.result()  # raises errors other than those of the disk
 
-    def _write_anew(self) -> None:
+    def _rewrite(self) -> None:
         if self._given_up:
             return
         everything = list(self._history.all())
@@ -136,8 +136,8 @@ class SavedHistory:
                 self._file.append(piece)
 
     def _replace(self, answers: list[PromptAnswers]) -> None:
-        """By what lives, whole or not at all. Where even that fails, nothing would bound the
-        file."""
+        """Replace the file by the live records, atomically. A failure ends saving, since the file
+        could grow without bound."""
         if self._given_up:
             return
         try:
@@ -151,11 +151,11 @@ class SavedHistory:
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
-        self._report(f"WARNING: {FILE_NAME}: given up ({why}): a resumed run will draft less")
+        self._report(f"WARNING: {FILE_NAME}: not saved any more ({why}): a resume will draft less")
 
 
 def read(path: Path, damage: list[str]) -> Iterator[PromptAnswers]:
-    """All records that are whole, in order; what is wrong with the others is added to `damage`.
+    """Yield the readable records in order; append one line to `damage` for each other one.
 
     Raises OSError.
     """
@@ -174,7 +174,7 @@ def read(path: Path, damage: list[str]) -> Iterator[PromptAnswers]:
 
 
 def _pieces(answers: Iterable[PromptAnswers]) -> Iterator[bytes]:
-    """What the file holds of these, in whole records of about PIECE_BYTES together."""
+    """Yield encoded records, in pieces of about PIECE_BYTES."""
     parts: list[bytes] = []
     num_bytes = 0
     for answered in answers:
@@ -212,10 +212,10 @@ def _decode(payload: bytes) -> PromptAnswers:
         )
         at += size
     if at != len(payload):
-        raise ProtocolError("a record is not as long as it says")
+        raise ProtocolError("a record has another length than its first line states")
     return PromptAnswers(head.prompt, head.epoch, tuple(responses))
 
 
 def _size(answers: Iterable[PromptAnswers]) -> int:
-    """In the file, about."""
+    """Return the approximate size in the file."""
     return sum(each.num_bytes + RESPONSE_BYTES * len(each.responses) for each in answers)

@@ -1,7 +1,4 @@
-"""A file of a run with one JSON object for each step, which it can do without.
-
-Owns what happens to it when a run goes on from an earlier step, and when the disk refuses.
-"""
+"""An optional file of a run with one JSON object for each step."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,11 +11,10 @@ from lightrl.wire import to_json
 
 
 class StepLines:
-    def __init__(self, file: Path, step: int, report: Callable[[str], None]) -> None:
-        """Lines of a run that goes on from `step` are left out from there on: its steps come again.
+    """Appends lines. A line that cannot be written is dropped and reported."""
 
-        What the disk refuses is left out, and `report` is told.
-        """
+    def __init__(self, file: Path, step: int, report: Callable[[str], None]) -> None:
+        """Open the file of a run that continues from `step`, and cut the lines of later steps."""
         try:
             _cut(file, step)
         except OSError as e:
@@ -28,7 +24,7 @@ class StepLines:
         self._file = AppendFile(file, report, separator=b"\n")
 
     def append(self, line: Mapping[str, object]) -> None:
-        """With its "step"."""
+        """Append a line, which contains "step"."""
         self._file.append(to_json(line) + b"\n")
 
     def close(self) -> None:
@@ -41,7 +37,7 @@ class _Line:
 
 
 def _cut(file: Path, step: int) -> None:
-    """In place, and only the end is read: the file grows with the run."""
+    """Truncate in place; only the end of the file is read."""
     if file.exists():
-        ends = (end for end, said in read_back(file, _Line) if said.step < step)
+        ends = (end for end, line in read_back(file, _Line) if line.step < step)
         os.truncate(file, next(ends, 0))

@@ -1,17 +1,13 @@
-"""What the prompts of a run were answered before: the tokens of their newest responses, in bounded
-memory.
+"""Store the newest responses to each prompt, in bounded memory.
 
-Owns which are kept; what they are good for is decided by who reads them. A prompt keeps what its
-newest epoch brought: trained, surplus and put-off responses alike, finished or not. The prompts of
-evaluations are kept beside those of the training data, each evaluation counting as an epoch. When
-the limit is reached, the training prompt that was answered last is forgotten: it is asked again in
-an epoch from now. What was answered longest ago is needed next, and a store that gave it up first
-would have forgotten most prompts by the time they come again.
+A prompt keeps the responses of its newest epoch: trained, surplus and deferred ones, finished or
+not. Prompts of evaluations are stored, too, each evaluation counting as an epoch. When the limit is
+reached, the training prompt answered last is evicted: it is not drawn again for an epoch, while the
+one answered longest ago is drawn next.
 
-The arrays are those of the rounds that have closed, so that learning a gigabyte copies nothing:
-nobody may change them. The limit is on tokens, 4 bytes each. What Python needs around them comes on
-top, some 330 bytes for a response: 4 % for responses of 2,000 tokens, so that 10,000 prompts with 8
-of these take 670 MB.
+Arrays are shared with the closed rounds and must not be changed. The limit counts tokens, 4 bytes
+each. Python objects take some 330 bytes more for a response: 4 % for responses of 2,000 tokens, so
+that 10,000 prompts with 8 of these take 670 MB.
 """
 
 from array import array
@@ -31,9 +27,9 @@ class PastResponse:
     epoch: int
     # int32
     tokens: "array[int]"
-    # False: it was given up, and these are its first tokens
+    # False: it was aborted after these tokens
     finished: bool
-    # None: it has no score
+    # None: not scored
     reward: float | None = None
 
     @property
@@ -44,7 +40,7 @@ class PastResponse:
 
 @dataclass(frozen=True, slots=True)
 class PromptAnswers:
-    """What one group brought. Example: PromptAnswers("p7", 1, ((0, PastResponse(1, ...)),))."""
+    """The responses of one group. Example: PromptAnswers("p7", 1, ((0, PastResponse(1, ...)),))."""
 
     # as `Group.key`
     prompt: str
@@ -59,32 +55,32 @@ class PromptAnswers:
 
 
 class History:
+    """Earlier responses by prompt."""
+
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
         self.num_responses = 0
-        self.num_evicted = 0  # prompts, for want of room
+        self.num_evicted = 0  # prompts
         self._max_bytes = max_bytes
         self._prompts: dict[
             str, dict[int, PastResponse]
         ] = {}  # key -> index -> response; oldest prompt first
 
     def of(self, prompt: str) -> tuple[PastResponse, ...]:
-        """What is known of a prompt, by the responses' numbers in its group; () if nothing is."""
+        """Return the responses to a prompt, in the order of their index; () if there are none."""
         known = self._prompts.get(prompt, {})
         return tuple(known[index] for index in sorted(known))
 
     def all(self) -> Iterator[PromptAnswers]:
-        """Everything, the prompt answered longest ago first: whoever adds it in this order has the
-        same."""
+        """Yield all answers, oldest first: adding them in this order restores the history."""
         for prompt, known in self._prompts.items():
             epoch = next(iter(known.values())).epoch  # all have the same
             yield PromptAnswers(prompt, epoch, tuple(known.items()))
 
     def learn(self, answers: Iterable[PromptAnswers]) -> dict[str, float]:
-        """Takes in a round that has closed; returns the figures of the store.
+        """Add the answers of a closed round, and return the figures of the store.
 
-        hit_rate is the share of the round's prompts of which something was known before, evicted
-        the number of prompts that had to make room.
+        hit_rate: share of the round's prompts that had a history; evicted: number of prompts.
         """
         answers, num_evicted = list(answers), self.num_evicted
         hits = sum(answered.prompt in self._prompts for answered in answers)
@@ -99,9 +95,9 @@ class History:
         }
 
     def add(self, answered: PromptAnswers) -> None:
-        """What one epoch brought: in place of what earlier ones did, beside what the same one did
-        (a prompt that was put off comes twice in an epoch). Empty responses are left out, and so
-        are what comes of an epoch older than what is known, and what has no room even alone.
+        """Add the answers of one group: they replace those of earlier epochs, and are merged with
+        those of the same epoch (a deferred prompt is answered twice). Empty responses, answers of
+        an older epoch, and answers larger than the limit are ignored.
         """
         prompt, epoch = answered.prompt, answered.epoch
         fresh = {index: past for index, past in answered.responses if past.tokens}
@@ -129,7 +125,7 @@ class History:
 
 
 def answers(round: Round) -> list[PromptAnswers]:
-    """All that a closed round brought. Quick, however long it is: nothing is copied."""
+    """Return the answers of a closed round; copies no tokens."""
     return [
         _answered(group, round.step if round.is_eval else group.prompt.epoch)
         for group in round.groups.values()

@@ -149,7 +149,7 @@ def test_a_coordinator_ends_in_order_and_hashes_and_saves_what_it_can(tmp_path: 
     saved = SavedHistory(tmp_path, History(), lines.append)
     saved.append([])
     assert lines == [
-        f"WARNING: history.bin: given up ({NO_THREAD}): a resumed run will draft less",
+        f"WARNING: history.bin: not saved any more ({NO_THREAD}): a resume will draft less",
     ]
     asyncio.run(Histories(History(), saved).close())
     hashed = in_thread(ThreadPoolExecutor(1), digest_responses, 3, [])

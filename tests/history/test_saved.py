@@ -179,7 +179,7 @@ def test_where_it_cannot_be_written_anew_it_is_given_up_with_one_line(tmp_path, 
         history.learn([answered("a", epoch)])
         saved.append([answered("a", epoch)])
     saved.close()
-    assert told == [f"WARNING: history.bin: given up ({why}): a resumed run will draft less"]
+    assert told == [f"WARNING: history.bin: not saved any more ({why}): a resume will draft less"]
     [known], told = recall(tmp_path)  # what was written before
     assert known.epoch < 8
     assert not told
@@ -232,7 +232,7 @@ def test_a_disk_that_is_too_slow_is_given_up_before_memory_runs_out(tmp_path, mo
     goes_on.set()
     saved.close()
     assert told == [
-        "WARNING: history.bin: given up (the disk is too slow): a resumed run will draft less"
+        "WARNING: history.bin: not saved any more (the disk is too slow): a resume will draft less"
     ]
 
 
@@ -241,7 +241,7 @@ def test_what_cannot_be_read_is_one_line_and_no_error(tmp_path):
     known, told = recall(tmp_path)
     assert known == []
     assert told[0] == "WARNING: history.bin: Is a directory; 0 responses are left"
-    assert told[1].startswith("WARNING: history.bin: given up (")
+    assert told[1].startswith("WARNING: history.bin: not saved any more (")
 
 
 # Of af9307c.

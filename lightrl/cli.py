@@ -27,7 +27,7 @@ from lightrl.arguments import (
 )
 from lightrl.commands import exit_with, wait_for
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.system.output import print_error, show, spell_what_cannot_be_printed
+from lightrl.system.output import escape_unencodable, print_error, show
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -383,7 +383,7 @@ def _expanded(word: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """What a user can do something about is one line; anything else is a bug and shows its
     traceback."""
-    spell_what_cannot_be_printed()
+    escape_unencodable()
     words = sys.argv[1:] if arguments is None else arguments
     try:
         app([_expanded(word) for word in words])

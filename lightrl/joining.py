@@ -8,8 +8,7 @@ import contextlib
 import socket
 from pathlib import Path
 
-from lightrl.system.addresses import ALL_HOSTS, host_and_port, is_loopback
-from lightrl.system.interfaces import own_host
+from lightrl.system.addresses import ALL_HOSTS, host_and_port, is_loopback, own_host
 
 
 def reachable(address: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from lightrl import joining
 from lightrl.joining import is_here_only, join_hint, reachable
 from lightrl.launch.local import join_lines
-from lightrl.system import interfaces
+from lightrl.system import addresses
 from lightrl.system.addresses import is_loopback
 
 KEY = Path("/runs/one/join")
@@ -78,10 +78,10 @@ def test_a_machine_without_a_route_takes_the_address_of_an_interface(monkeypatch
         def connect(self, _: object) -> None:
             raise OSError("network is unreachable")
 
-    monkeypatch.setattr(interfaces.socket, "socket", NoRoute)
+    monkeypatch.setattr(addresses.socket, "socket", NoRoute)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     both = [("lo", "127.0.0.1"), ("eth0", "10.1.2.3")]
-    monkeypatch.setattr(interfaces, "_addresses", lambda: iter(both))
-    assert interfaces.own_host() == "10.1.2.3"
-    monkeypatch.setattr(interfaces, "_addresses", lambda: iter(both[:1]))
-    assert interfaces.own_host() == "127.0.0.1"
+    monkeypatch.setattr(addresses, "_addresses", lambda: iter(both))
+    assert addresses.own_host() == "10.1.2.3"
+    monkeypatch.setattr(addresses, "_addresses", lambda: iter(both[:1]))
+    assert addresses.own_host() == "127.0.0.1"

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from lightrl.errors import PeerUnreachable
 from lightrl.messages.nodes import Drain
 from lightrl.messages.snapshot import Snapshot, Watch
-from lightrl.system.silence import patient_timeout
+from lightrl.system.timeouts import patient_timeout
 from lightrl.transport.link import Link
 
 ANSWER_S = 3.0  # a live coordinator answers a Watch at once

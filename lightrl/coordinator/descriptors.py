@@ -74,7 +74,7 @@ def require_room(config: Config) -> None:
         raise ConfigError(
             f"rollout.nodes = {config.rollout.nodes}: the coordinator needs {needed} open files, "
             f"and {limit} are allowed; raise the hard limit (ulimit -Hn "
-            f"{needed + open_files.SET_ASIDE})"
+            f"{needed + open_files.RESERVED})"
         )
 
 

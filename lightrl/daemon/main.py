@@ -24,7 +24,7 @@ from lightrl.errors import LightRLError, first_error
 from lightrl.keys import ENVIRONMENT
 from lightrl.messages.nodes import Role
 from lightrl.system import open_files
-from lightrl.system.signals import stop_signals
+from lightrl.system.process import stop_signals
 from lightrl.transport.zeromq import leave
 
 if TYPE_CHECKING:

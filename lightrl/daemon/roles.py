@@ -30,8 +30,7 @@ from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
-from lightrl.system.addresses import WILDCARD, split_address
-from lightrl.system.interfaces import own_host
+from lightrl.system.addresses import WILDCARD, own_host, split_address
 from lightrl.trainer.nodes.follower import Follower
 from lightrl.trainer.nodes.node import TrainerNode
 from lightrl.trainer.served import ServedVersions

@@ -39,7 +39,7 @@ from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.responses import Abort, FinishReason, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.weights import Canary
 from lightrl.system.child import Pipe
-from lightrl.system.imports import importing
+from lightrl.system.process import importing
 from lightrl.weights.broadcast.rendezvous import UNWANTED, GroupJoined, JoinGroup, OutOfReach
 from lightrl.weights.canary import compare, tolerance
 from lightrl.weights.version.manifest import VersionFile

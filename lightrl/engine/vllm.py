@@ -32,7 +32,7 @@ from lightrl.log import environment as log_environment
 from lightrl.messages.load import Load
 from lightrl.messages.responses import FinishReason, PromptHistory, ResponseRequest, Sampling
 from lightrl.rope import settle, settled
-from lightrl.system.imports import importing
+from lightrl.system.process import importing
 from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.version.manifest import VersionFile

@@ -166,7 +166,7 @@ def _open_files() -> Finding:
     """Daemons raise the soft limit themselves."""
     limit = open_files.raised_limit()
     if limit < MIN_OPEN_FILES:
-        advice = f"raise the hard limit: ulimit -Hn {MIN_OPEN_FILES + open_files.SET_ASIDE}"
+        advice = f"raise the hard limit: ulimit -Hn {MIN_OPEN_FILES + open_files.RESERVED}"
         return Finding("open files", "warn", f"{limit} allowed, {MIN_OPEN_FILES} wanted; {advice}")
     return Finding("open files", "ok", f"{limit} allowed")
 

@@ -30,8 +30,8 @@ from lightrl.launch.local import LocalRun
 from lightrl.launch.preflight import require_files, require_here
 from lightrl.launch.report import repeated_warnings, stop_reason
 from lightrl.launch.run import cancel, configure_log, find_gpus, to_its_end
+from lightrl.system.append_file import read_rows
 from lightrl.system.files import replacing
-from lightrl.system.json_lines import read_rows
 from lightrl.system.output import never_fail, print_error, print_lines, show
 from lightrl.system.temporary import temporary_folder
 

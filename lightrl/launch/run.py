@@ -30,7 +30,7 @@ from lightrl.launch.weights_plan import notes
 from lightrl.log import LogSettings, configure_file
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import never_fail, print_lines
-from lightrl.system.signals import stop_signals
+from lightrl.system.process import stop_signals
 from lightrl.system.threads import in_thread
 
 logger = logging.getLogger(__name__)

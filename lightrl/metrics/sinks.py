@@ -20,8 +20,7 @@ from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.metrics.prometheus import PrometheusServer
 from lightrl.metrics.remote import RemoteTracker
-from lightrl.system.append_file import AppendFile
-from lightrl.system.json_lines import read_back, read_rows
+from lightrl.system.append_file import AppendFile, read_back, read_rows
 from lightrl.wire import to_json
 
 FILE_NAME = "metrics.jsonl"

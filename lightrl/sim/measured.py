@@ -14,7 +14,7 @@ from typing import Any, cast
 from lightrl.history import lengths
 from lightrl.metrics import sinks
 from lightrl.sim.engine_profile import SimSpeculation
-from lightrl.system.json_lines import read_rows
+from lightrl.system.append_file import read_rows
 
 ACCEPTANCE = "speculation/acceptance"  # accepted / drafted tokens
 TOKENS = "speculation/tokens_per_forward"

@@ -25,7 +25,7 @@ from lightrl.sim.machines import SPOT, NodeChange, NodeChanges, NodeSpec
 from lightrl.sim.replayed import Responses, drawn_in, replayed
 from lightrl.sim.scenario import Scenario
 from lightrl.sim.workload import RewardClass, RewardTimes, Workload
-from lightrl.system.json_lines import read_rows
+from lightrl.system.append_file import read_rows
 
 SKIPPED = 1  # steps at the begin
 ENOUGH_STEPS = 3  # from which on they are

@@ -1,24 +1,30 @@
-"""A file that only grows, by whole pieces, and that a run can do without.
+"""Append whole pieces to an optional file, and read such files of JSON lines.
 
-Owns what happens when the disk refuses: the piece is left out, which is said once. For what must
-not be lost there is the journal.
+A piece that cannot be written is dropped, with one line. The journal holds what must not be lost.
+Lines of another form are skipped, such as the torn last line of a killed process.
 """
 
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
+from lightrl.errors import ProtocolError
 from lightrl.system import open_files
+from lightrl.wire import from_json
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 1 << 20  # of one read from the end
 
 
 class AppendFile:
-    """Opened when it is first written to, and tried again each time if that fails."""
+    """Opens the file at the first append, and tries again at the next one if that fails."""
 
     def __init__(self, path: Path, report: Callable[[str], None], separator: bytes = b"") -> None:
-        """`separator`: what is put after a piece that a crash has torn, whose last byte is another
-        one."""
+        """`separator`: written after a piece torn by a crash, which does not end with it."""
         self._path = path
         self._report = report
         self._separator = separator
@@ -26,7 +32,7 @@ class AppendFile:
         self._num_lost = 0
 
     def append(self, piece: bytes) -> bool:
-        """Whether it is in the file now: all of it, or nothing."""
+        """Append a piece as a whole; return whether it was written."""
         try:
             self._append(piece)
         except OSError as e:
@@ -59,9 +65,55 @@ class AppendFile:
         if n and end and os.pread(self._file, n, max(0, end - n)) != self._separator:
             piece = self._separator + piece
         try:
-            if os.write(self._file, piece) < len(piece):  # in one write: a reader sees whole pieces
+            if os.write(self._file, piece) < len(piece):  # one write: readers see whole pieces
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, end)
             raise
+
+
+def read_rows(file: Path, kind: type[T]) -> Iterator[T]:
+    """Yield the rows of type `kind` in order; none if there is no such file. Raises OSError."""
+    try:
+        opened = file.open("rb")
+    except FileNotFoundError:
+        return
+    with opened:
+        for line in opened:
+            if (row := _row(line, kind)) is not None:
+                yield row
+
+
+def read_back(file: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """Yield (end of the line, row) from the last row backwards; reads only what is asked for."""
+    try:
+        with file.open("rb") as opened:
+            for end, line in _lines_back(opened):
+                if (row := _row(line, kind)) is not None:
+                    yield end, row
+    except FileNotFoundError:
+        return
+
+
+def _row(line: bytes, kind: type[T]) -> T | None:
+    try:
+        return from_json(line, kind)
+    except ProtocolError:
+        return None
+
+
+def _lines_back(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield (end, line without its newline) from the last line backwards."""
+    at = file.seek(0, os.SEEK_END)
+    end, later = at, list[bytes]()  # pieces of the current line, the last one first
+    while at:
+        size = min(at, BLOCK_BYTES)
+        at -= size
+        file.seek(at)
+        block = file.read(size)
+        while (newline := block.rfind(b"\n", 0, size)) >= 0:
+            yield end, b"".join([block[newline + 1 : size], *reversed(later)])
+            size, later, end = newline, [], at + newline + 1
+        later.append(block[:size])
+    yield end, b"".join(reversed(later))

@@ -1,10 +1,9 @@
-"""A child process that a daemon supervises, and the pipe between the two: both ends.
+"""Supervised child processes, and both ends of the pipe to them.
 
-Owns how heavy work (an engine, a training rank, a reward worker) is kept out of the daemon's event
-loop and how it is made sure that no child outlives its daemon: the child dies with its parent
-(Linux: parent-death signal) and ends when its end of the pipe closes; one that runs others' code
-has a reaper besides (reaper.py). Knows nothing of what is said through the pipe: each user brings a
-closed union of commands and one of events.
+Engines, training ranks and reward workers run in child processes, outside the daemon's event loop.
+A child never outlives its daemon: it gets a parent-death signal (Linux) and ends when its pipe
+closes; a child that runs user code has a reaper as well (reaper.py). Each user of this module
+passes a union of commands and one of events.
 
 A frame is 4 bytes of length, little-endian, and one `wire.Codec` frame.
 """
@@ -28,8 +27,8 @@ from typing import Generic, NoReturn, Self, TypeVar
 from lightrl.errors import LightRLError
 from lightrl.log import ENVIRONMENT, configure, inherited, last_line
 from lightrl.system import open_files
-from lightrl.system.imports import importing
-from lightrl.system.silence import silent_for
+from lightrl.system.process import importing
+from lightrl.system.timeouts import silent_for
 from lightrl.wire import Codec
 
 logger = logging.getLogger(__name__)
@@ -38,24 +37,24 @@ Command = TypeVar("Command")
 Event = TypeVar("Event")
 Started = TypeVar("Started")
 
-LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # others may set it free
+LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # temporary lack of resources
 START_AGAIN_S = 1.0
-FOR_THE_DAEMON = (signal.SIGTERM, signal.SIGHUP)  # a child heeds its pipe
-NO_THREAD = "can't start new thread"  # a RuntimeError, and the only words that tell it from others
+FOR_THE_DAEMON = (signal.SIGTERM, signal.SIGHUP)  # a child ends with its pipe instead
+NO_THREAD = "can't start new thread"  # text of a RuntimeError, which has no errno
 
 REAPER = str(Path(__file__).with_name("reaper.py"))
-NOBODY = 0  # in place of a parent's process id: the reaper sees to it, or a sandbox has other ids
+NOBODY = 0  # instead of the parent's pid: a reaper is used, or a sandbox with other pids
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 
 
 class ChildDied(LightRLError):
-    """Nothing more is to be expected of the child; the text says how it ended, or that it hangs."""
+    """The child has ended or hangs; the text names the exit status or signal."""
 
 
 class Child(Generic[Command, Event]):
-    """The daemon's end. Use `await Child.start(...)`; always `await stop()`."""
+    """The daemon's end. Create it with `await Child.start(...)`, and always `await stop()`."""
 
     def __init__(
         self,
@@ -89,13 +88,13 @@ class Child(Generic[Command, Event]):
         inherited: Mapping[str, str] | None = None,
         within: Sequence[str] | None = None,
     ) -> Self:
-        """Starts `target` ("package.module:function", called with a `Pipe`'s socket) in a new
+        """Start `target` ("package.module:function", called with a `Pipe`'s socket) in a new
         process.
 
-        `env` is added to `inherited`, by default all of this process's environment; stdout and
-        stderr go to the end of `log`. `within` is for a child that runs others' code: nothing that
-        it starts outlives it or this process (Linux), and these words, a sandbox and its options,
-        stand before its command line.
+        `env` is added to `inherited`, by default the environment of this process; stdout and stderr
+        are appended to `log`. `within` is for a child that runs user code: its words, a sandbox and
+        its options, precede the command line, and no process that the child starts outlives it or
+        this process (Linux).
         """
         is_reaped = within is not None and sys.platform == "linux"
         ours, theirs = socket.socketpair()
@@ -108,7 +107,7 @@ class Child(Generic[Command, Event]):
                 *((sys.executable, "-I", "-S", REAPER, number) if is_reaped else ()),
                 *(within or ()),
                 sys.executable,
-                "-P",  # what lies in the working directory is not ours to import
+                "-P",  # do not import from the working directory
                 "-c",
                 "from lightrl.system.child import run; run()",
                 name,
@@ -120,7 +119,7 @@ class Child(Generic[Command, Event]):
                 stdin=asyncio.subprocess.PIPE if is_reaped else asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # ctrl-C is for the daemon; the daemon tells its children
+                start_new_session=True,  # only the daemon receives ctrl-C; it closes the pipes
             )
             kept.pop_all()
         open_files.restore_for(process.pid)
@@ -129,37 +128,34 @@ class Child(Generic[Command, Event]):
         return cls(name, process, reader, writer, commands, events, log)
 
     def send(self, command: Command) -> None:
-        """Queues a command; a dead child is noticed by `receive`."""
+        """Queue a command; `receive` reports a dead child."""
         self.forward(self._commands.encode(command))
 
     def forward(self, frame: bytes) -> None:
-        """As `send`, of a command that is encoded already."""
+        """Queue an encoded command."""
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(frame)) + frame)
 
     async def receive(self) -> Event:
-        """The next event. Raises ChildDied when there will be no more."""
+        """Return the next event. Raises ChildDied when the child has ended."""
         try:
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             frame = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ChildDied(await self._obituary()) from None
+            raise ChildDied(await self._exit_reason()) from None
         self._num_received += 1
         return self._events.decode(frame)
 
     async def require_answers(self, owes: Callable[[], bool], limit_s: float) -> NoReturn:
-        """Raises ChildDied when the child `owes` an answer and says nothing for `limit_s`; it may
-        still live.
+        """Raise ChildDied when the child `owes` an answer and sends nothing for `limit_s`.
 
-        Needs somebody who receives. Time is counted in looks: a daemon that was stopped itself,
-        together with its child or without it, must not take the gap for the child's silence.
+        Another task must be receiving. See `silent_for` for how time is counted.
         """
         await silent_for(owes, lambda: self._num_received, limit_s)
         raise ChildDied(f"{self.name} (pid {self.pid}) hangs: no answer for {limit_s:g} s")
 
     async def stop(self, grace_s: float = 5.0) -> int:
-        """Closes the pipe, waits `grace_s` for the child to end, then kills it with its own
-        children."""
+        """Close the pipe, wait `grace_s` for the child to end, then kill it with its children."""
         self._writer.close()
         try:
             async with asyncio.timeout(grace_s):
@@ -176,17 +172,16 @@ class Child(Generic[Command, Event]):
         return await self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the child and all processes of its session; to all that it started if it is
-        reaped."""
+        """Send SIGKILL to the child's session; with a reaper, to all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             if self._process.stdin is None:
                 os.killpg(self.pid, signal.SIGKILL)
             else:
                 self._process.stdin.close()
-                self._process.send_signal(signal.SIGCONT)  # whoever has stopped it
+                self._process.send_signal(signal.SIGCONT)  # in case it was stopped
 
-    async def _obituary(self) -> str:
-        """How the child ended, with the last line it printed."""
+    async def _exit_reason(self) -> str:
+        """Return how the child ended, with the last line that it printed."""
         try:
             async with asyncio.timeout(5.0):  # `wait_for` of Python 3.11 may drop a cancel
                 code = await self._process.wait()
@@ -205,13 +200,13 @@ class Child(Generic[Command, Event]):
 async def retry_on_resource_limit(
     start: Callable[[], Awaitable[Started]], what: str, report: Callable[[str], None]
 ) -> Started:
-    """What `start` returns: called again and again while this machine lacks descriptors, processes,
+    """Call `start` until it succeeds, as long as it fails for lack of descriptors, processes,
     threads or memory.
 
-    `report` gets one line for each such reason: "`what` cannot be started: ...". Raises any other
-    error.
+    `report` gets one line for each such reason: "`what` cannot be started: ...". Other errors are
+    raised.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
     while True:
         try:
             return await start()
@@ -219,21 +214,21 @@ async def retry_on_resource_limit(
             if not is_for_lack(e):
                 raise
             reason = getattr(e, "strerror", None) or str(e)
-            if reason not in told:
-                told.add(reason)
+            if reason not in reported:
+                reported.add(reason)
                 report(f"{what} cannot be started: {reason}; trying again")
         await asyncio.sleep(START_AGAIN_S)
 
 
 def is_for_lack(error: Exception) -> bool:
-    """Whether the same call may do later, when this machine has again what it lacks now."""
+    """Return whether the error is a temporary lack of resources of this machine."""
     if isinstance(error, OSError):
         return error.errno in LACKING
     return isinstance(error, RuntimeError) and NO_THREAD in str(error)
 
 
 class Pipe(Generic[Command, Event]):
-    """The child's end: plain blocking calls, so that a child needs no event loop."""
+    """The child's end: blocking calls, so that a child needs no event loop."""
 
     def __init__(self, sock: socket.socket, commands: Codec[Command], events: Codec[Event]) -> None:
         self._sock = sock
@@ -242,7 +237,7 @@ class Pipe(Generic[Command, Event]):
         self._buffer = bytearray()
 
     def send(self, *events: Event) -> None:
-        """Blocks while the parent is behind. Raises EOFError if it is gone."""
+        """Send events; blocks while the pipe is full. Raises EOFError if the parent has ended."""
         frames = map(self._events.encode, events)
         try:
             self._sock.sendall(b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
@@ -250,10 +245,10 @@ class Pipe(Generic[Command, Event]):
             raise EOFError("the parent closed the pipe") from None
 
     def receive(self, timeout_s: float | None = None) -> list[Command]:
-        """All commands that have arrived, in order; waits up to `timeout_s` for the first (None:
-        for ever).
+        """Return all commands that have arrived; wait up to `timeout_s` for the first (None: for
+        ever).
 
-        Raises EOFError when the parent closed the pipe and all commands were returned.
+        Raises EOFError when the parent has closed the pipe and all commands were returned.
         """
         commands = self._parse()
         if commands:
@@ -261,9 +256,7 @@ class Pipe(Generic[Command, Event]):
         while select.select([self._sock], [], [], timeout_s)[0]:
             try:
                 data = self._sock.recv(1 << 20)
-            except (
-                ConnectionResetError
-            ):  # closed by a parent that had not read all that was sent to it
+            except ConnectionResetError:  # the parent closed before it had read everything
                 data = b""
             if not data:
                 if commands:
@@ -290,23 +283,21 @@ class Pipe(Generic[Command, Event]):
 
 
 def run() -> None:
-    """What a child process executes: argv = name, target, file descriptor, pid of the parent."""
+    """Entry point of a child process: argv = name, target, file descriptor, pid of the parent."""
     _, target, descriptor, parent = sys.argv[1:5]
     if int(parent) != NOBODY:
         die_with(int(parent))
     configure(inherited())
-    os.environ.pop(ENVIRONMENT, None)  # what others' code starts here logs as it likes
+    os.environ.pop(ENVIRONMENT, None)  # processes that user code starts do not inherit it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop; the
-    # same goes for SIGHUP. A handler and not SIG_IGN, which the programs that user code starts
-    # would inherit.
+    # SIGTERM of a preempted job and SIGHUP reach every process, but only the daemon decides when to
+    # stop. A handler instead of SIG_IGN, which programs started by user code would inherit.
     for number in FOR_THE_DAEMON:
         if signal.getsignal(number) == signal.SIG_DFL:  # not after nohup
             signal.signal(number, _ignore)
-    # Forked helpers heed them again, also if one comes at once: multiprocessing's `terminate`
-    # counts on that.
+    # Forked processes handle them by default again: multiprocessing's `terminate` relies on it.
     os.register_at_fork(
-        before=_hold_signals, after_in_parent=_release_signals, after_in_child=_heed_signals
+        before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_signals
     )
     logger.debug("%s starts", target)
     module, _, function = target.partition(":")
@@ -320,25 +311,25 @@ def _ignore(number: int, frame: object) -> None:
     pass
 
 
-def _hold_signals() -> None:
+def _block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DAEMON)
 
 
-def _release_signals() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DAEMON)
 
 
-def _heed_signals() -> None:
+def _reset_signals() -> None:
     for number in FOR_THE_DAEMON:
         if signal.getsignal(number) is _ignore:
             signal.signal(number, signal.SIG_DFL)
-    _release_signals()
+    _unblock_signals()
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends (Linux; elsewhere the closed pipe ends
+    """Let the kernel kill this process when its parent ends (Linux; elsewhere the closed pipe ends
     it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before the call
         raise SystemExit(f"parent process {parent} is gone")

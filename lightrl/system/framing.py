@@ -1,9 +1,6 @@
-"""Records end to end in a file, each with a checksum: how they are framed, and read whatever became
-of the file.
+"""Write and read records with a length and a checksum.
 
-    record   u32 length, u32 crc32 of length and payload, payload; little-endian
-
-Owns these bytes. Knows nothing of what a payload means.
+record   u32 length, u32 crc32 of length and payload, payload; little-endian
 """
 
 import struct
@@ -22,12 +19,12 @@ class TornRecord(ProtocolError):
 
 
 def size(payload: bytes) -> int:
-    """Bytes of a record on the disk."""
+    """Return the bytes of a record on disk."""
     return HEAD.size + len(payload)
 
 
 def framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """What a file holds of these records, piece by piece."""
+    """Yield the bytes of these records, piece by piece."""
     for payload in payloads:
         length = _LENGTH.pack(len(payload))
         yield HEAD.pack(len(payload), crc32(payload, crc32(length)))
@@ -35,11 +32,10 @@ def framed(payloads: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read_payload(file: BinaryIO, left: int, most: int = 1 << 32) -> bytes:
-    """Of the record that begins here; `left` bytes are left of the file, and none is longer than
-    `most`.
+    """Read the next record, given `left` remaining bytes of the file; it has at most `most`.
 
-    Raises OSError, TornRecord, and ProtocolError if it is damaged: the file then stands behind it,
-    if its length was right.
+    Raises OSError, TornRecord, and ProtocolError if the record is damaged; the next call then reads
+    the record after it, if its length was right.
     """
     head = file.read(HEAD.size)
     length, checksum = HEAD.unpack(head) if len(head) == HEAD.size else (left, 0)
@@ -48,7 +44,7 @@ def read_payload(file: BinaryIO, left: int, most: int = 1 << 32) -> bytes:
     if length > most:
         raise ProtocolError("a record is damaged")
     payload = file.read(length)
-    if len(payload) < length:  # the file has become shorter meanwhile
+    if len(payload) < length:  # the file was truncated meanwhile
         raise TornRecord("a record is cut off")
     if crc32(payload, crc32(head[: _LENGTH.size])) != checksum:
         raise ProtocolError("a record is damaged")

@@ -1,9 +1,8 @@
-"""How many descriptors this process may have: raised when a daemon starts, a few of them set aside.
+"""Raise the limit of open files of a daemon, and reserve some descriptors for important files.
 
-ZeroMQ accepts whoever connects as long as there is a descriptor, so the limit under which it does
-stays a little below the real one. What lies between the two is for files without which a run cannot
-go on, and is held until one of them takes the place: ZeroMQ does not stop trying, and would have
-all that is free before a file is opened. Must not know which files those are.
+ZeroMQ accepts every connection while a descriptor is free, so the soft limit stays a little below
+the hard one. The descriptors between the two are reserved for files that a run needs: placeholders
+hold them until `insist` replaces one, since ZeroMQ would take a free one first.
 """
 
 import contextlib
@@ -16,22 +15,22 @@ import sys
 import threading
 from collections.abc import Iterator
 
-SET_ASIDE = 16  # descriptors
-MOST = 1 << 20  # where the system names no limit
-# None are held above it, since each makes the table as large, which every fork copies; it takes
-# strangers too long to fill one of that size, before they are shut.
+RESERVED = 16  # descriptors
+MOST = 1 << 20  # where the system has no limit
+# No placeholders above this limit: each would enlarge the table of descriptors, which every fork
+# copies; and unauthenticated peers are closed before they fill a table of that size.
 MOST_HELD = 1 << 16
 
-_before: int | None = None  # the soft limit that this process was started with, once it is raised
+_before: int | None = None  # the soft limit before `raise_limit`
 _usual = 0  # the soft limit since then
 _null = -1  # a descriptor of /dev/null
-_held: list[int] = []  # copies of it, from _usual on
-_insisting = threading.Lock()  # held by who has changed the limit for a moment
-_close = ctypes.PyDLL(None).close  # without a pause in which another thread runs
+_held: list[int] = []  # placeholders: its copies, from _usual on
+_insisting = threading.Lock()  # held while the limit is changed for a moment
+_close = ctypes.PyDLL(None).close  # keeps the GIL, so that no other thread runs in between
 
 
 def raise_limit() -> None:
-    """Lets this process open as much as the system allows. To be called once, at its start."""
+    """Raise the soft limit of this process, and reserve descriptors. Call once, at its start."""
     global _before, _usual, _null
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     usual = raised_limit()
@@ -44,15 +43,14 @@ def raise_limit() -> None:
 
 
 def raised_limit() -> int:
-    """What a daemon may open, without what is set aside."""
+    """Return the soft limit of a daemon: the hard limit without the reserve."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     real = MOST if hard == resource.RLIM_INFINITY else hard
-    return real - min(SET_ASIDE, real // 8)
+    return real - min(RESERVED, real // 8)
 
 
 def restore_for(pid: int) -> None:
-    """A child gets the limit that this process was started with: others' code may count on it
-    (select)."""
+    """Give a child the original soft limit: user code may rely on it (select)."""
     if _before is not None and sys.platform == "linux":
         with contextlib.suppress(OSError):
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -60,12 +58,10 @@ def restore_for(pid: int) -> None:
 
 
 def insist(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """os.open, or an opener for open(): with a descriptor of those set aside if there is no
-    other. Raises OSError; EMFILE if those are taken, too.
+    """os.open, or an opener for open(), that uses the reserve if no other descriptor is free.
 
-    ZeroMQ may be quicker than the file that is to take the place of one; then it is the turn of the
-    next one. What it got is free again when that stranger is shut, and is held again by the next
-    call.
+    Raises OSError; EMFILE if the reserve is used up. ZeroMQ may take a released placeholder first;
+    then the next one is tried. The next call reserves such descriptors again once they are free.
     """
     try:
         return os.open(path, flags, mode)
@@ -99,17 +95,17 @@ def _all_allowed(soft: int, hard: int) -> Iterator[None]:
 
 
 def _hold(hard: int) -> None:
-    """All of those set aside that are free; while the real limit is the limit."""
+    """Fill all free descriptors of the reserve. Call while the soft limit is the hard one."""
     if hard <= MOST_HELD:
-        with contextlib.suppress(OSError):  # there are no more
+        with contextlib.suppress(OSError):  # all are used
             while True:
                 _held.append(fcntl.fcntl(_null, fcntl.F_DUPFD_CLOEXEC, _usual))
 
 
 def num_open() -> int | None:
-    """By this process, without those held; None if that cannot be counted now."""
+    """Return the number of open descriptors without placeholders; None if it is unknown."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1 - len(_held)  # and the one for looking
+        return len(os.listdir("/proc/self/fd")) - 1 - len(_held)  # 1 for the listing itself
     except OSError:
         return None
 

@@ -1,10 +1,9 @@
-"""Lines for whoever reads the output of a process. They are never worth more than the process
-itself.
+"""Print lines without blocking or ending the process.
 
-Owns that a reader who is slow, has stopped the terminal or has gone holds nothing up: a thread
-writes to whatever may block, and drops the oldest lines when too much waits. A file is written at
-once, and nothing of it is lost but by a full disk. Also owns that no text can command the terminal
-that it is printed on. How a line of a log looks is said in ../log.py.
+A slow reader, a stopped terminal or a closed pipe delays nothing: a thread writes to descriptors
+that may block, and drops the oldest lines when too many are pending. Files are written directly;
+only a full disk loses lines. Control characters are escaped, so that no text can control the
+terminal. ../log.py formats the lines of a log.
 """
 
 import atexit
@@ -21,11 +20,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-MAX_WAITING_BYTES = 256 << 10  # for each descriptor that is not read
-LAST_WORDS_S = 1.0  # how long a process that ends waits for whoever reads it
+MAX_WAITING_BYTES = 256 << 10  # pending for each descriptor
+FLUSH_S = 1.0  # most seconds to flush when the process ends
 
 _WHITE = "\t\n\r"
-SPELLED = "lightrl.spelled"  # what encoders do with characters that they lack
+ESCAPE = "lightrl.escape"  # error handler of encoders
 
 
 def plain(text: str) -> str:
@@ -41,67 +40,65 @@ def plain(text: str) -> str:
 
 
 def print_lines(text: str) -> None:
-    """The lines of `text`, at once or as soon as they are read; they are lost if they cannot be."""
+    """Print the lines of `text` on stdout without waiting for a reader."""
     print_to(sys.stdout, text)
 
 
 def print_error(text: str, style: str = "") -> None:
-    """The same on stderr, after all that was printed before. `style` is an escape sequence for a
-    terminal."""
+    """Print on stderr, after earlier output. `style`: an escape sequence for a terminal."""
     flush()
     styled = bool(style) and sys.stderr is not None and sys.stderr.isatty()
     print_to(sys.stderr, text, *((style, "\x1b[0m") if styled else ()))
 
 
 def show(lines: Iterable[str]) -> None:
-    """What a command was asked for: all of it, however long its reader takes."""
+    """Print the result of a command; waits for its reader."""
     print("\n".join(map(plain, lines)))
 
 
-def flush(limit_s: float = LAST_WORDS_S) -> bool:
-    """Waits up to `limit_s` for what was printed to be written; whether it was."""
+def flush(limit_s: float = FLUSH_S) -> bool:
+    """Wait up to `limit_s` until all output is written; return whether it is."""
     deadline = time.monotonic() + limit_s
     return all(writer.flush(deadline - time.monotonic()) for writer in tuple(_writers.values()))
 
 
 def is_behind() -> bool:
-    """Whether something that was printed waits to be read."""
+    """Return whether output is pending."""
     return not flush(0.0)
 
 
-def spell_what_cannot_be_printed() -> None:
-    """From now on no character fails to be printed: one that the encoding of stdout or stderr lacks
-    is spelled as JSON does it."""
+def escape_unencodable() -> None:
+    """Escape characters that the encoding of stdout or stderr lacks, as JSON does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError):  # it has been put onto a pipe behind Python's back
-                stream.reconfigure(errors=SPELLED)
+                stream.reconfigure(errors=ESCAPE)
 
 
 def never_fail() -> None:
-    """From now on whatever prints in this process, others' code too, loses what it cannot print."""
+    """Make every print of this process, also of user code, drop what cannot be written."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if (descriptor := _descriptor(stream)) is not None:
             raw = _Lossy(descriptor, "w", closefd=False)
             raw.label = name
             atexit.register(raw.end)
-            text = io.TextIOWrapper(raw, stream.encoding, SPELLED, write_through=True)  # pyright: ignore[reportArgumentType]
+            text = io.TextIOWrapper(raw, stream.encoding, ESCAPE, write_through=True)  # pyright: ignore[reportArgumentType]
             setattr(sys, name, text)
 
 
 def capture_lines(take: Callable[[str, str], None] | None) -> None:
-    """Once nothing fails: what is printed goes line by line to `take` instead, which is told of
-    which stream ("stdout", "stderr") it is. None: as before."""
+    """After `never_fail`: pass ("stdout" or "stderr", line) to `take` instead of printing; None
+    prints again."""
     global _take
     _take = take
 
 
 class _Lossy(io.FileIO):
-    """Below sys.stdout or sys.stderr."""
+    """The raw file of sys.stdout or sys.stderr."""
 
     label = ""
-    _begun = b""  # of a line that is captured
+    _begun = b""  # the start of a captured line
 
     def write(self, data: Any) -> int:
         if _take is None:
@@ -116,7 +113,7 @@ class _Lossy(io.FileIO):
         return len(data)
 
     def end(self) -> None:
-        """The line that nobody will end any more."""
+        """Pass on an unfinished last line."""
         if self._begun:
             self.write(b"\n")
 
@@ -129,13 +126,13 @@ def _spelled(character: str) -> str:
 
 
 def print_to(stream: TextIO | None, text: str, before: str = "", after: str = "") -> None:
-    """The lines of `text`, as `print_lines` does; never captured."""
+    """Print the lines of `text` to `stream` without waiting for a reader; never captured."""
     lines = before + "\n".join(map(plain, text.split("\n"))) + after + "\n"
     descriptor = _descriptor(stream)
     with contextlib.suppress(OSError):
         if descriptor is None:
             print(lines, end="", file=stream, flush=True)
-        else:  # a buffer would keep what it cannot write, and fail with it when the process ends
+        else:  # a buffer would fail at the end of the process with what it could not write
             assert stream is not None
             stream.flush()
             _write(descriptor, lines.encode())
@@ -149,7 +146,7 @@ def _descriptor(stream: TextIO | None) -> int | None:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Loses what cannot be written. Does not wait for a reader."""
+    """Write without waiting for a reader; drop what cannot be written."""
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             _write_all(descriptor, data)
@@ -163,16 +160,14 @@ def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         try:
             data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # somebody who shares the terminal has made it so
+        except BlockingIOError:  # another process has made the terminal non-blocking
             select.select([], [descriptor], [])
 
 
 class _Writer:
-    """What waits to be written to one descriptor, oldest first, and the thread that may block in
-    it.
+    """Pending output of one descriptor, oldest first, and the thread that writes it.
 
-    The thread touches no stream of Python: whoever ends this process would wait for the lock of
-    that.
+    The thread uses no Python stream, whose lock could block the end of the process.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -195,7 +190,7 @@ class _Writer:
             self._changed.notify_all()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="output", daemon=True)
-                # no more threads here: the next line tries again
+                # no thread can be started: the next line tries again
                 with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
@@ -229,10 +224,10 @@ class _Writer:
 
 
 codecs.register_error(
-    SPELLED,
+    ESCAPE,
     lambda e: ("".join(map(_spelled, e.object[e.start : e.end])), e.end),  # pyright: ignore
 )
 _take: Callable[[str, str], None] | None = None
 _writers: dict[int, _Writer] = {}  # by descriptor
-os.register_at_fork(after_in_child=_writers.clear)  # threads stay behind, with what waits for them
+os.register_at_fork(after_in_child=_writers.clear)  # a forked process has no such threads
 atexit.register(flush)

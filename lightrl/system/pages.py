@@ -1,12 +1,8 @@
-"""Memory of a process that comes and goes by hundreds of MB: in huge pages, and handed back.
+"""Huge pages, and memory returned to the system, for processes that free hundreds of MB.
 
-Owns what the kernel and the allocator of C are told; systems that know nothing of it go on without.
-Must not know what lies in the memory, nor import torch.
-
-A fault for each page of 4 KiB takes longer than filling it, and handing it back half as long as
-copying it. The allocator of the GNU C library (2.35 and newer) can ask for pages of 2 MiB instead,
-but must be told so before the process begins. Asking for single tensors later is no use: what the
-allocator keeps between them takes small pages first, and no huge one fits any more.
+Faulting in pages of 4 KiB takes longer than filling them, and freeing them half as long as copying
+them. The allocator of the GNU C library (2.35 and newer) can ask for pages of 2 MiB, if the process
+starts with that setting; asking later for single tensors fails, since small pages are in between.
 """
 
 import ctypes
@@ -23,8 +19,8 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """What is added to the environment of a process whose memory is to be of huge pages, where the
-    kernel gives them to who asks ("madvise", the default). What the user has set there stays."""
+    """Return the environment that gives a process huge pages, if the kernel grants them on request
+    ("madvise", the default). Keeps a setting of the user."""
     set_already = environ.get(TUNABLES, "")
     if _HUGE in set_already:
         return {}
@@ -32,8 +28,9 @@ def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def forget(address: int, num_bytes: int) -> str:
-    """The kernel takes back what lies wholly in there; its content is needed no more. Freeing it is
-    not enough: the allocator of C keeps what is last in an arena of a thread. Why not; "" = it has.
+    """Return the whole pages of a range, whose content is lost, to the kernel.
+
+    Returns an error message, or "". Freeing is not enough: the allocator keeps the end of an arena.
     """
     page = mmap.PAGESIZE
     first, end = -(-address // page) * page, (address + num_bytes) // page * page
@@ -43,6 +40,6 @@ def forget(address: int, num_bytes: int) -> str:
 
 
 def trim() -> None:
-    """What was freed goes back to the kernel, as far as the allocator of C can tell."""
+    """Return freed memory to the kernel, where the C library can."""
     if _TRIM is not None:
         _TRIM(0)

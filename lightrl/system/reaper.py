@@ -1,14 +1,13 @@
-"""Stands between a daemon and a child that runs others' code, and leaves nothing of that child
-behind.
+"""Run a command that runs user code, and end every process that it has started.
 
-A program of its own, on the standard library alone: `reaper.py DESCRIPTOR COMMAND...` starts
-COMMAND, which inherits that descriptor, and ends as COMMAND ends. Whatever COMMAND has started is
-ended first, in sessions of their own, too: orphans come to this process, not to init (Linux: a
-"child subreaper"). The same happens at once when stdin closes: the daemon wants it, or is gone,
-even by SIGKILL. So this process heeds no signal that others may send to all processes of a job.
-What it cannot help is SIGKILL to itself: COMMAND dies with it, but what COMMAND has moved into
-other sessions stays; and work handed to a daemon of the system (at, docker, systemd-run) is not
-below this process at all.
+A program that uses the standard library only: `reaper.py DESCRIPTOR COMMAND...` starts COMMAND,
+which inherits the descriptor, and ends with the status of COMMAND, after all processes that COMMAND
+has started, also those in other sessions: orphans become children of this process (Linux "child
+subreaper"). It does the same as soon as stdin closes, which the daemon does, or its death. It
+ignores signals that a batch system sends to all processes of a job.
+
+SIGKILL to this process kills COMMAND, but not processes that COMMAND has moved to other sessions.
+Work passed to a daemon of the system (at, docker, systemd-run) is not below this process.
 """
 
 import contextlib
@@ -47,7 +46,7 @@ def main() -> None:
     for number in (*_IGNORED, signal.SIGCHLD):
         signal.signal(number, _nothing)  # and not SIG_IGN, which COMMAND would inherit
     child = _start(command, descriptor)
-    os.close(descriptor)  # the daemon must see it close when COMMAND ends
+    os.close(descriptor)  # so that it closes when COMMAND ends
     status: int | None = None
     while status is None and not _closes(woken):
         status, _ = _reap(child)
@@ -56,8 +55,7 @@ def main() -> None:
 
 
 def _start(command: list[str], descriptor: int) -> int:
-    """The process id. A machine that lacks something for the moment is asked again while the daemon
-    lives."""
+    """Start the command and return its process id; retries while the machine lacks resources."""
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -71,7 +69,7 @@ def _start(command: list[str], descriptor: int) -> int:
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(descriptor,),
-                start_new_session=True,  # what COMMAND sends to its process group is not for us
+                start_new_session=True,  # a signal of COMMAND to its group does not reach us
                 preexec_fn=die_with_parent,
             )
         except OSError as e:
@@ -80,12 +78,12 @@ def _start(command: list[str], descriptor: int) -> int:
             if select.select([0], [], [], TRY_AGAIN_S)[0]:
                 raise SystemExit(1) from None
         else:
-            process.returncode = 0  # it is awaited here, by its id
+            process.returncode = 0  # `_reap` waits for it by its id
             return process.pid
 
 
 def _closes(woken: int) -> bool:
-    """Waits for something to happen; whether it is stdin that has closed."""
+    """Wait for a signal or for stdin; return whether stdin has closed."""
     ready, _, _ = select.select([0, woken], [], [])
     with contextlib.suppress(BlockingIOError):
         os.read(woken, 4096)
@@ -93,7 +91,7 @@ def _closes(woken: int) -> bool:
 
 
 def _reap(child: int) -> tuple[int | None, bool]:
-    """The status of `child` if it has ended just now, and whether any children are left."""
+    """Return the status of `child` if it has just ended, and whether children are left."""
     status = None
     while True:
         try:
@@ -107,12 +105,12 @@ def _reap(child: int) -> tuple[int | None, bool]:
 
 
 def _end_all(child: int) -> int | None:
-    """Ends all that is below this process; the status of `child`, if it was among them."""
+    """End all descendants; return the status of `child`, if it was one of them."""
     deadline = time.monotonic() + GIVE_UP_S
     status, are_left = _reap(child)
     while are_left and time.monotonic() < deadline:
         held: set[int] = set()
-        while fresh := _below() - held:  # who is stopped starts no others
+        while fresh := _below() - held:  # a stopped process starts no others
             for pid in fresh:
                 _signal(pid, signal.SIGSTOP)
             held |= fresh
@@ -125,7 +123,7 @@ def _end_all(child: int) -> int | None:
 
 
 def _below() -> set[int]:
-    """The ids of all processes below this one."""
+    """Return the ids of all descendants."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -152,13 +150,13 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _end_as(status: int | None) -> None:
-    """As COMMAND has ended, so that the daemon can say it."""
+    """End with the status of COMMAND, which the daemon reports."""
     if status is None:
         os._exit(1)
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    with contextlib.suppress(OSError):  # not possible for SIGKILL, nor needed
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     os._exit(1)

@@ -1,8 +1,6 @@
-"""How often in a row, and after which pause, what died is started again: daemons, engines, ranks,
-reward workers and Slurm's jobs all follow one policy, each with its own limits.
+"""Restart policy of daemons, engines, ranks, reward workers and Slurm jobs, each with its limits.
 
-Pure: owns the limits and the count. Never starts anything, waits or reads a clock. Its users decide
-what counts as progress and what is reported.
+Pure: counts crashes and returns pauses. Its users decide what counts as progress.
 """
 
 from dataclasses import dataclass
@@ -17,30 +15,30 @@ class RestartPolicy:
 
     # in a row
     max_restarts: int
-    # before the first restart; 0 = at once
+    # before the first restart
     first_pause_s: float = 0.0
-    # of each further pause, against the one before
+    # factor of each further pause
     growth: float = 1.0
     longest_pause_s: float = inf
-    # a crash after a longer life than this begins a new row
+    # a process that lived longer resets the count
     settled_s: float = inf
 
     def pause_s(self, num_crashes: int) -> float | None:
-        """Before the restart that follows so many crashes in a row; None = give up."""
+        """Return the pause after `num_crashes` in a row; None means give up."""
         if num_crashes > self.max_restarts:
             return None
         return min(self.first_pause_s * self.growth ** (num_crashes - 1), self.longest_pause_s)
 
 
 class CrashCounter:
-    """The crashes in a row of one thing that is started again and again."""
+    """Counts crashes in a row of one process."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self.in_a_row = 0
 
     def crashed(self, lived_s: float = 0.0) -> float | None:
-        """Counts a crash. Returns the seconds to wait before the restart; None = give up."""
+        """Count a crash, and return the pause before the restart; None means give up."""
         if lived_s > self.policy.settled_s:
             self.in_a_row = 0
         self.in_a_row += 1
@@ -51,5 +49,5 @@ class CrashCounter:
         return self.in_a_row > self.policy.max_restarts
 
     def progressed(self) -> None:
-        """What was wrong is over: the next crash begins a new row."""
+        """Reset the count."""
         self.in_a_row = 0

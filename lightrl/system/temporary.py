@@ -1,9 +1,7 @@
-"""Temporary folders that bear their process's id: what a killed process left behind is removed by
-the next one.
+"""Temporary folders named by process id; those of killed processes are removed by the next one.
 
-Each is locked while in use, since an id alone does not tell: it may have been given to another
-process by now, or belong to another container that shares the place. Must not know what lies in
-them.
+A folder is locked while in use: its process id alone does not show that, since ids are reused, and
+other containers may share the place.
 """
 
 import contextlib
@@ -17,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "lightrl-"
-MAX_NAME = 40  # characters of the caller's that stand in a folder's
+MAX_NAME = 40  # characters of the caller's name in the name of a folder
 
 
 @contextlib.contextmanager
 def temporary_folder(name: str, root: Path | None = None) -> Iterator[Path]:
-    """A new folder in `root`, by default TMPDIR, for the caller alone; removed at the end."""
+    """Create a private folder in `root`, by default TMPDIR, and remove it at the end."""
     root = root or Path(tempfile.gettempdir())
     remove_stale(root)
     path, lock = _new_folder(name, root)
@@ -34,8 +32,7 @@ def temporary_folder(name: str, root: Path | None = None) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Whatever a stranger's program has left there: folders that are too deep for `rmtree`, or that
-    nobody may read."""
+    """Remove a folder, even if a program has left folders too deep for `rmtree` or unreadable."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(path, ignore_errors=True)
     if path.is_symlink():
@@ -46,7 +43,7 @@ def _remove(path: Path) -> None:
 
 
 def _new_folder(name: str, root: Path) -> tuple[Path, int]:
-    """With the descriptor that holds its lock."""
+    """Return a new folder and the descriptor that holds its lock."""
     readable = re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:MAX_NAME]
     while True:
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{readable}-", dir=root))
@@ -56,11 +53,11 @@ def _new_folder(name: str, root: Path) -> tuple[Path, int]:
             if path.exists():
                 return path, lock
             os.close(lock)
-        # somebody to whom our id says nothing took it for a stale one before it was locked
+        # a process of another container removed it as stale before it was locked
 
 
 def remove_stale(root: Path) -> None:
-    """Folders in `root` whose processes are gone. Nobody holds the lock of such a folder."""
+    """Remove folders in `root` whose processes have ended and whose locks are free."""
     for path in root.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
@@ -68,7 +65,7 @@ def remove_stale(root: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """If it is a directory of ours. Who waits for its lock meanwhile finds that it has gone."""
+    """Remove a directory if its lock is free."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -1,8 +1,7 @@
-"""Calls that would block an event loop, made in a thread.
+"""Run blocking calls in a thread.
 
-Owns what a machine without a thread to spare means: one more thing that is lacking, an OSError
-(EAGAIN). Threads of a pool are not used: a pool would make a call that it has refused as soon as
-another one is over.
+A lack of threads is an OSError (EAGAIN). Each call has its own pool: a shared pool would run a call
+that it has refused once another one ends.
 """
 
 import asyncio
@@ -18,14 +17,14 @@ Result = TypeVar("Result")
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 async def in_thread(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """What `act` returns or raises. When cancelled it ends at once, but `act` goes on.
+    """Run `act` in a thread and return its result. Cancelling returns immediately; `act` continues.
 
     Raises OSError if no thread can be started; `act` is then not called.
     """
@@ -38,8 +37,7 @@ async def taken_in_thread(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> Result:
-    """As `in_thread`, where somebody must have what `act` returns: when cancelled, that goes to
-    `give_back`, in the same thread."""
+    """As `in_thread`; when cancelled, the thread passes the result of `act` to `give_back`."""
     pool = ThreadPoolExecutor(1)
     try:
         try:
@@ -58,10 +56,10 @@ async def taken_in_thread(
 def _give_back(
     result: "concurrent.futures.Future[Result]", give_back: Callable[[Result], object]
 ) -> None:
-    """It is over: calls of a pool of one thread are made one after the other."""
+    """Runs after `act`, in the same thread."""
     if not result.cancelled() and result.exception() is None:
         give_back(result.result())
 
 
 def _leave(result: object) -> None:
-    """Nobody need have it."""
+    """Drop the result."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightrl.system.interfaces import interface_of
+from lightrl.system.addresses import interface_of
 from lightrl.trainer.protocol import StartRank
 
 # Ranks wait for each other while one downloads its model, loads it, or writes to a slow disk. None

@@ -20,7 +20,7 @@ from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
 from lightrl.system import pages
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
-from lightrl.system.silence import patient_timeout
+from lightrl.system.timeouts import patient_timeout
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (

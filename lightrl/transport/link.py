@@ -18,7 +18,7 @@ from lightrl.keys import coordinator_public_key
 from lightrl.messages.message import Message
 from lightrl.messages.responses import TokenChunk
 from lightrl.system.addresses import WILDCARD, host_and_port
-from lightrl.system.silence import patient_timeout
+from lightrl.system.timeouts import patient_timeout
 from lightrl.transport.parts import Assembly, cut, in_pieces
 from lightrl.transport.unauthenticated import PATIENCE_S
 from lightrl.transport.zeromq import (

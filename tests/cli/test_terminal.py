@@ -15,7 +15,7 @@ import pytest
 
 from lightrl.client.address import listening
 from lightrl.metrics import sinks
-from lightrl.system.signals import stop_signals
+from lightrl.system.process import stop_signals
 from tests.support.cli import (
     DEADLINE_S,
     EMULATED,

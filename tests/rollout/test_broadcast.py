@@ -27,7 +27,7 @@ from lightrl.rollout.agent import RolloutAgent
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.fetched import Announced
 from lightrl.rollout.state import EngineState
-from lightrl.system.silence import LOOKS
+from lightrl.system.timeouts import CHECKS
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.request import ASK_MANIFEST
 from lightrl.weights.serve.server import WeightServer
@@ -372,7 +372,7 @@ def test_an_engine_that_notices_it_in_time_is_not_killed():
     """Time is counted in looks, and the first one may come at once."""
     timeout_s = 8.0
     longest_s = BroadcastMember([].append, "h", timeout_s).patience_s
-    assert longest_s * (LOOKS - 1) / LOOKS >= 1.25 * timeout_s
+    assert longest_s * (CHECKS - 1) / CHECKS >= 1.25 * timeout_s
 
 
 @pytest.mark.e2e

@@ -17,7 +17,7 @@ import pytest
 
 from lightrl.system import child as child_module
 from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
-from lightrl.system.silence import LOOKS
+from lightrl.system.timeouts import CHECKS
 from lightrl.wire import Codec
 
 LIMIT_S = 90.0  # of a whole scenario
@@ -183,12 +183,12 @@ def test_a_child_that_owes_an_answer_and_is_silent_is_given_up():
             looks: list[bool] = []
 
             def owes() -> bool:
-                looks.append(len(looks) != 20 and len(looks) >= 2 * LOOKS)
+                looks.append(len(looks) != 20 and len(looks) >= 2 * CHECKS)
                 return looks[-1]
 
             with pytest.raises(ChildDied, match=r"echo \(pid \d+\) hangs: no answer for 0\.01 s"):
                 await process.require_answers(owes, 0.01)
-            assert len(looks) == 21 + LOOKS
+            assert len(looks) == 21 + CHECKS
 
     asyncio.run(scenario())
 
@@ -201,12 +201,12 @@ def test_a_child_that_answers_now_and_then_is_not_given_up():
             def owes() -> bool:
                 nonlocal num_looks
                 num_looks += 1
-                process._num_received += num_looks in {LOOKS, 2 * LOOKS - 1}
+                process._num_received += num_looks in {CHECKS, 2 * CHECKS - 1}
                 return True
 
             with pytest.raises(ChildDied, match="hangs"):
                 await process.require_answers(owes, 0.01)
-            assert num_looks == 3 * LOOKS - 1
+            assert num_looks == 3 * CHECKS - 1
 
     asyncio.run(scenario())
 

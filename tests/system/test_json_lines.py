@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.system.json_lines import BLOCK_BYTES, read_back, read_rows
+from lightrl.system.append_file import BLOCK_BYTES, read_back, read_rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrl.system.interfaces import interface_of
+from lightrl.system.addresses import interface_of
 from lightrl.weights.broadcast import group as groups
 from lightrl.weights.broadcast.group import form
 from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous

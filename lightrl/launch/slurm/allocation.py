@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 
-from lightrl.system.signals import stop_signals
+from lightrl.system.process import stop_signals
 
 logger = logging.getLogger(__name__)
 

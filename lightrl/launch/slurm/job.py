@@ -35,8 +35,7 @@ from lightrl.launch.slurm.allocation import (
 from lightrl.launch.slurm.sharing import SharingNodes, sharing
 from lightrl.log import LogSettings, configure, configure_again
 from lightrl.log import environment as log_environment
-from lightrl.system.addresses import ALL_HOSTS, host_and_port
-from lightrl.system.interfaces import own_host
+from lightrl.system.addresses import ALL_HOSTS, host_and_port, own_host
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
 

@@ -20,7 +20,7 @@ from typing import Literal, Self
 from lightrl.errors import RewardError
 from lightrl.rewards.code import inside
 from lightrl.rewards.code.system_calls import filter_of, processor
-from lightrl.system.memory import resident_bytes
+from lightrl.system.process import resident_bytes
 from lightrl.system.temporary import temporary_folder
 
 START_LIMIT_S = 30.0

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.schema import Config
 from lightrl.devices.cuda import Stopwatch, now
-from lightrl.system.memory import resident_bytes
+from lightrl.system.process import resident_bytes
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.algorithm.advantage import whitened
 from lightrl.trainer.learner import optim, out_of_memory

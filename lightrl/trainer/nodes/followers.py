@@ -18,8 +18,8 @@ from lightrl.messages.message import Message
 from lightrl.messages.trainers import Follower, TrainerRelay
 from lightrl.system import files
 from lightrl.system.child import ChildDied
-from lightrl.system.silence import silent_for
 from lightrl.system.threads import in_thread
+from lightrl.system.timeouts import silent_for
 from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
     TO_LEADER,

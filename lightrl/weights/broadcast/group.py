@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from lightrl.errors import WeightsError, first_line
-from lightrl.system.addresses import is_loopback
-from lightrl.system.interfaces import interface_of
+from lightrl.system.addresses import interface_of, is_loopback
 from lightrl.weights.broadcast.passing import Passing, Waiter
 from lightrl.weights.broadcast.rendezvous import (
     LOOK_S,

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lightrl.system.silence import LOOKS, patient_timeout
+from lightrl.system.timeouts import CHECKS, patient_timeout
 
 LIMIT_S = 0.04
 
@@ -51,7 +51,7 @@ def test_silence_ends_at_the_limit():
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         run(answers=False)
-    assert time.monotonic() - began >= LIMIT_S * (LOOKS - 1) / LOOKS
+    assert time.monotonic() - began >= LIMIT_S * (CHECKS - 1) / CHECKS
 
 
 def test_an_answer_in_time_is_an_answer():
@@ -61,7 +61,7 @@ def test_an_answer_in_time_is_an_answer():
 @pytest.mark.parametrize("gap_s", [LIMIT_S, 3600.0])
 def test_a_gap_of_our_own_is_not_the_silence_of_somebody_else(gap_s: float):
     run(gap_s, answers=True)
-    run(*[gap_s] * (LOOKS - 2), answers=True)
+    run(*[gap_s] * (CHECKS - 2), answers=True)
 
 
 def test_who_stays_silent_after_a_gap_is_given_up():

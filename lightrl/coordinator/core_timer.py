@@ -1,7 +1,6 @@
-"""When the core is told that time has passed: one timer of the event loop.
+"""One timer of the event loop for the deadlines of the core.
 
-Owns that it is set no more often than it must be, and that a process which was late itself first
-reads what has come meanwhile. What the deadline is, the core says.
+It is set as rarely as possible. A process that was late itself first reads pending messages.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ class Handle(Protocol):
 
 
 class CoreTimer:
-    """`set` after every event, `stop` once nothing is to follow."""
+    """Call `set` after every event, `stop` at the end."""
 
     def __init__(
         self,
@@ -23,8 +22,9 @@ class CoreTimer:
         clock: Callable[[], float],
         call_later: Callable[[float, Callable[[], object]], Handle],
     ) -> None:
-        """`deadline`: in seconds of `clock`, or None. Once it is over, `fire` is called; `grace_s`
-        later if this process was late by more than that. `call_later`: the event loop's."""
+        """`deadline` returns seconds of `clock`, or None. `fire` is called once it has passed, or
+        `grace_s` later if this process was late by more than that. `call_later`: the event
+        loop's."""
         self._deadline = deadline
         self._fire = fire
         self._grace_s = grace_s
@@ -35,8 +35,8 @@ class CoreTimer:
         self._is_stopped = False
 
     def set(self) -> None:
-        """Deadlines mostly move on: a timer that comes too early for that is left, and set again
-        when it comes."""
+        """Set the timer for the deadline. Deadlines mostly move later: a timer that is set for an
+        earlier time stays, and is set again when it fires."""
         deadline = self._deadline()
         if self._handle is not None:
             if deadline is not None and self._set_for <= deadline:
@@ -54,7 +54,7 @@ class CoreTimer:
             self._handle = None
 
     def _time_out(self, has_waited: bool = False) -> None:
-        """Heartbeats may wait in the socket of a process that was late: they come first."""
+        """Fire; a process that was late first gets time to read pending heartbeats."""
         self._handle = None
         deadline = self._deadline()
         if deadline is None or deadline > self._set_for:

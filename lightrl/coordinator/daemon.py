@@ -1,7 +1,6 @@
 """The coordinator role of a daemon: feeds events to the core and carries out its commands.
 
-Owns the router, the reward pool and the run's files. Decides nothing: what happens next is said in
-core/coordinator.py, what is on the disk in `journaling`.
+Owns the router, the reward pool and the files of the run. core/coordinator.py makes all decisions.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from lightrl.coordinator.core_timer import CoreTimer
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.coordinator.history_sync import open_histories
 from lightrl.coordinator.inbound import Inbound
-from lightrl.coordinator.journaling import Journaling, last_stand, new_records, noted, recall
+from lightrl.coordinator.journaling import Journaling, load_entries, new_records, noted, recall
 from lightrl.coordinator.peers import Peers
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.replays import Replays
@@ -69,8 +68,7 @@ report_here = reporter(logger)
 
 
 class CoordinatorDaemon:
-    """Listens from its construction on, so that nodes may connect while the data is still being
-    read."""
+    """Listens from its construction on, so that nodes can connect while data is being read."""
 
     def __init__(
         self,
@@ -81,11 +79,10 @@ class CoordinatorDaemon:
         resume: bool = False,
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:
-        """With `resume` it goes on from the journal in `run_dir`, at the address that it had. The
-        run ends when the disk has refused the journal for `max_trouble_s`.
+        """With `resume`, continue from the journal in `run_dir` at the same address. The run fails
+        when the journal could not be written for `max_trouble_s`.
 
-        Raises ConfigError, DataError or JournalError, one line, for anything that is wrong with the
-        input.
+        Raises ConfigError, DataError or JournalError, one line, for wrong input.
         """
         self._config = config
         self._run_dir = run_dir
@@ -95,12 +92,12 @@ class CoordinatorDaemon:
         self.address = self._router.address
         try:
             self._build(name, resume, max_trouble_s)
-        except BaseException:  # else nobody closes it
+        except BaseException:
             self._router.close()
             raise
 
     def _build(self, name: str, resume: bool, max_trouble_s: float) -> None:
-        """What goes with the router. Raises as `__init__`."""
+        """Build all but the router. Raises as `__init__`."""
         config, run_dir = self._config, self._run_dir
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
         self._prompts = Prompts(config)
@@ -117,7 +114,7 @@ class CoordinatorDaemon:
         self._prompts.start()
         self._workload = WorkloadLog(run_dir, self._core.step, self._report)
         if resume:
-            run_files.go_on(run_dir)
+            run_files.reopen(run_dir)
         self._scoring: Scoring | None = None
         self._reason = "ended before it was over"
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,12 +149,11 @@ class CoordinatorDaemon:
         return self._core.state is RunState.FINISHED
 
     def stop(self, reason: str) -> None:
-        """Ends the run in order: every node is asked to leave."""
+        """Stop the run: every node is drained."""
         self._inbox.put_nowait(DrainRequested("*", reason))
 
     async def run(self) -> None:
-        """Returns when the run is over. Raises RewardError if the reward functions cannot be
-        used."""
+        """Return when the run is over. Raises RewardError if reward functions cannot be used."""
         with scratch_dir("head") as scratch:
             for name, data in self._prompts.model_files.items():
                 (scratch / name).write_bytes(data)
@@ -175,7 +171,7 @@ class CoordinatorDaemon:
             )
             rewards = self._scoring.pool
             try:
-                # what is recorded now stands in the segment that follows
+                # what is recorded now is part of the next segment
                 self._journaling.close_step()
                 self._carry_out(self._to_do)
                 self._begin_if_due()
@@ -201,7 +197,7 @@ class CoordinatorDaemon:
             else:
                 await self._write_end()
             finally:
-                # One that is killed, or has a bug, leaves all as it is, to be resumed.
+                # After an unexpected error the run can be resumed.
                 await rewards.stop()
                 self._scoring.samples.close()
                 await self._journaling.close()
@@ -212,8 +208,8 @@ class CoordinatorDaemon:
                 await self._histories.close()
 
     def _recover(self) -> list[Command]:
-        """What is left to be done of the run whose journal is here."""
-        entries, lines = last_stand(self._run_dir)
+        """Recover the core from the journal, and return the commands that are pending."""
+        entries, lines = load_entries(self._run_dir)
         for line in lines:
             self._report(f"WARNING: {line}")
         commands = recover(self._core, entries, time.monotonic())
@@ -230,7 +226,8 @@ class CoordinatorDaemon:
         self._timer.set()
 
     async def _serve_rewards(self, scoring: Scoring) -> None:
-        """Nodes may come meanwhile; that all input is good is said by the address file."""
+        """Serve reward functions. The address file is written once all input is checked; nodes may
+        join before."""
         await scoring.serve(
             lambda: run_files.announce(self._run_dir, self.address, self._report),
             tries_rows=not self._is_resumed,
@@ -239,15 +236,14 @@ class CoordinatorDaemon:
     # Events in, commands out
 
     def feed(self, event: Event) -> None:
-        """Hands an event to the core and does what it says; failures met on the way go back in as
-        events."""
+        """Pass an event to the core and carry out its commands; failures become events."""
         commands = self._records.speeds.handle(self._core, event, time.monotonic())
         self._carry_out(commands)
         self._begin_if_due()
         self._timer.set()
 
     def _begin_if_due(self) -> None:
-        """A segment begins with what the step's responses hash to, and with whole rounds."""
+        """Begin a segment once the responses of the step are hashed and no draw is pending."""
         if self._journaling.is_due and self._records.is_hashed and not self._core.steps.draws:
             self._begin_segment()
 
@@ -320,39 +316,40 @@ class CoordinatorDaemon:
         return None
 
     def _send(self, node: str, message: Message) -> None:
-        """To a node, with what it needs to draft from."""
-        peer = self._peers.speaker(node)
+        """Send to a node, with the histories that it needs to draft from."""
+        peer = self._peers.of_node(node)
         if peer is not None and isinstance(message, Generate):
             message = self._histories.attach(peer.identity, message, self._core.table.responses)
         self._peers.send(node, message)
 
     def _send_shard(self, node: str, shard: TrainShard, hello: int) -> bool:
-        """What a trainer was to get before it said hello again, it gets anew: False."""
+        """Send a shard; False if the trainer has sent another Hello since: the core sends it
+        again."""
         if self._core.trainer_feed.num_hellos != hello:
             return False
         self._send(node, shard)
-        # to nobody: then the trainer is lost and says hello anew
+        # if it could not be sent, the trainer is lost and sends Hello again
         sent = ShardLeft(shard.step, shard.index)
-        # others get their turn first
+        # other tasks run first
         asyncio.get_running_loop().call_soon(self._inbox.put_nowait, sent)
         return True
 
     def _send_snapshot(self, peer: Peer) -> bool:
-        return self._peers.tell(peer, self._records.snapshot(self._core, time.monotonic()))
+        return self._peers.send_to(peer, self._records.snapshot(self._core, time.monotonic()))
 
     async def _feed_inbox(self) -> None:
-        """In a task of its own, so that an error ends the run instead of a callback."""
+        """Feed events of timers and signals; an error in this task ends the run."""
         while True:
             self.feed(await self._inbox.get())
 
     async def _beat(self) -> None:
-        """Lets every node know that the coordinator lives, and measures how fast they are."""
+        """Send heartbeats to all nodes, and measure their speeds."""
         while True:
             try:
                 self._journaling.check()
             except JournalError as e:
                 self.feed(ShellFailed(str(e)))
-            self._descriptors.look()
+            self._descriptors.check()
             self._records.nodes.measure(self._core.fleet, time.monotonic())
             self._records.waits.tell(self._core, time.monotonic(), self._report)
             self._metrics.show(lambda: live_figures(self._core))
@@ -364,7 +361,7 @@ class CoordinatorDaemon:
 
     def _report(self, text: str, level: int = logging.INFO) -> None:
         elapsed = time.monotonic() - self._core.started_at
-        text = plain(text)  # some of it nodes have said
+        text = plain(text)  # parts of it come from nodes
         self._records.event(elapsed, text, is_warning=level == logging.WARNING)
         if level > logging.INFO:
             logger.log(level, text)
@@ -381,5 +378,5 @@ class CoordinatorDaemon:
         summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
         snapshot = self._records.snapshot(self._core, now, over=True)
         await run_files.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)
-        for peer in self._watchers.peers:  # the last word to whoever looks on
-            self._peers.tell(peer, snapshot)
+        for peer in self._watchers.peers:
+            self._peers.send_to(peer, snapshot)

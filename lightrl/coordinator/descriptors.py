@@ -1,5 +1,6 @@
-"""Whether this process may still open something: without that, ZeroMQ lets nobody in, says nothing,
-and does not stop trying. So the last ones are kept from nodes: one that is too many is told so.
+"""Refuse nodes, in one line, for which no file descriptors are left.
+
+Without a free descriptor ZeroMQ accepts no connection, reports nothing and keeps trying.
 """
 
 import errno
@@ -12,61 +13,61 @@ from lightrl.errors import ConfigError
 from lightrl.system import open_files
 
 BASE = 40  # of a coordinator without nodes or reward workers: files, pipes, ZeroMQ's own
-OF_WORKER = 2  # its pipe, and what starts it
-FOR_TOOLS = 10  # connections of those who look on, or are yet to say who they are
-TELL_AGAIN_S = 60.0
+OF_WORKER = 2  # its pipe, and one to start it
+FOR_TOOLS = 10  # connections of tools, and of peers that have not sent Hello yet
+REPORT_AGAIN_S = 60.0
 
 
 class Descriptors:
+    """Counts descriptors, and reports when they run out."""
+
     def __init__(
         self, report: Callable[[str], None], num_connections: Callable[[], tuple[int, int]]
     ) -> None:
-        """`num_connections`: of nodes and tools, and of those who have not said yet who they
-        are."""
+        """`num_connections` returns those of authenticated and of unauthenticated peers."""
         self._report = report
         self._num_connections = num_connections
-        self._num_looks = 0  # in a row, at which there were none
-        self._told_at = float("-inf")
-        self._has_told = False
-        self._told_full_at = float("-inf")
+        self._num_checks = 0  # in a row without a free descriptor
+        self._reported_at = float("-inf")
+        self._has_reported = False
+        self._reported_full_at = float("-inf")
         self._others: int | None = None  # not connections; None: not counted yet
 
-    def look(self) -> None:
-        """Reports it when they have run out, and when there are some again. To be called now and
-        then.
+    def check(self) -> None:
+        """Report when two checks in a row find no descriptor, and when some are free again.
 
-        Once may be an attack that is being ended.
+        A single check may fail while unauthenticated connections are being closed.
         """
         if (num_open := open_files.num_open()) is not None:
             self._others = num_open - sum(self._num_connections())
-        self._num_looks = self._num_looks + 1 if _are_out() else 0
+        self._num_checks = self._num_checks + 1 if _are_out() else 0
         now = time.monotonic()
-        if self._num_looks >= 2 and not self._has_told and now - self._told_at > TELL_AGAIN_S:
-            self._told_at, self._has_told = now, True
+        is_due = now - self._reported_at > REPORT_AGAIN_S
+        if self._num_checks >= 2 and not self._has_reported and is_due:
+            self._reported_at, self._has_reported = now, True
             self._report(
                 "WARNING: no free file descriptors: nobody can connect until there are "
                 f"some ({_how()})"
             )
-        elif self._num_looks == 0 and self._has_told:
-            self._has_told = False
+        elif self._num_checks == 0 and self._has_reported:
+            self._has_reported = False
             self._report("there are free file descriptors again")
 
     def why_no_room(self) -> str | None:
-        """In one line, why a node that has just connected cannot be taken in; None if it can."""
+        """Return one line why a node that has just connected is refused, or None."""
         num_known, _ = self._num_connections()
         if self._others is None or self._others + num_known + FOR_TOOLS <= open_files.soft_limit():
             return None
         now = time.monotonic()
         why = f"no file descriptors for more nodes ({_how()})"
-        if now - self._told_full_at > TELL_AGAIN_S:
-            self._told_full_at = now
-            self._report(f"WARNING: {why}: those that come now are refused")
+        if now - self._reported_full_at > REPORT_AGAIN_S:
+            self._reported_full_at = now
+            self._report(f"WARNING: {why}: new nodes are refused")
         return f"the coordinator has {why}"
 
 
 def require_room(config: Config) -> None:
-    """Raises ConfigError if the nodes of this config need more connections than this process may
-    have."""
+    """Raise ConfigError if the nodes of this config need more descriptors than are allowed."""
     limit = open_files.raised_limit()
     workers = config.reward.workers * OF_WORKER
     needed = BASE + workers + FOR_TOOLS + config.rollout.nodes + 1

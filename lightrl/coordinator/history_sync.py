@@ -1,9 +1,8 @@
-"""What the coordinator remembers of earlier responses on its way to the nodes, to be drafted from.
+"""Send earlier responses to nodes, which draft from them.
 
-Owns which node has been sent which group's history. A history travels with the first request of its
-group to a node, so that a node that has just come can draft at once, and so does a response that
-moves. A node that may have lost what it was sent, because it says hello (again) or its engine died,
-is sent it anew. Nothing but speed depends on it: what does not fit is left out.
+Tracks which node has which group's history. A history is sent with the first request of its group
+to a node, so that a new node can draft immediately, and again after a Hello or the death of the
+node's engine. Histories affect speed only: what does not fit into a message is left out.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from lightrl.system.threads import in_thread
 
 MAX_RESPONSES = 16  # of one prompt
 MAX_PROMPT_BYTES = 1 << 20  # of one prompt
-MAX_MESSAGE_BYTES = 8 << 20  # of one message: what comes after it on the line must not wait long
+MAX_MESSAGE_BYTES = 8 << 20  # of one message, so that the next one is not delayed long
 
 
 class Histories:
@@ -31,7 +30,7 @@ class Histories:
     ...),)"""
 
     def __init__(self, history: History | None, saved: SavedHistory | None = None) -> None:
-        """Without a history nothing is kept, and nothing travels."""
+        """Without a history nothing is stored or sent."""
         self._history = history
         self._saved = saved
         self._sent: dict[str, set[str]] = {}  # identity of a node -> open groups
@@ -39,7 +38,7 @@ class Histories:
     def attach(
         self, identity: str, generate: Generate, responses: Mapping[str, Response]
     ) -> Generate:
-        """With the histories that this node lacks; `responses` are those of the open rounds."""
+        """Add the histories that this node lacks; `responses` are those of the open rounds."""
         if self._history is None:
             return generate
         known = (responses.get(request.response) for request in generate.requests)
@@ -60,14 +59,13 @@ class Histories:
                 histories.append(PromptHistory(group.id, tokens, rewards))
         return replace(generate, histories=tuple(histories))
 
-    def heard(self, identity: str, message: object) -> None:
-        """A node that has started again, or whose engine has, knows nothing of what was sent to
-        it."""
+    def received(self, identity: str, message: object) -> None:
+        """Forget what was sent to a node if it or its engine has restarted."""
         if isinstance(message, Hello | WeightsFailed):
             self._sent.pop(identity, None)
 
     def learn(self, round: Round) -> dict[str, float]:
-        """Takes in a round that has closed; returns the figures of the store."""
+        """Add a closed round, and return the figures of the store."""
         if self._history is None:
             return {}
         for identity, sent in list(self._sent.items()):
@@ -81,19 +79,19 @@ class Histories:
         return figures
 
     async def close(self) -> None:
-        """Returns when all that was learnt is written, or cannot be."""
+        """Return when all is written, or has failed."""
         if self._saved is None:
             return
         try:
             await in_thread(self._saved.close)
-        except OSError:  # there is no thread for it, and it does not wait
+        except OSError:  # no thread can be started
             self._saved.close()
 
 
 def open_histories(
     config: Config, run_dir: Path, resume: bool, report: Callable[[str], None]
 ) -> Histories:
-    """With `resume` it knows what an earlier process has saved. `report` is called on the running
+    """Create the histories, with `resume` those that were saved. `report` is called in the running
     loop."""
     if not config.speculates:
         return Histories(None)
@@ -102,10 +100,10 @@ def open_histories(
         return Histories(history)  # such a run cannot be resumed
     loop = asyncio.get_running_loop()
 
-    def tell(text: str) -> None:
+    def report_in_loop(text: str) -> None:
         loop.call_soon_threadsafe(report, text)
 
-    saved = SavedHistory(run_dir, history, tell)
+    saved = SavedHistory(run_dir, history, report_in_loop)
     if resume:
         saved.recall()
     else:
@@ -114,8 +112,7 @@ def open_histories(
 
 
 def _newest(history: History, group: Group) -> list[PastResponse]:
-    """Of what is known, within the bounds. Nothing is copied: of many groups only a few fit in a
-    message."""
+    """Return the newest responses within the limits; copies nothing."""
     kept: list[PastResponse] = []
     left = MAX_PROMPT_BYTES
     for past in reversed(_known(history, group)):
@@ -126,8 +123,7 @@ def _newest(history: History, group: Group) -> list[PastResponse]:
 
 
 def _known(history: History, group: Group) -> list[PastResponse]:
-    """Oldest first; of one epoch those that were given up come first, for least is lost with
-    them."""
+    """Return earlier responses, aborted ones first, since they are the first to be left out."""
     earlier = sorted(history.of(group.key), key=lambda past: past.finished)
     finished = (r for r in group.responses if r.finish_reason is not None)
     return [

@@ -1,7 +1,7 @@
-"""What peers say, on its way to the core: messages in, events out.
+"""Receive messages of peers, and convert them to events of the core.
 
-Owns the order in which it is heard and what is no business of the core: who looks on, who says
-hello, checkpoints. Who may say what is decided in transport/validate.py and in peers.py.
+Handles messages that do not concern the core: Watch, Hello, checkpoints, relays between trainer
+nodes. transport/validate.py and peers.py decide which peer may send what.
 """
 
 import asyncio
@@ -26,10 +26,12 @@ from lightrl.metrics.rounds import Records
 from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import as_event
 
-MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
+MAX_TURN_S = 0.05  # spent on messages before other tasks run
 
 
 class Inbound:
+    """The receiving side of the coordinator."""
+
     def __init__(
         self,
         run: str,
@@ -55,7 +57,7 @@ class Inbound:
         self._feed = feed
 
     async def receive(self, tasks: asyncio.TaskGroup) -> None:
-        """Until cancelled. Watchers are served in `tasks`."""
+        """Receive until cancelled. Watchers are served in `tasks`."""
         while True:
             turn_ends = time.monotonic() + MAX_TURN_S
             for peer, message in await self._router.receive():
@@ -65,28 +67,29 @@ class Inbound:
                 if isinstance(message, Watch):
                     self._watchers.renew(peer, message.every_s, tasks)
                 elif isinstance(message, Hello) and message.node == peer.name:
-                    self._greet(peer, message)
+                    self._on_hello(peer, message)
                 elif isinstance(message, Drain) and message.node != peer.name:
                     self._feed(DrainRequested(message.node, message.reason))
                 elif isinstance(message, PeerUnreachable):
-                    if self._peers.speaks(peer):
+                    if self._peers.is_current(peer):
                         self._feed(NodeLost(peer.name, "connection lost"))
-                elif self._peers.speaks(peer):
+                elif self._peers.is_current(peer):
                     self._handle(peer, message)
-                elif isinstance(message, Heartbeat):  # given up while it was silent, or taken over
-                    self._peers.tell(peer, self._hello_again)
+                elif isinstance(
+                    message, Heartbeat
+                ):  # of a lost or replaced node
+                    self._peers.send_to(peer, self._hello_again)
                 elif isinstance(message, ProtocolError):
                     self._records.bad_frames += 1
 
-    def _greet(self, peer: Peer, hello: Hello) -> None:
-        """The process that says hello speaks for its node from now on, if it may and the core
-        agrees."""
+    def _on_hello(self, peer: Peer, hello: Hello) -> None:
+        """Bind the node's name to this process, if it may have it and the core accepts it."""
         if self._peers.refuses(peer, hello):
             return
         if "trainer" in hello.roles and self._core.fleet.trainer in {None, hello.node}:
-            self._replays.cancel()  # what it needs again is asked for when it says where it stands
-        before = self._peers.let_speak(peer)
-        self._histories.heard(peer.identity, hello)
+            self._replays.cancel()  # the core requests again what the trainer lacks
+        before = self._peers.bind(peer)
+        self._histories.received(peer.identity, hello)
         self._feed(NodeJoined(hello))
         known = self._core.fleet.nodes.get(hello.node)
         if known is None or known.incarnation != hello.incarnation:
@@ -113,11 +116,11 @@ class Inbound:
             if isinstance(event, NodeLost):
                 self._records.bad_frames += 1
             else:
-                self._histories.heard(peer.identity, message)
+                self._histories.received(peer.identity, message)
                 self._records.speculation.heard(peer.identity, message)
                 self._records.weights.heard(self._core.fleet, node, message)
             if isinstance(message, ShardsTaken):
                 self._replays.on_shards_taken(message)
             self._feed(event)
-            if isinstance(message, Bye) and self._peers.speaks(peer):
+            if isinstance(message, Bye) and self._peers.is_current(peer):
                 self._peers.restore(node, None)

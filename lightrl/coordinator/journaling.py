@@ -1,8 +1,7 @@
-"""What of a run is on the disk: the journal as the coordinator's shell uses it.
+"""Write and load the journal of a run for the coordinator.
 
-Owns when a segment begins and what waits until something is durable. What an entry is, and how a
-core comes of entries, is said in core/log_entries.py and core/recovery.py; how they are written, in
-journal/.
+Decides when a segment begins, and delays actions until entries are durable. core/log_entries.py
+defines entries, core/recovery.py recovers a core from them, journal/ writes them.
 """
 
 import asyncio
@@ -29,8 +28,8 @@ from lightrl.wire import from_json
 
 
 def new_records(settings: schema.Config, run_dir: Path, head: str, address: str = "") -> Records:
-    """`head` is the name of the coordinator's daemon, which listens at `address`; "" if it is
-    gone."""
+    """`head`: the name of the coordinator's daemon, which listens at `address`; "" if it has
+    ended."""
     bind, key = settings.run.bind, run_dir.absolute() / JOIN_FILE
     return Records(
         settings.run.name,
@@ -42,9 +41,11 @@ def new_records(settings: schema.Config, run_dir: Path, head: str, address: str 
     )
 
 
-def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
-    """The entries to go on from, and lines that say what is lost; newer segments that cannot be
-    used are moved aside, and where to. Raises JournalError if there is nothing to go on from."""
+def load_entries(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
+    """Return the entries of the newest readable segment, and lines that report losses.
+
+    Newer segments are moved aside. Raises JournalError if no segment can be read.
+    """
     segment, entries, lines = read.newest(run_dir / FOLDER, read.LOG)
     if aside := read.trim(run_dir / FOLDER, segment):
         lines.append(f"what cannot be used is set aside in {run_dir / FOLDER}: {', '.join(aside)}")
@@ -52,7 +53,7 @@ def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
 
 
 def noted(entries: Iterable[LogEntry]) -> RecordsNote | None:
-    """What the shell wrote down last. Raises JournalError, one line."""
+    """Return the newest note of the metrics. Raises JournalError, one line."""
     notes = (entry.data for entry in entries if isinstance(entry, ShellNote))
     try:
         return next((from_json(data, RecordsNote) for data in notes), None)
@@ -64,14 +65,13 @@ def noted(entries: Iterable[LogEntry]) -> RecordsNote | None:
 
 
 def recall(records: Records, core: Coordinator, run_dir: Path, known: RecordsNote) -> None:
-    """What was shown of the run so far, and its time, go on where they were; the core is recovered
-    already."""
+    """Restore the records and the elapsed time of a run whose core is recovered."""
     records.recall(known, core, read_newest(run_dir, HISTORY_STEPS, until=core.step))
     core.started_at -= known.elapsed_s
 
 
 class Journaling:
-    """Switched off (`journal.enabled = false`), nothing is written and nothing waits."""
+    """With `journal.enabled = false` nothing is written, and actions run immediately."""
 
     def __init__(
         self,
@@ -80,15 +80,15 @@ class Journaling:
         report: Callable[[str], None],
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:
-        """`max_trouble_s`: how long the disk may refuse. Raises JournalError if the folder cannot
-        be used, or another coordinator has it open."""
+        """`max_trouble_s`: how long writes may fail. Raises JournalError if the folder cannot be
+        used, or another coordinator has it open."""
         self._folder = run_dir / FOLDER
         self._report = report
         self._segment_bytes = settings.segment_mb << 20
-        # what is recorded now will be in what the next segment begins with
+        # the next segment will contain what is recorded now,
         self._is_step_over = False
-        self._shards: list[ShardSent] = []  # but for these
-        self._acts: list[Callable[[], object]] = []  # that wait for them
+        self._shards: list[ShardSent] = []  # except these
+        self._acts: list[Callable[[], object]] = []  # which wait for them
         self._writer: JournalWriter[LogEntry] | None = None
         if settings.enabled:
             self._writer = JournalWriter(
@@ -101,7 +101,7 @@ class Journaling:
             )
 
     def begin(self, core: Coordinator, note: bytes) -> None:
-        """A new segment that says where the run stands; no DrawPrompts may be unanswered."""
+        """Begin a segment with a snapshot of the core; no DrawPrompts may be pending."""
         self._is_step_over = False
         if self._writer is not None:
             self._writer.begin(core.step, take_snapshot(core, ShellNote(note)))
@@ -120,12 +120,12 @@ class Journaling:
             self._writer.append(entry)
 
     def close_step(self) -> None:
-        """From here on until it is begun anew, as `is_due` says, the core's state is the record."""
+        """Record nothing until the next `begin`, whose snapshot of the core will contain it."""
         self._is_step_over = True
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to `begin` again: a step is over, or recovering would take long."""
+        """Whether to `begin` a segment: a step is over, or the current segment is long."""
         if self._is_step_over or self._writer is None:
             return self._is_step_over
         if self._writer.is_beginning:
@@ -133,7 +133,7 @@ class Journaling:
         return self._writer.news_bytes > max(self._segment_bytes, self._writer.base_bytes)
 
     def when_durable(self, act: Callable[[], object]) -> None:
-        """At once without a journal; in order."""
+        """Call `act` once all entries so far are durable, in order of these calls."""
         if self._is_step_over:
             self._acts.append(act)
         elif self._writer is None:
@@ -142,8 +142,10 @@ class Journaling:
             self._writer.after_flush(act)
 
     async def shards(self, step: int) -> AsyncGenerator[TrainShard, None]:
-        """Of a step that was trained, cut as they were accumulated, read one by one. Raises
-        JournalError."""
+        """Yield the shards of a trained step in the portions in which they were accumulated.
+
+        Raises JournalError.
+        """
         if self._writer is None:
             raise JournalError(f"step {step} cannot be trained again: journal.enabled = false")
         flushed = asyncio.Event()
@@ -158,7 +160,7 @@ class Journaling:
             lambda: in_thread(read.shards, self._folder, read.LOG, step), what, warn
         )
         parts = read.recut(sent, portions, sent.num_groups)
-        # A `next` that was refused for lack of a thread has not been called, so no part is skipped.
+        # If no thread can be started, `next` has not been called, so no part is skipped.
         while (
             part := await retry_on_resource_limit(lambda: in_thread(next, parts, None), what, warn)
         ) is not None:
@@ -166,17 +168,16 @@ class Journaling:
 
     @property
     def pending_bytes(self) -> int:
-        """Recorded and not on the disk yet."""
+        """Bytes recorded that are not durable yet."""
         return self._writer.pending_bytes if self._writer is not None else 0
 
     def drop_before(self, step: int) -> None:
-        """Nobody will train the steps before this one again: no checkpoint that is kept has
-        fewer."""
+        """Drop segments before `step`: every checkpoint kept is at least as new."""
         if self._writer is not None:
             self._writer.drop_before(step)
 
     def check(self) -> None:
-        """Raises JournalError if the disk has refused for too long."""
+        """Raises JournalError if writes have failed for too long."""
         if self._writer is not None:
             self._writer.check_alive()
 

@@ -1,8 +1,6 @@
-"""The processes at the other end of the router: which of them speaks for which node, and what is
-said to each.
+"""Bind node names to connected processes, and send messages to them.
 
-Owns the names: who may take one, who has it, who cannot be reached under it. What is said is
-decided by the core; what is heard is dealt with in inbound.py.
+Decides which process may have a name, and reports nodes that cannot be reached.
 """
 
 from collections.abc import Callable
@@ -20,8 +18,8 @@ from lightrl.transport.validate import why_unwelcome
 
 @dataclass(eq=False)
 class Peers:
-    """`head` is the name of the coordinator's own node; `lost` is called with a node of the
-    fleet that no connected peer represents."""
+    """`head`: the name of the coordinator's own node. `lost` is called with a node of the fleet
+    that has no connected process."""
 
     _router: Router
     _fleet: Fleet
@@ -31,40 +29,39 @@ class Peers:
     _warn: Callable[[str], None]
     _lost: Callable[[str], None]
     # by node
-    _speakers: dict[str, Peer] = field(default_factory=dict, init=False)
+    _bound: dict[str, Peer] = field(default_factory=dict, init=False)
 
-    def speaker(self, node: str) -> Peer | None:
-        return self._speakers.get(node)
+    def of_node(self, node: str) -> Peer | None:
+        return self._bound.get(node)
 
-    def speaks(self, peer: Peer) -> bool:
-        """Whether it does for the node that it names."""
-        return self._speakers.get(peer.name) == peer
+    def is_current(self, peer: Peer) -> bool:
+        """Return whether the name of its node is bound to this process."""
+        return self._bound.get(peer.name) == peer
 
-    def let_speak(self, peer: Peer) -> Peer | None:
-        """From now on it speaks for its node. Returns who did before."""
-        before = self._speakers.get(peer.name)
-        self._speakers[peer.name] = peer
+    def bind(self, peer: Peer) -> Peer | None:
+        """Bind a name to this process, and return the process that had it."""
+        before = self._bound.get(peer.name)
+        self._bound[peer.name] = peer
         return before
 
     def restore(self, node: str, before: Peer | None) -> None:
-        """Takes back what `let_speak` did: nobody speaks for the node if nobody did before."""
+        """Undo `bind`."""
         if before is not None:
-            self._speakers[node] = before
+            self._bound[node] = before
         else:
-            del self._speakers[node]
+            del self._bound[node]
 
     def send(self, node: str, message: Message) -> None:
-        """To a node; one that cannot be reached is lost, once all is heard that it has said
-        before."""
-        peer = self._speakers.get(node)
+        """Send to a node; an unreachable one is lost once its last messages are received."""
+        peer = self._bound.get(node)
         if peer is None:
             if node in self._fleet.nodes:
                 self._lost(node)
-        elif not self.tell(peer, message):
+        elif not self.send_to(peer, message):
             self._router.drain(peer)
 
-    def tell(self, peer: Peer, message: Message) -> bool:
-        """Whether there is such a peer."""
+    def send_to(self, peer: Peer, message: Message) -> bool:
+        """Send to a process, and return whether it is connected."""
         try:
             self._router.send(peer, message)
         except PeerUnreachable:
@@ -72,10 +69,10 @@ class Peers:
         return True
 
     def refuses(self, peer: Peer, hello: Hello) -> bool:
-        """Whether this process may not speak for the node of its hello; it is told why."""
+        """Return whether this Hello is refused; the process receives the reason."""
         refusal = self._refusal(peer, hello)
         if refusal is not None:
-            self.tell(peer, refusal)
+            self.send_to(peer, refusal)
         return refusal is not None
 
     def _refusal(self, peer: Peer, hello: Hello) -> Welcome | None:
@@ -90,19 +87,19 @@ class Peers:
         return None
 
     def _why_no_room(self, peer: Peer, hello: Hello) -> str | None:
-        """In one line; None for whoever can be taken in, as a process that was once is."""
-        is_new = hello.roles == ("rollout",) and not self.speaks(peer)
+        """Return one line, or None; a process that was admitted once is admitted again."""
+        is_new = hello.roles == ("rollout",) and not self.is_current(peer)
         return self._descriptors.why_no_room() if is_new else None
 
     def _is_taken(self, peer: Peer) -> bool:
-        """Whether another process speaks under this name and lives, as far as is known.
+        """Return whether another process has this name, and its node is not lost.
 
-        Only with the full key one takes over from it: who may join could else end any node. A
-        daemon that was started again gets its name when the connection of the one before is gone,
-        or its lease is over.
+        Only the full key permits to take a name over: with the join key a process could else end
+        any node. A restarted daemon gets its name once the earlier connection is closed or its
+        lease has expired.
         """
-        before = self._speakers.get(peer.name)
+        before = self._bound.get(peer.name)
         if before in {None, peer} or peer.name not in self._fleet.nodes:
             return False
-        self.send(peer.name, Heartbeat())  # one that has gone is found out, and its name free soon
+        self.send(peer.name, Heartbeat())  # fails soon if that process has ended
         return True

@@ -1,7 +1,6 @@
-"""Steps that the trainer trains again: their shards, from the journal to the trainer as it takes
-them.
+"""Send the shards of a step that is trained again from the journal to the trainer.
 
-Owns how much of such a step is under way. Which step it is, is decided in core/trainer_feed.py.
+Limits the shards in flight. core/trainer_feed.py decides which step is trained again.
 """
 
 import asyncio
@@ -16,14 +15,16 @@ from lightrl.messages.training import ShardsTaken, TrainShard
 
 
 class Replays:
+    """Sends one step at a time."""
+
     def __init__(
         self,
         journaling: Journaling,
         send: Callable[[str, TrainShard, int], bool],
         fail: Callable[[str], None],
     ) -> None:
-        """`send` sends to a node whose trainer has said so many hellos. False: it is gone, or has
-        said another. `fail` is told why a step cannot be trained again.
+        """`send(node, shard, hello)` returns False if the trainer has sent another Hello since.
+        `fail` is called with the reason if a step cannot be trained again.
         """
         self._journaling = journaling
         self._send = send
@@ -34,7 +35,7 @@ class Replays:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, tasks: asyncio.TaskGroup, wanted: ReplayShards) -> None:
-        """In place of any other: a trainer stands at one step."""
+        """Send this step instead of any other."""
         self.cancel()
         self._step = wanted.step
         self._window = Window()

@@ -1,8 +1,6 @@
-"""What a coordinator leaves in the run directory for others: where it listens, and how the run has
-ended.
+"""Write `address`, `summary.json` and `snapshot.json` of a run, atomically.
 
-Owns `address`, `summary.json` and `snapshot.json`. Each is there whole or not at all, and the last
-two only while the run is over: so no clock has to tell whether it is.
+`address` exists while the coordinator listens, the other two only after the run has ended.
 """
 
 import asyncio
@@ -18,40 +16,39 @@ from lightrl.system.threads import in_thread
 
 ADDRESS, SUMMARY, SNAPSHOT = "address", "summary.json", "snapshot.json"
 TRY_AGAIN_S = 1.0
-STRANGERS_S = 10.0  # to wait at most for a descriptor: longer than their handshake may take
+DESCRIPTOR_S = 10.0  # to wait for a descriptor: longer than unauthenticated connections live
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
 def old_address(run_dir: Path) -> str:
-    """Where nodes that wait for this run look for it; "" if it has not listened anywhere before."""
+    """Return the last address of this run, to which its nodes reconnect; "" if it has none."""
     try:
         return (run_dir / ADDRESS).read_text().strip()
     except FileNotFoundError:
         return ""
 
 
-def go_on(run_dir: Path) -> None:
-    """The run is not over any more. Raises OSError."""
+def reopen(run_dir: Path) -> None:
+    """Remove the files of a run that has ended. Raises OSError."""
     for name in (SNAPSHOT, SUMMARY):
         (run_dir / name).unlink(missing_ok=True)
 
 
 async def announce(run_dir: Path, address: str, report: Callable[[str], None]) -> None:
-    """Returns when it is written, however long the disk refuses: nobody can come without it.
+    """Write `address`, and retry until that succeeds.
 
-    When cancelled it ends after the attempt that is under way: what is removed later does not come
-    back.
+    When cancelled it returns after the current attempt, so that a later removal is final.
     """
-    told = False
+    has_reported = False
     while True:
         try:
             await _to_its_end(files.write_whole, run_dir / ADDRESS, f"{address}\n".encode())
         except OSError as e:
-            if not told:
+            if not has_reported:
                 report(f"WARNING: {ADDRESS}: cannot write ({e.strerror}); tried again every second")
-            told = True
+            has_reported = True
         else:
             return
         await asyncio.sleep(TRY_AGAIN_S)
@@ -60,18 +57,17 @@ async def announce(run_dir: Path, address: str, report: Callable[[str], None]) -
 async def end(
     run_dir: Path, summary: bytes, snapshot: bytes, report: Callable[[str], None]
 ) -> None:
-    """The run is over, also when this is cancelled. What the disk refuses is missing; `report` is
-    told."""
+    """Write the files of a run that has ended, also when cancelled; report those that fail."""
     try:
         lines = await _to_its_end(_end, run_dir, summary, snapshot)
-    except OSError:  # there is no thread for it, and it does not wait
+    except OSError:  # no thread can be started
         lines = _end(run_dir, summary, snapshot)
     for line in lines:
         report(line)
 
 
 def _end(run_dir: Path, summary: bytes, snapshot: bytes) -> list[str]:
-    """Blocks as long as the disk takes. One line for each file that it refuses."""
+    """Write the files, and return one line for each one that fails."""
     lines: list[str] = []
     for name, data in ((SUMMARY, summary), (SNAPSHOT, snapshot)):
         try:
@@ -84,8 +80,8 @@ def _end(run_dir: Path, summary: bytes, snapshot: bytes) -> list[str]:
 
 
 def _write_patiently(path: Path, data: bytes) -> None:
-    """Strangers who hold the last descriptors are cut off within seconds."""
-    deadline = time.monotonic() + STRANGERS_S
+    """Write a file; wait for a descriptor, since unauthenticated connections end within seconds."""
+    deadline = time.monotonic() + DESCRIPTOR_S
     while True:
         try:
             return files.write_whole(path, data)
@@ -96,7 +92,7 @@ def _write_patiently(path: Path, data: bytes) -> None:
 
 
 async def _to_its_end(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """As `in_thread`, but when cancelled it ends only after `act` has."""
+    """As `in_thread`, but a cancelled call returns only after `act` has ended."""
     acting = asyncio.ensure_future(in_thread(act, *args, **kwargs))
     try:
         return await asyncio.shield(acting)

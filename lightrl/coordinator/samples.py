@@ -1,7 +1,4 @@
-"""samples.jsonl: what was sampled, as text that can be read, with its score.
-
-Owns which responses of a step are written, and how a line looks. A run can do without the file.
-"""
+"""Write samples.jsonl: responses as text, with their scores. An optional file."""
 
 import math
 from collections.abc import Callable
@@ -17,22 +14,23 @@ FILE_NAME = "samples.jsonl"
 
 
 class SamplesLog:
+    """Appends a line for each response that is wanted."""
+
     def __init__(
         self, run_dir: Path, number: int | Literal["all"], report: Callable[[str], None]
     ) -> None:
-        """`number`: of each training step; of evaluations all are written. What the disk refuses is
-        left out, and `report` is told."""
+        """`number`: responses of each training step; those of evaluations are all written. A line
+        that cannot be written is dropped and reported."""
         self._number = math.inf if number == "all" else number
         self._file = AppendFile(run_dir / FILE_NAME, report, separator=b"\n")
 
     def write(self, response: Response, prompt: str, result: RewardResult) -> None:
-        """A response that was just scored."""
+        """Append a response that was just scored."""
         if self.is_wanted(response):
             self._file.append(to_json(as_line(response, prompt, result)) + b"\n")
 
     def is_wanted(self, response: Response) -> bool:
-        """The first groups of a step, whole: which they are does not depend on who finishes
-        first."""
+        """Return whether a response belongs to the first groups of its step, in launch order."""
         group = response.group
         place = group.position * len(group.responses) + response.index
         return group.round.is_eval or place < self._number
@@ -42,8 +40,9 @@ class SamplesLog:
 
 
 def as_line(response: Response, prompt: str, result: RewardResult) -> dict[str, Any]:
-    """`parts`: figures that functions returned besides; `versions`: [policy version, tokens] in
-    order; `extras`: what functions logged, by column; `failure`: why there is no reward."""
+    """Return a line. `parts`: further figures of the functions; `versions`: [policy version,
+    tokens] in order; `extras`: logged by functions, by column; `failure`: why there is no
+    reward."""
     line: dict[str, Any] = {
         "step": response.group.round.step,
         "response": response.id,

@@ -1,7 +1,7 @@
-"""Who looks at the run, and how often. Sends snapshots; knows nothing of what is in them.
+"""Send snapshots of the run to watchers, such as `lightrl top`.
 
-A watcher renews its Watch every few seconds. One that does not is gone, or was stopped with its
-connection open, where snapshots would only pile up.
+A watcher renews its Watch every few seconds; without it, snapshots would queue up for a stopped
+watcher.
 """
 
 import asyncio
@@ -15,15 +15,16 @@ LEASE_S = 10.0
 
 
 class Watchers:
+    """The watchers of a run, each with a task."""
+
     def __init__(self, send: Callable[[Peer], bool]) -> None:
-        """`send` sends a snapshot to a peer and says whether that is still connected."""
-        self.peers: dict[Peer, None] = {}  # a set in the order they came; those of the end included
+        """`send` sends a snapshot to a peer, and returns whether it is connected."""
+        self.peers: dict[Peer, None] = {}  # an ordered set
         self._send = send
         self._tasks: dict[Peer, asyncio.Task[None]] = {}
 
     def renew(self, peer: Peer, every_s: float, tasks: asyncio.TaskGroup) -> None:
-        """A snapshot now, and every `every_s` seconds until the lease runs out; 0 = just this
-        one."""
+        """Send a snapshot now and every `every_s` seconds until the lease expires; 0 = only now."""
         previous = self._tasks.pop(peer, None)
         if previous is not None:
             previous.cancel()

@@ -102,10 +102,10 @@ def test_a_node_that_may_have_lost_them_gets_them_again(news):
     h, now = Histories(knowing(one_epoch("p"))), opened(1, "p")
     order = generate("p@1#0")
     sent = h.attach("a/1", order, by_name(now)).histories
-    h.heard("b/1", news)
-    h.heard("a/1", Heartbeat())
+    h.received("b/1", news)
+    h.received("a/1", Heartbeat())
     assert h.attach("a/1", order, by_name(now)).histories == ()
-    h.heard("a/1", news)
+    h.received("a/1", news)
     assert h.attach("a/1", order, by_name(now)).histories == sent
 
 

@@ -57,7 +57,7 @@ def test_an_end_that_cannot_be_written_leaves_nothing_half(tmp_path: Path):
     asyncio.run(run_files.end(tmp_path, b"{}", b"{}", told.append))
     assert told == []
     assert sorted(f.name for f in tmp_path.iterdir()) == ["snapshot.json", "summary.json"]
-    run_files.go_on(tmp_path)
+    run_files.reopen(tmp_path)
     assert list(tmp_path.iterdir()) == []
     asyncio.run(run_files.end(tmp_path / "gone", b"{}", b"{}", told.append))
     assert [line.partition(":")[2].partition(":")[0] for line in told] == [

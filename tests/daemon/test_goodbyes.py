@@ -41,7 +41,7 @@ def test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached(tmp_p
                 link.close()
                 with contextlib.suppress(PeerUnreachable):
                     while True:
-                        run.head._router.send(run.head._peers._speakers[name], Heartbeat())
+                        run.head._router.send(run.head._peers._bound[name], Heartbeat())
                         # Its thread has to encrypt what is sent.
                         time.sleep(0.0005)  # noqa: ASYNC251
                 run.head._carry_out([Send(name, Heartbeat())])

@@ -65,7 +65,7 @@ class Machines:
 
     @property
     def here(self) -> tuple[str, ...]:
-        """What stands before the command line of who is started on machine 0."""
+        """The words before the command line of a process on machine 0."""
         return ("unshare", "--mount", "sh", "-c", HOSTS, self._hosts)
 
     async def keep(self, run_dir: Path, environment: dict[str, str]) -> None:

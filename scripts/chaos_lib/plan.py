@@ -1,4 +1,4 @@
-"""Which events a seed gives: to whom, when. A pure function, so that a seed can be repeated.
+"""Choose the events of a seed, with their targets and times. Pure, so that a seed can be repeated.
 
 Owns what a run must survive, and that each event leaves it somebody to go on with. Signals nobody.
 """
@@ -69,7 +69,7 @@ class Event:
     phase: Phase
     # after the phase was seen
     delay_s: float = 0.0
-    # until what is stopped goes on
+    # until a stopped process continues
     hold_s: float = 0.0
     # waits for nothing: the event before has just come
     together: bool = False

@@ -26,7 +26,7 @@ SETTINGS = (
     "node.grace_s=10",
     f"reward.env={MARK}",  # by which its workers are found
 )
-# Arbitrary tokens, hence an arbitrary reward: one that tells them apart, or no advantage would.
+# Tokens are arbitrary, so the reward is arbitrary, too; it varies, or there would be no advantage.
 # Ranks are emulated with the engines; a step of 1,600 tokens takes them as long as it takes a real
 # one.
 EMULATED = (

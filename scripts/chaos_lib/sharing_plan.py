@@ -16,7 +16,7 @@ SHARED_EMULATED = (
     "rollout.engine_args={t0_ms=8.0,mean_length=25.0,train_token_ms=0.1,train_step_ms=60.0,"
     "sleep_ms=500.0,wake_ms=500.0,park_ms=1000.0,fetch_ms=300.0}",
 )
-# Nobody says when ranks park. They do at the end of a step, which takes them less than this.
+# No event reports when ranks park. They do at the end of a step, which takes less than this.
 TRAINED_WITHIN_S = 0.6
 MAX_DELAY_S = 0.2  # from the moment the phase was seen
 LONG_S = (1.3, 2.0)  # of a stop, in leases of a node

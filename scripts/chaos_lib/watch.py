@@ -1,6 +1,6 @@
-"""Where a run stands, looked at all the time, also while its coordinator is away.
+"""Follow the progress of a run, also while its coordinator is restarting.
 
-Owns when something was seen. Sends nothing but the request to be told.
+Records when something was observed. Sends nothing but Watch.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ AGAIN_S = 0.1
 
 @dataclass
 class Mark:
-    """Where the run stood at `at`, and how long it took until it was further than that."""
+    """The progress of the run at `at`, and the seconds until it proceeded."""
 
     at: float
     step: int

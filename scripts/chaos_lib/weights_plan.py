@@ -1,7 +1,7 @@
 """Which events a seed gives to those who publish, send, relay, receive, pull and load versions, and
 in which phase of that.
 
-Pure: owns what the weights must survive. What is done to whom is in world.py and machines.py, by
+Pure: lists the faults that weights must survive. world.py and machines.py carry them out, by
 what a phase is seen in watch.py.
 """
 
@@ -76,7 +76,7 @@ def draw_weights(
             hold_s = lease_s * rng.uniform(*rng.choice((SHORT_S, LONG_S)))
         target = TARGETS.get(what) or rng.choice(nodes())
         delay_s = rng.uniform(0, BRIEF.get(phase, MAX_DELAY_S))
-        if phase == "forming":  # no group does, as long as one stands; world.py holds it up
+        if phase == "forming":  # a stopped member keeps the group from forming; see world.py
             other = rng.choice([name for name in nodes() if name != target])
             plan.append(Event("kill rollout", other, step, "sending", 0.0))
         plan.append(Event(kind, target, step, phase, delay_s, hold_s))

@@ -1,7 +1,7 @@
 """One run of `lightrl up` with events: started, hit, started again where nobody else does, cleaned
 up.
 
-Owns its processes, by their ids. What comes when is in plan.py, how the run stands in watch.py.
+Starts and ends processes by their ids. plan.py chooses the events, watch.py follows the run.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ LIGHTRL = (sys.executable, "-m", "lightrl.cli")
 
 
 class ChaosFailed(Exception):
-    """The run did not end well; the text has what it said."""
+    """The run failed; the text holds its output."""
 
 
 @dataclass
@@ -88,8 +88,8 @@ class World:
         self._watch = Watch(self._run_dir)
         self._began = time.monotonic()
         self._felt: list[Felt] = []
-        self._asleep: set[asyncio.Task[None]] = set()  # what is stopped, until it goes on
-        self._held: Process | None = None  # stands still so that a group does not form yet
+        self._asleep: set[asyncio.Task[None]] = set()  # stopped processes, until they continue
+        self._held: Process | None = None  # stopped so that a group does not form yet
         self._is_changing = False  # `lightrl up` was killed and is not there again
 
     async def run(self, plan: list[Event], limit_s: float) -> Outcome:
@@ -144,7 +144,7 @@ class World:
             await asyncio.sleep(LOOK_S)
 
     def _clean_up(self) -> list[Process]:
-        """What was stopped goes on, so that it can end; what does not is killed and returned."""
+        """Continue stopped processes, so that they can end; kill and return those that do not."""
         if self._up is not None and self._up.poll() is None:
             self._up.send_signal(signal.SIGTERM)
         for process in self._processes.all():
@@ -152,13 +152,13 @@ class World:
         return self._processes.end()
 
     def _account(self, what: str) -> str:
-        said = [(self._folder / "out").read_text(errors="replace").strip()]
+        reported = [(self._folder / "out").read_text(errors="replace").strip()]
         for log in sorted(self._run_dir.glob("logs/*.log")):
-            said += [f"-- {log.name}", *log.read_text(errors="replace").splitlines()[-8:]]
+            reported += [f"-- {log.name}", *log.read_text(errors="replace").splitlines()[-8:]]
         events = [
             f"{f.at_s:.1f} s, step {f.step}, {f.phase}: {f.event} {f.note}" for f in self._felt
         ]
-        return "\n".join([what, "-- events", *events, "-- lightrl up", *said])
+        return "\n".join([what, "-- events", *events, "-- lightrl up", *reported])
 
     # Events
 
@@ -219,8 +219,8 @@ class World:
                 task.cancel()
 
     async def _until_forming(self, event: Event) -> None:
-        """Returns while a group forms and cannot end that, for an engine that must join it stands
-        still. Nobody needs that one: it is stopped when its responses are there."""
+        """Return while a group forms and cannot finish, since an engine that must join it is
+        stopped. Nobody needs that one: it is stopped when its responses are there."""
         while True:
             other = await self._watch.until_trained(event.step, event.target)
             self._held = self._processes.child(other, "engine")

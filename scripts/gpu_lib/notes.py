@@ -1,4 +1,4 @@
-"""How a part of scripts/gpu says what it finds: figures, and, as a pytest plugin, how its tests
+"""Report what a part of scripts/gpu finds: figures, and, as a pytest plugin, how its tests
 went.
 
 Does nothing outside scripts/gpu. Needs nothing but the standard library.

@@ -36,28 +36,28 @@ NAMED = (
 
 ASK_TORCH = """
 import json, warnings
-said = {"why": None}
+reported = {"why": None}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch
-    said["cuda"] = torch.version.cuda
+    reported["cuda"] = torch.version.cuda
     try:
         available = torch.cuda.is_available()
         if available:
             free, total = torch.cuda.mem_get_info()
             torch.ones(1, device="cuda").add(1).item()
-            said |= {
+            reported |= {
                 "gpu": torch.cuda.get_device_name(), "count": torch.cuda.device_count(),
                 "capability": list(torch.cuda.get_device_capability()),
                 "free_gib": round(free / 2**30, 2), "total_gib": round(total / 2**30, 2),
                 "nccl": list(torch.cuda.nccl.version()),
             }
     except (RuntimeError, AssertionError) as e:
-        available, said["why"] = False, str(e).strip().splitlines()[0]
-if not available and not said["why"]:
+        available, reported["why"] = False, str(e).strip().splitlines()[0]
+if not available and not reported["why"]:
     reasons = [str(w.message).strip().splitlines()[0] for w in caught if "CUDA" in str(w.message)]
-    said["why"] = reasons[0] if reasons else "no CUDA device"
-print(json.dumps(said))
+    reported["why"] = reasons[0] if reasons else "no CUDA device"
+print(json.dumps(reported))
 """
 
 
@@ -84,24 +84,24 @@ def probe() -> dict[str, Any]:
             timeout=LIMIT_S,
             check=True,
         )
-        said = json.loads(asked.stdout.strip().splitlines()[-1])
+        reported = json.loads(asked.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return machine | {"why_no_cuda": f"torch does not answer within {LIMIT_S:.0f} s"}
     except subprocess.CalledProcessError as e:
         last = (e.stderr.strip().splitlines() or [f"exit status {e.returncode}"])[-1]
         return machine | {"why_no_cuda": f"torch cannot be imported: {last}"}
-    return machine | said | {"why_no_cuda": _why_no_cuda(said)}
+    return machine | reported | {"why_no_cuda": _why_no_cuda(reported)}
 
 
-def _why_no_cuda(said: dict[str, Any]) -> str | None:
-    if said["why"] and said["cuda"] is None:
+def _why_no_cuda(reported: dict[str, Any]) -> str | None:
+    if reported["why"] and reported["cuda"] is None:
         return "no CUDA device: torch is built for CPU"
-    if said["why"] and os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        return f"{said['why']} (CUDA_VISIBLE_DEVICES = {os.environ['CUDA_VISIBLE_DEVICES']!r})"
-    if not said["why"] and said["free_gib"] < LEAST_FREE_GIB:
-        free = f"{said['free_gib']:g} of {said['total_gib']:g} GiB"
+    if reported["why"] and os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return f"{reported['why']} (CUDA_VISIBLE_DEVICES = {os.environ['CUDA_VISIBLE_DEVICES']!r})"
+    if not reported["why"] and reported["free_gib"] < LEAST_FREE_GIB:
+        free = f"{reported['free_gib']:g} of {reported['total_gib']:g} GiB"
         return f"{free} are free on the GPU, {LEAST_FREE_GIB:g} are needed"
-    return said["why"]
+    return reported["why"]
 
 
 def refusal(part: Part, machine: dict[str, Any], device: str) -> str | None:
@@ -139,7 +139,9 @@ def _version(name: str) -> str | None:
 def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        reported = subprocess.run(
+            query, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.strip().splitlines()[0] if said.strip() else None
+    return reported.strip().splitlines()[0] if reported.strip() else None

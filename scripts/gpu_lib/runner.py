@@ -122,7 +122,7 @@ class Runner:
             try:
                 return process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER: says where it was
+                process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stack
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(DYING_S)
                 return None

@@ -79,7 +79,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def on_device() -> str:
-    """What scripts/gpu was told: "cuda", or "cpu" where nothing is measured but that it works."""
+    """The --device of scripts/gpu: "cuda", or "cpu", where only the function is checked."""
     return os.environ.get("LIGHTRL_GPU_DEVICE", "cuda")
 
 
@@ -110,7 +110,7 @@ def make_module(
     folder: Path, device: str, dtype: Any, seed: int = 0, deviation: float | None = None
 ) -> Any:
     """The module of a model directory with random weights, for inference. `deviation`: of its
-    logits; None: as SPREAD says."""
+    logits; None: SPREAD."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -238,9 +238,9 @@ def report(
     shape: str, kind: str, ours: dict[int, float], name: str, bare: dict[int, float]
 ) -> None:
     for batch, rate in ours.items():
-        figure(f"{shape}, {kind} engine, {batch} at once: tokens/s", round(rate, 1))
-        figure(f"{shape}, {name}, {batch} at once: tokens/s", round(bare[batch], 1))
-        figure(f"{shape}, {kind} engine / {name}, {batch} at once", round(rate / bare[batch], 3))
+        figure(f"{shape}, {kind} engine, batch {batch}: tokens/s", round(rate, 1))
+        figure(f"{shape}, {name}, batch {batch}: tokens/s", round(bare[batch], 1))
+        figure(f"{shape}, {kind} engine / {name}, batch {batch}", round(rate / bare[batch], 3))
 
 
 def free_memory() -> None:

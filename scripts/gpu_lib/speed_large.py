@@ -2,7 +2,7 @@
 of a step, and of staging a checkpoint.
 
 What is staged is never written to its end: the process leaves. Where the host lacks the memory for
-the optimizer's state twice, the weights alone are staged, and that is said.
+the optimizer's state twice, the weights alone are staged, with a note.
 
     python -m gpu_lib.speed_large 7b
 """
@@ -63,7 +63,7 @@ def loaded(model: Path, shape: str) -> Any:
     )
     begun = clock(reset=True)
     learner = Learner(config, model, torch.device(on_device()), 1, lambda: None)
-    told(f"{shape}, loaded", begun)
+    received(f"{shape}, loaded", begun)
     figure(f"{shape}: parameters", sum(p.numel() for p in learner.parameters))
     return learner
 
@@ -79,7 +79,7 @@ def steps(learner: Any, shape: str) -> None:
         begun = clock(reset=True)
         learner.accumulate(batches)
         metrics = learner.finish(FinishStep(number, responses, tokens, number + 1))
-        told(f"{shape}, {word} of {MICRO_BATCHES} x {TOKENS:,} tokens", begun)
+        received(f"{shape}, {word} of {MICRO_BATCHES} x {TOKENS:,} tokens", begun)
         for key in ("timing_s/forward_backward", "timing_s/optimizer"):
             figure(f"{shape}, {word}: {key}", round(metrics[key], 3))
         assert metrics["grad_norm"] > 0
@@ -111,21 +111,21 @@ def stage(learner: Any, model: Path, shape: str, scratch: Path) -> None:
     has_optimizer = free > (STATE + STAGED_WEIGHTS) * num + SPARE
     figure(f"{shape}: GiB that the host had left to stage", round(free / GIB, 1))
     figure(f"{shape}: staged with the optimizer's state", has_optimizer)
-    said: list[Any] = []
+    reported: list[Any] = []
     policy, optimizer = learner.policy, learner.optimizer
-    saver = Saver(policy, optimizer, model, learner.config.checkpoint, said.append)
+    saver = Saver(policy, optimizer, model, learner.config.checkpoint, reported.append)
     saved = SavedStep(2, 2, digest="", dtype="bfloat16", has_optimizer=has_optimizer)
     begun = clock(reset=True)
     problem = saver.begin(scratch / "checkpoints" / "step_2", saved, has_export=False)
     if problem:
         sys.exit(f"not staged: {problem}")
-    told(f"{shape}, a checkpoint staged for the first time", begun)
+    received(f"{shape}, a checkpoint staged for the first time", begun)
     staged = num * (STAGED_WEIGHTS + (STATE if has_optimizer else 0))
     figure(f"{shape}: GiB staged", round(staged / GIB, 2))
     if IS_GPU:
         leave(scratch)
     saver.wait()
-    assert type(said[-1]).__name__ == "Saved", said
+    assert type(reported[-1]).__name__ == "Saved", reported
 
 
 def leave(scratch: Path) -> None:
@@ -148,7 +148,7 @@ def clock(reset: bool = False) -> float:
     return time.perf_counter()
 
 
-def told(what: str, begun: float) -> None:
+def received(what: str, begun: float) -> None:
     import torch
 
     figure(f"{what}: s", round(clock() - begun, 2))

@@ -105,7 +105,7 @@ def bare_steps(model: Path, shape: str) -> float:
 
 
 def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str, float]]:
-    """Seconds of a step without writing the version, and what the rank says of its parts."""
+    """Seconds of a step without writing the version, and the rank's own figures of its parts."""
     from lightrl.config.run_file import parse_config
     from lightrl.trainer.protocol import Accumulate, FinishStep, StartRank, TrainSample
     from lightrl.trainer.rank.rank import Rank
@@ -130,18 +130,18 @@ def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str,
         for i, (p, r, a) in enumerate(rows_of(shape))
     ]
     batches = tuple(tuple(samples[i : i + BATCH]) for i in range(0, RESPONSES, BATCH))
-    said: list[dict[str, float]] = []
+    reported: list[dict[str, float]] = []
 
     def step(number: int) -> None:
         list(rank.perform(Accumulate(number, batches)))
         *_, finished = rank.perform(
             FinishStep(number, RESPONSES, RESPONSES * RESPONSE_TOKENS, number + 1)
         )
-        said.append(finished.metrics)
+        reported.append(finished.metrics)
 
     seconds = median_of(step)
     keys = ("timing_s/forward_backward", "timing_s/optimizer", "timing_s/publish")
-    parts = {key: statistics.median(m[key] for m in said[WARM:]) for key in keys}
+    parts = {key: statistics.median(m[key] for m in reported[WARM:]) for key in keys}
     return seconds - parts["timing_s/publish"], parts
 
 

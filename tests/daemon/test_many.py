@@ -30,15 +30,15 @@ def test_a_low_limit_is_raised_and_all_nodes_take_part():
     assert (result["state"], result["steps"], result["wrong_responses"]) == ("finished", STEPS, 0)
     assert (result["joined"], result["worked_in_last_steps"], result["nodes_ended"]) == (40, 40, {})
     assert 48 < result["open_files"] <= 104
-    assert result["said"] == ""
+    assert result["reported"] == ""
 
 
 def test_nodes_for_which_there_is_no_descriptor_are_told_so_and_the_others_work():
     result = bench("64:64")
     assert (result["state"], result["steps"], result["wrong_responses"]) == ("finished", STEPS, 0)
     assert 5 <= result["joined"] == result["worked_in_last_steps"] < 25
-    assert "file descriptors" in result["said"]
-    assert "ulimit -Hn" in result["said"]
+    assert "file descriptors" in result["reported"]
+    assert "ulimit -Hn" in result["reported"]
     [(why, count)] = result["nodes_ended"].items()
     assert count + result["joined"] == 40
     assert why == (

@@ -41,7 +41,7 @@ LISTENS_S = 60.0
 
 
 class HarvestFailed(Exception):
-    """The run did not end well; the text has what it said."""
+    """The run failed; the text holds its output."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Ran:
     summary: dict[str, Any]
     # of each step, with "ended_at", by the clock of this process
     records: list[dict[str, float]]
-    # of preemptible nodes: from their hello until they were killed, or told to go
+    # of preemptible nodes: from their hello until they were killed or drained
     present: list[tuple[float, float]]
     kills: int
     terms: int
@@ -69,10 +69,10 @@ class _Nodes:
     environment: dict[str, str]
     # how many times as long their engines take, by name; 1 of those that are not named
     slowness: Mapping[str, float] = field(default_factory=dict)
-    # what stands before their command line
+    # words before their command line
     words: Sequence[str] = ()
     running: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
-    # that were told to go, or were killed
+    # that were drained or killed
     gone: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     since: dict[str, float] = field(default_factory=dict)
     present: list[tuple[float, float]] = field(default_factory=list)
@@ -163,9 +163,9 @@ def run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 up.wait(30.0)
         left = processes.end()
-    said = (folder / "out").read_text(errors="replace")[-1500:]
+    reported = (folder / "out").read_text(errors="replace")[-1500:]
     if up.wait() != 0:
-        raise HarvestFailed(f"`lightrl up` ended with {up.returncode}:\n{said}")
+        raise HarvestFailed(f"`lightrl up` ended with {up.returncode}:\n{reported}")
     if left:
         raise HarvestFailed(f"outlived the run: {[' '.join(p.words)[:150] for p in left]}")
     summary = json.loads((folder / "run" / "summary.json").read_bytes())
@@ -216,8 +216,8 @@ async def _address(run_dir: Path, up: "subprocess.Popen[bytes]") -> str:
     deadline = time.monotonic() + LISTENS_S
     while (address := listening(run_dir)) is None:
         if up.poll() is not None or time.monotonic() > deadline:
-            said = (run_dir.parent / "out").read_text(errors="replace")[-1500:]
-            raise HarvestFailed(f"the coordinator did not come up:\n{said}")
+            reported = (run_dir.parent / "out").read_text(errors="replace")[-1500:]
+            raise HarvestFailed(f"the coordinator did not come up:\n{reported}")
         await asyncio.sleep(LOOK_S)
     return reachable(address)
 
@@ -236,7 +236,7 @@ def _steps(run_dir: Path) -> list[dict[str, float]]:
 
 
 class _Cpu:
-    """Looked at now and then, since processes that were killed tell nothing any more."""
+    """Sampled now and then, since killed processes report nothing."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes

@@ -1,7 +1,7 @@
 """The ceiling of a pull: sockets, a hash call and a file, nothing else.
 
-`python -m scripts.bench.weights_lib.bare serve PATH HOST STREAMS` says its port and sends what it
-is asked for; `receive HOST PORT STREAMS SIZE TO KIND` says how many seconds it took. KIND: "alone"
+`python -m scripts.bench.weights_lib.bare serve PATH HOST STREAMS` prints its port and sends what it
+is asked for; `receive HOST PORT STREAMS SIZE TO KIND` prints the seconds it took. KIND: "alone"
 without a hash; "whole" receives a bucket into the mapped file and hashes it with one call;
 "portions" hashes and writes what fits a core's cache. All threads of a process, as in a pull.
 """

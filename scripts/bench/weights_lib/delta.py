@@ -52,11 +52,11 @@ class Step:
 
     version: VersionFile
     encode_s: float
-    said: dict[str, Any]
+    reported: dict[str, Any]
 
     @property
     def delta(self) -> VersionFile | None:
-        return VersionFile(**self.said["delta"]) if "delta" in self.said else None
+        return VersionFile(**self.reported["delta"]) if "delta" in self.reported else None
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -79,21 +79,21 @@ def made(case: Case, folder: Path) -> list[Step]:
         stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
     )  # fmt: skip
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return [Step(VersionFile(**s["version"]), s["encode_s"], s) for s in said]
+    reported = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [Step(VersionFile(**s["version"]), s["encode_s"], s) for s in reported]
 
 
 def _bytes(case: Case, steps: list[Step]) -> Iterator[Row]:
     size = steps[0].version.num_bytes
     mb = round(size / 1e6)
     found = [s for s in steps if s.delta is not None]
-    shares = [s.said["changed"] for s in steps[1:]]
+    shares = [s.reported["changed"] for s in steps[1:]]
     yield Row("delta", f"{case.what}: changed", mb, 100 * statistics.mean(shares), "%")
     yield Row("delta", "  differences that pay", mb, len(found), "of", float(len(steps) - 1))
     if not found:
         return
-    encoded = sum(s.said["encoded_bytes"] for s in found)
-    entropy = sum(s.said["entropy_bytes"] for s in found)
+    encoded = sum(s.reported["encoded_bytes"] for s in found)
+    entropy = sum(s.reported["entropy_bytes"] for s in found)
     yield Row(
         "delta", "  its bytes, beside the entropy", mb, encoded / len(found) / 1e6, "MB",
         entropy / len(found) / 1e6, 1.5, is_at_most=True,
@@ -151,7 +151,9 @@ def _get(node: subprocess.Popen[str], trainer: Node, step: Step, mode: str) -> d
     if mode in ("delta", "auto") and delta is not None:
         trainer.publish(delta)
         size = delta.manifest_bytes()
-        link = DeltaOffer(step.said["base"], version.digest, delta.digest, size, delta.num_bytes)
+        link = DeltaOffer(
+            step.reported["base"], version.digest, delta.digest, size, delta.num_bytes
+        )
         later = (step.encode_s, {**asdict(offer), "deltas": [asdict(link)]})
         offers = [(0.0, later[1])] if mode == "delta" else [*offers, later]
     assert node.stdin is not None

@@ -46,14 +46,14 @@ async def main(name: str, host: str, mark: str) -> None:
     server, loop = WeightServer(), asyncio.get_running_loop()
     store = Store(mark.encode())
     store.open()
-    said, serves = list[Message](), list[tuple[int, str]]()
+    reported, serves = list[Message](), list[tuple[int, str]]()
     weights = NodeWeights(
         name,
         Weights(),
         store,
         server,
         host,
-        said.append,
+        reported.append,
         lambda: next(iter(serves), None),
         lambda *_: None,
     )

@@ -1,9 +1,9 @@
 """Versions of a model that is really trained, and the differences between them: a process.
 
 `python -m scripts.bench.weights_lib.delta_versions FOLDER MODEL DTYPE RATE UPDATES` writes version
-after version to FOLDER, by the project's own publisher, and says a JSON line for each: the version,
-the difference that leads to it (if it pays), the seconds that this took, and by what the difference
-is measured. MODEL is a directory, or "random:WIDTHxLAYERS". GRPO on random responses with random
+after version to FOLDER, by the project's own publisher, and prints a JSON line for each: the
+version, the difference that leads to it (if it pays), the seconds that this took, and by what the
+difference is measured. MODEL is a directory, or "random:WIDTHxLAYERS". GRPO on random responses with random
 advantages: weights change as Adam changes them, which is what the difference depends on.
 """
 
@@ -110,18 +110,18 @@ def main(folder: Path, model: str, dtype: str, rate: float, updates: int) -> Non
         made = publisher.publish_delta()
         seconds = time.perf_counter() - begun
         file = kept(published, folder, f"v{number}")
-        said: dict[str, Any] = {"version": asdict(file), "encode_s": seconds}
+        reported: dict[str, Any] = {"version": asdict(file), "encode_s": seconds}
         after = np.frombuffer(Path(file.path).read_bytes(), kind)
         if before is not None:
-            said["changed"], said["entropy_bytes"] = entropy(before, after)
+            reported["changed"], reported["entropy_bytes"] = entropy(before, after)
         if made is not None:
             base, delta = made
             copy = kept(delta, folder, f"d{number}")
             manifest = open_packed(Path(copy.path), copy.num_bytes).manifest
-            said |= {"base": base.digest, "delta": asdict(copy)}
-            said["encoded_bytes"] = copy.num_bytes - len(header(manifest))
+            reported |= {"base": base.digest, "delta": asdict(copy)}
+            reported["encoded_bytes"] = copy.num_bytes - len(header(manifest))
         before = after
-        print(json.dumps(said), flush=True)
+        print(json.dumps(reported), flush=True)
     publisher.close()
 
 

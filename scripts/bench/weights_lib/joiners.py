@@ -1,4 +1,4 @@
-"""Eight nodes that pull the same version at once, each on a line of its own."""
+"""Eight nodes that pull the same version together, each on a line of its own."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def rows(options: Options) -> Iterator[Row]:
         ideal = version.num_bytes / options.line
         yield Row("joiners", "one alone, of the line", mb, ideal / alone, "share")
         taken, sent, _ = measure(options, version, folder, NUM, all_at_once)
-        yield Row("joiners", "eight at once", mb, taken, "s", alone, 1.3, is_at_most=True)
+        yield Row("joiners", "eight together", mb, taken, "s", alone, 1.3, is_at_most=True)
         yield Row(
             "joiners", "  sent by the trainer", mb, sent / 1e9, "GB",
             version.num_bytes / 1e9, 2.0, is_at_most=True,
@@ -61,7 +61,7 @@ def measure(
     num: int,
     scenario: Callable[[World], tuple[float, float]],
 ) -> tuple[float, float, float]:
-    """Seconds until all were done, bytes that the trainer sent, what the scenario says itself."""
+    """Seconds until all were done, bytes that the trainer sent, and figures of the scenario."""
     with network.Switch(num + 1, options.line).up() as switch:
         names = ["trainer", *(f"n{k}" for k in range(num))]
         given = zip(names, switch.hosts, switch.spaces, strict=True)

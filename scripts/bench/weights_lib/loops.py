@@ -97,5 +97,5 @@ def scenario(folder: Path, mb: int, trainer: Node, puller: Node, idle: Node) -> 
 
 
 def tiny(folder: Path) -> VersionFile:
-    """A version that stands for the next one until that is written."""
+    """A version that is used until the next one is written."""
     return replace(files.make(folder / "tiny.bin", 1), policy_version=3)

@@ -1,7 +1,7 @@
 """One node of the benchmark, a process: `python -m scripts.bench.weights_lib.node NAME HOST`.
 
-Speaks JSON lines. At its start it says where it serves and its secret; then it does what it is
-told: {"publish": VersionFile}, or {"pull": Wanted, "to": path, "sources": [...], "streams": 4},
+Speaks JSON lines. At its start it prints its addresses and its secret; then it carries out
+orders: {"publish": VersionFile}, or {"pull": Wanted, "to": path, "sources": [...], "streams": 4},
 which is answered by lines of progress and one with the stats. Ends with its input.
 """
 

@@ -29,12 +29,12 @@ class Process:
             cwd=ROOT,
         )
 
-    def tell(self, **order: Any) -> None:
+    def order(self, **order: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -51,13 +51,13 @@ class Node(Process):
 
     def __init__(self, name: str, host: str, namespace: str = "") -> None:
         super().__init__(name, namespace, "scripts.bench.weights_lib.node", name, host)
-        said = self.hear()
-        self.addresses: list[str] = said["addresses"]
-        self.secret: str = said["secret"]
+        reported = self.receive()
+        self.addresses: list[str] = reported["addresses"]
+        self.secret: str = reported["secret"]
 
     def publish(self, version: VersionFile) -> None:
-        self.tell(publish=asdict(version))
-        self.hear()
+        self.order(publish=asdict(version))
+        self.receive()
 
     def source(self, receiver: str) -> dict[str, Any]:
         ticket = pull_ticket(self.secret, receiver, 1)
@@ -71,17 +71,17 @@ class Node(Process):
             "num_bytes": version.num_bytes,
             "manifest_bytes": size,
         }
-        whom = [s.source(self.name) for s in sources]
-        self.tell(pull=wanted, to=str(to), sources=whom, streams=streams)
+        offers = [s.source(self.name) for s in sources]
+        self.order(pull=wanted, to=str(to), sources=offers, streams=streams)
 
     def until_proved(self, num_bytes: int) -> None:
-        while self.hear().get("proved", 0) < num_bytes:
+        while self.receive().get("proved", 0) < num_bytes:
             pass
 
     def stats(self) -> dict[str, Any]:
-        while "stats" not in (said := self.hear()):
+        while "stats" not in (reported := self.receive()):
             pass
-        return said
+        return reported
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

@@ -1,4 +1,4 @@
-"""For how long an engine stands still for a version, beside a bare copy or reload of the same
+"""Measure how long an engine stops for a version, beside a bare copy or reload of the same
 bytes, and by how much its own memory grows meanwhile."""
 
 import importlib.util
@@ -31,8 +31,8 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def of_engine(folder: Path, kind: str, mb: int, dtype: str, repeat: int) -> Iterator[Row]:
-    said = _run("measure", str(folder), kind, dtype, str(repeat))
-    found = json.loads(said.splitlines()[-1])
+    reported = _run("measure", str(folder), kind, dtype, str(repeat))
+    found = json.loads(reported.splitlines()[-1])
     load, bare = (statistics.median(found["seconds"][name]) for name in ("load", "bare"))
     what = f"{kind}, {dtype}: beside {BARE[kind]}"
     yield Row("pause", what, mb, load, "s", bare, GOALS[kind], is_at_most=True)

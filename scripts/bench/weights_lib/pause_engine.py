@@ -1,5 +1,5 @@
 """An engine that loads versions, a process: `pause_engine make FOLDER MB DTYPE` writes a model and
-two versions of it, `pause_engine measure FOLDER KIND DTYPE REPEAT` says how long its loads took
+two versions of it, `pause_engine measure FOLDER KIND DTYPE REPEAT` prints how long its loads took
 beside bare ones into the same tensors, and by how much its own memory grew meanwhile.
 """
 
@@ -135,7 +135,7 @@ def _timed(act: Callable[[], Any]) -> float:
 
 @contextmanager
 def growth() -> Iterator[Callable[[], int]]:
-    """Yields what says, at the end, by how many bytes this process's own memory grew at most. Pages
+    """Yield a function that returns the largest growth of this process's memory in bytes. Pages
     of the version are shared ones; "dirty" is what the kernel calls all that lie in tmpfs."""
     before, most, is_over = anonymous(), 0, threading.Event()
 
@@ -157,7 +157,7 @@ def anonymous() -> int:
     for line in Path(f"/proc/{os.getpid()}/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) << 10
-    raise OSError("smaps_rollup says nothing of anonymous memory")
+    raise OSError("smaps_rollup has no anonymous memory")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def measured(mb: int, dtype: str, repeat: int) -> dict:
             )
             for rank in range(WORLD)
         ]
-        said = [rank.communicate()[0] for rank in ranks]
+        reported = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise SystemExit("a rank failed")
-    return json.loads(said[0])
+    return json.loads(reported[0])

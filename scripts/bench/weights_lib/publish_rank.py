@@ -102,8 +102,8 @@ def main() -> None:
         took["bare"].append(timed(lambda: bare(rank, world, file, given)))
         took["delta"].append(timed(publisher.publish_delta))
     if rank == 0:
-        said = {"seconds": took, "first_s": first_s, "num_bytes": len(file)}
-        print(json.dumps({**said, "anonymous_bytes": anonymous}))
+        reported = {"seconds": took, "first_s": first_s, "num_bytes": len(file)}
+        print(json.dumps({**reported, "anonymous_bytes": anonymous}))
 
 
 if __name__ == "__main__":

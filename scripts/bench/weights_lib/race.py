@@ -27,7 +27,7 @@ class Member(Process):
 
     def __init__(self, kind: str, space: str) -> None:
         super().__init__(kind, space, MODULE, kind)
-        self.hear()
+        self.receive()
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -72,8 +72,8 @@ def race(
             stack.callback(member.kill)
         rank, *engines = members
         for engine in engines:
-            engine.tell(prepare=asdict(version))
-            engine.hear()
+            engine.order(prepare=asdict(version))
+            engine.receive()
         form(members, switch.hosts[0])
         given = zip(("trainer", "a", "b"), switch.hosts, switch.spaces, strict=True)
         world = stack.enter_context(nodes(*given))
@@ -86,22 +86,22 @@ def race(
 
 def form(members: list[Member], host: str) -> None:
     rank = members[0]
-    rank.tell(open=host)
-    address = rank.hear()["address"]
+    rank.order(open=host)
+    address = rank.receive()["address"]
     for i, member in enumerate(members):
-        member.tell(
+        member.order(
             join=address, place=asdict(Membership("race", i, 1, len(members), "gloo", 60.0))
         )
     for member in members:
-        member.hear()
+        member.receive()
 
 
 def broadcast(version: VersionFile, rank: Member, engines: list[Member]) -> float:
     begun = time.monotonic()
-    rank.tell(send=asdict(version), group="race")
+    rank.order(send=asdict(version), group="race")
     for engine in engines:
-        engine.tell(receive=asdict(version), group="race")
-    sums = {tuple(member.hear()["sums"]) for member in (rank, *engines)}
+        engine.order(receive=asdict(version), group="race")
+    sums = {tuple(member.receive()["sums"]) for member in (rank, *engines)}
     assert len(sums) == 1, "the members disagree"
     return time.monotonic() - begun
 
@@ -117,9 +117,9 @@ def pull(
     for node, engine in zip(pullers, engines, strict=True):
         node.stats()
         path = str(folder / f"{node.name}.bin")
-        engine.tell(load=asdict(replace(version, path=path)))
+        engine.order(load=asdict(replace(version, path=path)))
     for engine in engines:
-        engine.hear()
+        engine.receive()
     taken = time.monotonic() - begun
     for node in pullers:
         (folder / f"{node.name}.bin").unlink()

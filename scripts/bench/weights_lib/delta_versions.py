@@ -3,8 +3,8 @@
 `python -m scripts.bench.weights_lib.delta_versions FOLDER MODEL DTYPE RATE UPDATES` writes version
 after version to FOLDER, by the project's own publisher, and prints a JSON line for each: the
 version, the difference that leads to it (if it pays), the seconds that this took, and by what the
-difference is measured. MODEL is a directory, or "random:WIDTHxLAYERS". GRPO on random responses with random
-advantages: weights change as Adam changes them, which is what the difference depends on.
+difference is measured. MODEL is a directory, or "random:WIDTHxLAYERS". GRPO on random
+responses with random advantages: weights change as Adam changes them, which is what the difference depends on.
 """
 
 import json

@@ -75,9 +75,7 @@ class Inbound:
                         self._feed(NodeLost(peer.name, "connection lost"))
                 elif self._peers.is_current(peer):
                     self._handle(peer, message)
-                elif isinstance(
-                    message, Heartbeat
-                ):  # of a lost or replaced node
+                elif isinstance(message, Heartbeat):  # of a lost or replaced node
                     self._peers.send_to(peer, self._hello_again)
                 elif isinstance(message, ProtocolError):
                     self._records.bad_frames += 1

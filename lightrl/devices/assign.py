@@ -1,8 +1,7 @@
-"""Which GPUs a training rank and an engine get, and how much memory an engine takes of each.
+"""Assign GPUs to training ranks and engines, and a share of their memory to each engine.
 
-Pure: what the driver says, what the user allows (CUDA_VISIBLE_DEVICES, set by hand or by Slurm) and
-what the config wants go in; what each child process gets comes out, or one line of refusal. Asks
-nobody.
+Pure. Input: the GPUs that the driver reports, CUDA_VISIBLE_DEVICES (set by hand or by Slurm) and
+the config. Output: the GPUs of each child process, or one line of refusal.
 """
 
 import math
@@ -14,20 +13,19 @@ from lightrl.devices.memory import GIB, Item
 from lightrl.devices.visible import ORDER, VISIBLE, Device, gib, listed, visible
 from lightrl.errors import ConfigError
 
-ALONE = 0.92  # gpu_memory_utilization as vLLM has it
-SPARE = 0.01  # of a GPU's memory: what is free moves a little
-# of a process that uses CUDA: vLLM counts it to no share, but asks what is free then
+ALONE = 0.92  # vLLM's default of gpu_memory_utilization
+SPARE = 0.01  # of a GPU's memory: free memory varies a little
+# of a process that uses CUDA: vLLM counts it in no share, but it reduces free memory
 STARTED = 0.6 * GIB
 
 
 class TooLittleMemory(ConfigError):
-    """What is free on a GPU now is not enough; processes that are just ending may still hold it."""
+    """Too little memory is free on a GPU; processes that are ending may still hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one daemon gets. `memory`: the share of each GPU that its engine may take; 0 = as it
-    likes."""
+    """GPUs of one daemon. `memory`: share of each GPU for its engine; 0 means no limit."""
 
     tokens: tuple[str, ...] = ()
     memory: float = 0.0
@@ -38,8 +36,7 @@ CPU = Part()
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to run here. `least`: bytes without which an engine cannot work on one of its
-    GPUs."""
+    """Processes that run here. `least`: bytes that an engine needs on each of its GPUs."""
 
     ranks: int = 0
     trainers: int = 1  # nodes that share them
@@ -48,24 +45,23 @@ class Wanted:
     per_engine: int = 1
     train_devices: tuple[int, ...] = ()
     rollout_devices: tuple[int, ...] = ()
-    # empty: not known
+    # empty: unknown
     rank_items: tuple[Item, ...] = ()
     rank_bytes: int = 0
     least: int = 0
     # gpu_memory_utilization of rollout.engine_args
     utilization: float | None = None
-    # sizes of engines that take turns over the same GPUs; `engines` counts those of the first. () =
-    # one size
+    # sizes of engines that use the same GPUs in turn; `engines` counts those of the first size
     parallel: tuple[int, ...] = ()
-    # engines that sleep on each GPU of one that is awake
+    # sleeping engines on each GPU beside the one that is awake
     asleep: int = 0
-    # engines use the ranks' devices in turn with them; without ranks here, those of others
+    # engines use devices in turn with ranks, of this daemon or of another one
     is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One token for each rank, one part for each engine. `notes` say it to people."""
+    """One token for each rank, one part for each engine. `notes`: lines for users."""
 
     ranks: tuple[str, ...] = ()
     engines: tuple[Part, ...] = ()
@@ -73,7 +69,7 @@ class Assignment:
     trainers: int = 1  # nodes that share the ranks
 
     def options(self, daemon: str) -> tuple[str, ...]:
-        """Of `lightrl daemon`, by the names that `lightrl up` gives: trainer-0, rollout-0 ..."""
+        """Return options of `lightrl daemon`, for trainer-0, rollout-0 ... of `lightrl up`."""
         role, _, k = daemon.rpartition("-")
         part = CPU
         if role == "trainer":
@@ -93,20 +89,19 @@ NO_GPUS = Assignment()
 
 @dataclass(slots=True)
 class _Users:
-    """Who is on one device."""
+    """Ranks and engines on one device."""
 
     ranks: list[int] = field(default_factory=list[int])
     engines: list[int] = field(default_factory=list[int])
 
 
 def environment(tokens: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What is added to a child's environment. Without tokens nothing: there is no GPU, or none is
-    used."""
+    """Return additions to a child's environment; {} without tokens, when no GPU is used."""
     if not tokens:
         return {}
     added = {VISIBLE: ",".join(tokens)}
-    if not _has_numbers(environ.get(VISIBLE)):  # else they mean what they meant in this process
-        added[ORDER] = "PCI_BUS_ID"  # the numbers are nvidia-smi's
+    if not _has_numbers(environ.get(VISIBLE)):  # else numbers are those of this process
+        added[ORDER] = "PCI_BUS_ID"  # numbers are nvidia-smi's
     return added
 
 
@@ -115,7 +110,7 @@ def _has_numbers(setting: str | None) -> bool:
 
 
 def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assignment:
-    """Raises ConfigError, one line, for what cannot be; TooLittleMemory if it may pass."""
+    """Assign devices. Raises ConfigError, one line; TooLittleMemory if a later try may succeed."""
     named = bool(wanted.train_devices or wanted.rollout_devices)
     if not wanted.ranks and not wanted.engines:
         return Assignment()
@@ -136,7 +131,7 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
         return Assignment(notes=(f"no GPU is used: {why}",) if machine.gpus else ())
     ranks = _of_ranks(devices, wanted)
     if wanted.is_shared:
-        if not ranks:  # what is free now may be theirs, in turn
+        if not ranks:  # ranks of another daemon may hold memory that they release in turn
             devices = tuple(replace(device, free=device.total) for device in devices)
         engines = _of_shared_engines(devices, ranks, wanted)
     else:
@@ -164,11 +159,11 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
     return Assignment(tokens, tuple(parts), (*notes, *lines), wanted.trainers)
 
 
-# Who gets what
+# Devices
 
 
 def _of_ranks(devices: tuple[Device, ...], wanted: Wanted) -> list[int]:
-    """A device for each rank: NCCL refuses two ranks on one."""
+    """Choose a device for each rank: NCCL refuses two ranks on one."""
     if not wanted.ranks:
         return []
     chosen = list(wanted.train_devices or range(min(wanted.ranks, len(devices))))
@@ -189,8 +184,7 @@ def _ranks(wanted: Wanted) -> str:
 
 
 def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
-    """The devices of each engine: beside the ranks as long as there are any, else shared in
-    turn."""
+    """Choose the devices of each engine: those without ranks, as long as there are any."""
     if not wanted.engines:
         return []
     _require_there("rollout.devices", wanted.rollout_devices, devices)
@@ -213,7 +207,7 @@ def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -
 
 
 def _of_all_sizes(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
-    """Those of the smallest size first; all sizes over the same GPUs, beside the ranks."""
+    """Choose the same GPUs for all sizes, beside the ranks; the smallest size comes first."""
     needed = wanted.engines * wanted.parallel[0]
     free = (d for d in range(len(devices)) if d not in ranks)
     mine = list(wanted.rollout_devices or free)
@@ -239,7 +233,7 @@ def _require_one_size(wanted: Wanted) -> None:
 def _of_shared_engines(
     devices: tuple[Device, ...], ranks: list[int], wanted: Wanted
 ) -> list[list[int]]:
-    """The devices of each engine: those of the ranks of one trainer node."""
+    """Choose for each engine devices of the ranks of one trainer node."""
     if not ranks:
         return _of_engines(devices, ranks, wanted)
     others = [d for d in wanted.rollout_devices if d not in ranks]
@@ -289,8 +283,8 @@ def _users(ranks: list[int], engines: list[list[int]]) -> dict[int, _Users]:
 
 
 def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
-    """The share of a device's memory for each engine on it, 1 = what the engine takes by itself;
-    how it comes about. Raises TooLittleMemory."""
+    """Return the share of a device's memory for each engine on it, 1 for no limit, and a line that
+    explains it. Raises TooLittleMemory."""
     is_shared = len(on.engines) + len(on.ranks) + wanted.asleep > 1
     if device.total is None or device.free is None or (on.ranks and not wanted.rank_items):
         return _divided_blindly(device, on, wanted) if is_shared and on.engines else (1.0, "")
@@ -305,9 +299,9 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     if not on.engines:
         return 1.0, ""
     if wanted.is_shared:
-        rank = int(STARTED)  # what one keeps that is parked
+        rank = int(STARTED)  # of a suspended rank
     left = device.free - rank - int(STARTED) * wanted.asleep
-    awake = 1 if wanted.asleep else len(on.engines)  # at once
+    awake = 1 if wanted.asleep else len(on.engines)
     each = left / awake / device.total
     minus = f" - {gib(rank)} of a training rank" if rank else ""
     minus += f" - {gib(STARTED * wanted.asleep)} of engines asleep" if wanted.asleep else ""

@@ -1,6 +1,6 @@
-"""CUDA from inside a child process: whether it is there as promised, and how long its work takes.
+"""Check for CUDA in a child process, and time its work.
 
-Imports torch: engines and training ranks import this file, daemons must not.
+Imports torch: for engines and training ranks, not for daemons.
 """
 
 import contextlib
@@ -15,31 +15,32 @@ from lightrl.errors import ConfigError
 
 
 def has_cuda() -> bool:
-    """Raises ConfigError, one line, if this process was given a GPU that torch does not find: a
-    model that is silently trained on the CPU is worse than none."""
+    """Return whether torch finds a GPU. Raises ConfigError if one was assigned to this process that
+    torch does not find, instead of training on the CPU silently."""
     if torch.cuda.is_available():
         return True
     given = os.environ.get(VISIBLE, "").strip()
     if torch.version.cuda is not None and given not in NOTHING:
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES = {given}, but torch {torch.__version__} finds no GPU: lightrl "
-            "check says more; set CUDA_VISIBLE_DEVICES= to use the CPU only"
+            f"CUDA_VISIBLE_DEVICES = {given}, but torch {torch.__version__} finds no GPU: run "
+            "lightrl check; set CUDA_VISIBLE_DEVICES= to use the CPU only"
         )
     return False
 
 
 def now(device: torch.device) -> float:
-    """Seconds on the clock, once all that was launched on the device is done. Only for places where
-    somebody waits for the device in any case: it empties the queue of launches."""
+    """Synchronize the device, and return the clock in seconds. Only where a synchronization happens
+    in any case, since it empties the queue of kernel launches."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Stopwatch:
-    """Adds up how long stretches of work took. On CUDA by events in the stream, which nobody waits
-    for before `lap`: the processor goes on launching, and time between stretches does not
-    count."""
+    """Adds up the time of sections of work.
+
+    Uses CUDA events, so that only `lap` synchronizes, and time between sections does not count.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,7 +49,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Around one stretch."""
+        """Time one section."""
         if self._device.type != "cuda":
             begun = time.perf_counter()
             yield
@@ -61,7 +62,7 @@ class Stopwatch:
         self._events.append((first, last))
 
     def lap(self) -> float:
-        """Seconds since the last `lap`; waits for the device."""
+        """Return the seconds of the sections since the last `lap`; waits for the device."""
         for first, last in self._events:
             last.synchronize()
             self._seconds += first.elapsed_time(last) / 1000

@@ -1,8 +1,7 @@
-"""What the NVIDIA driver says of this machine's GPUs, and what the installed torch asks of a
-driver.
+"""Query the NVIDIA driver for the GPUs of this machine, and check the installed torch against it.
 
-Owns how it is asked: by nvidia-smi, which comes with every driver and initialises no CUDA in this
-process. Decides nothing. Must not import torch: daemons call this.
+Uses nvidia-smi, which comes with every driver and does not initialise CUDA in this process. Must
+not import torch: daemons call this.
 """
 
 import importlib.util
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-TIMEOUT_S = 30.0  # without persistence mode a driver that was not loaded takes seconds for each GPU
+TIMEOUT_S = 30.0  # without persistence mode, loading the driver takes seconds for each GPU
 MIB = 1 << 20
 QUERY = "index,uuid,memory.total,memory.free,driver_version,mig.mode.current,name"
 # The oldest driver branch that runs a major version of CUDA (NVIDIA: "CUDA minor version
@@ -28,7 +27,7 @@ _BUILT_FOR = re.compile(r"^cuda\b[^=\n]*= *'(\d+)\.(\d+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A MIG instance. `total` is in bytes, by its profile: 3g.40gb has 40 GB."""
+    """A MIG instance. `total` in bytes, from its profile: 3g.40gb has 40 GB."""
 
     uuid: str
     profile: str
@@ -37,23 +36,21 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`index` is nvidia-smi's, in the order of PCI buses. Bytes; None where the driver does not
-    say."""
+    """One GPU. `index`: nvidia-smi's, in PCI order. `total`, `free`: bytes; None if unknown."""
 
     index: int
     uuid: str
     name: str
     total: int | None
     free: int | None
-    # divided into slices: it cannot be used as a whole
+    # divided into slices, so not usable as a whole
     is_mig: bool = False
     slices: tuple[Slice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`problem`: one line, why torch can use none of the GPUs here; "" if nothing speaks against
-    it."""
+    """The GPUs of this machine. `problem`: one line why torch can use none of them, or ""."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
@@ -64,17 +61,17 @@ NO_DRIVER = Machine()
 
 
 def look() -> Machine:
-    """Asks the driver; blocks for a second or so. Without a driver: NO_DRIVER."""
+    """Query the driver, which takes about a second. Returns NO_DRIVER if there is none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return _without_smi(Path("/dev"))
     try:
         answer = _ask(command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
         if answer.returncode:
-            said = " ".join(answer.stdout.split()) or " ".join(answer.stderr.split())
-            if "No devices were found" in said:
+            output = " ".join(answer.stdout.split()) or " ".join(answer.stderr.split())
+            if "No devices were found" in output:
                 return NO_DRIVER
-            return Machine(problem=f"nvidia-smi fails: {said[:160] or answer.returncode}")
+            return Machine(problem=f"nvidia-smi fails: {output[:160] or answer.returncode}")
         gpus, driver = parse_gpus(answer.stdout)
         if any(gpu.is_mig for gpu in gpus):
             gpus = with_slices(gpus, _ask(command, "-L").stdout)
@@ -100,16 +97,17 @@ def _ask(command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def _without_smi(devices: Path) -> Machine:
-    """A container may have the driver's libraries without its tools: then GPUs can be counted, no
-    more."""
+    """Count the GPUs of a container that has the driver's libraries but not its tools."""
     found = sorted(int(p.name[6:]) for p in devices.glob("nvidia[0-9]*") if p.name[6:].isdigit())
     problem = torch_problem(torch_build(), "", str) if found else ""
     return Machine(tuple(Gpu(i, "", "GPU", None, None) for i in range(len(found))), "", problem)
 
 
 def parse_gpus(text: str) -> tuple[tuple[Gpu, ...], str]:
-    """The answer to QUERY without header and units (MiB), and the driver's version. Raises
-    ValueError."""
+    """Parse the answer to QUERY, without header and units (MiB), and the driver's version.
+
+    Raises ValueError.
+    """
     gpus: list[Gpu] = []
     driver = ""
     for line in text.splitlines():
@@ -124,12 +122,12 @@ def parse_gpus(text: str) -> tuple[tuple[Gpu, ...], str]:
 
 
 def _mib(text: str) -> int | None:
-    """Bytes; GPUs that share the machine's memory answer "[N/A]"."""
+    """Return bytes; None for "[N/A]", of GPUs that share the machine's memory."""
     return int(text) * MIB if text.isdigit() else None
 
 
 def with_slices(gpus: tuple[Gpu, ...], text: str) -> tuple[Gpu, ...]:
-    """`text` is the answer to nvidia-smi -L, where the slices of a GPU follow its line."""
+    """Add the MIG slices from `text`, the output of nvidia-smi -L."""
     slices: dict[int, list[Slice]] = {}
     index = -1
     for line in text.splitlines():
@@ -144,14 +142,14 @@ def with_slices(gpus: tuple[Gpu, ...], text: str) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """`cuda` is the version that torch was built for; None: it uses no NVIDIA GPU."""
+    """`cuda`: the version that torch was built for; None for a build without CUDA."""
 
     version: str
     cuda: tuple[int, int] | None
 
 
 def torch_build() -> TorchBuild | None:
-    """Of the installed torch, without importing it; None if there is none."""
+    """Return the build of the installed torch, without importing it; None if there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -167,10 +165,10 @@ def torch_build() -> TorchBuild | None:
 
 
 def torch_problem(build: TorchBuild | None, driver: str, header: Callable[[], str]) -> str:
-    """Why this torch cannot use the GPUs of this driver, in one line with what to do; "" if it can.
+    """Return one line why this torch cannot use the GPUs of this driver, and what to do; or "".
 
-    `header` gives nvidia-smi's own header, which knows of a compatibility package that lifts what
-    an old driver can do; it is asked only where the driver alone would be too old.
+    `header` returns nvidia-smi's header, which includes a compatibility package for old drivers; it
+    is called only if the driver alone would be too old.
     """
     if build is None:
         return "torch is not installed; run scripts/setup"
@@ -183,8 +181,8 @@ def torch_problem(build: TorchBuild | None, driver: str, header: Callable[[], st
     oldest = OLDEST_DRIVER.get(major)
     if not driver or oldest is None or _numbers(driver) >= oldest:
         return ""
-    said = _CUDA.search(header())
-    if said and int(said[1]) >= major:
+    supported = _CUDA.search(header())
+    if supported and int(supported[1]) >= major:
         return ""
     wanted = ".".join(map(str, oldest))
     return (

@@ -1,6 +1,6 @@
-"""From a config to what its processes want of this machine's GPUs, and from there to who gets what.
+"""Assign the GPUs of this machine to the processes of a config.
 
-Joins what driver.py says, memory.py estimates and assign.py decides. Must not import torch.
+Combines driver.py, memory.py and assign.py. Must not import torch.
 """
 
 import os
@@ -17,7 +17,7 @@ from lightrl.devices.sizes import describe_sizes, slots_of
 from lightrl.errors import ConfigError
 from lightrl.messages.nodes import Role
 
-PATIENCE_S = 15.0  # processes that were killed give their memory back by then
+PATIENCE_S = 15.0  # for killed processes to release their memory
 PAUSE_S = 1.0
 
 
@@ -29,8 +29,11 @@ def wanted(
     slots: int = 0,
     parallel: tuple[int, ...] = (),
 ) -> Wanted:
-    """`ranks` and `engines`: how many of them are to run here. `slots`: of this node, 0 = as
-    configured. `parallel`: sizes of these engines, if they take turns with those of others."""
+    """Return what `ranks` training ranks and `engines` engines need on this machine.
+
+    `slots`: of this node; 0 means as configured. `parallel`: sizes of these engines, if engines of
+    several sizes share GPUs.
+    """
     train, rollout = config.train, config.rollout
     if train.engine == "emulated" or config.eval.checkpoint:
         ranks = 0
@@ -85,19 +88,19 @@ def training(config: Config, shape: memory.Shape) -> memory.Training:
 
 
 def for_run(config: Config) -> Assignment:
-    """Of all daemons that `lightrl up` starts here. Blocks; raises ConfigError, one line."""
+    """Assign GPUs to all daemons that `lightrl up` starts here. Blocks; raises ConfigError."""
     return _patiently(_of_run(config)[1])
 
 
 def assigned(
     config: Config, machine: Machine, roles: Sequence[Role] = (), slots: int = 0
 ) -> Assignment:
-    """As `for_run`, of a machine that was looked at; with `roles`, of one daemon that has them."""
+    """As `for_run`, for a known machine; with `roles`, for one daemon with these roles."""
     return assign(machine, os.environ, _here(config, roles, slots)[1])
 
 
 def _here(config: Config, roles: Sequence[Role], slots: int) -> tuple[memory.Shape | None, Wanted]:
-    """What is wanted by one daemon with these roles; without any by the daemons of a whole run."""
+    """Return what one daemon with these roles needs; without roles, all daemons of a run."""
     return _of_roles(config, roles, slots) if roles else _of_run(config)
 
 
@@ -108,7 +111,7 @@ def _of_run(config: Config) -> tuple[memory.Shape | None, Wanted]:
     some = wanted(config, train.world, config.rollout.nodes, shape, parallel=sizes)
     if train.nodes > 1 and some.train_devices:
         raise ConfigError(
-            f"train.devices = {list(train.devices)}: are those of each of {train.nodes} trainer "
+            f"train.devices = {list(train.devices)}: applies to each of {train.nodes} trainer "
             "nodes, and all of them are started here: leave it out"
         )
     is_shared = config.rollout.placement == "shared"
@@ -124,14 +127,16 @@ def for_daemon(
     is_shared: bool = False,
     parallel: int = 0,
 ) -> Assignment:
-    """Of one daemon that is alone on its machine, as far as it knows, or whose GPUs are those of
-    another node's ranks or, with `parallel` of them, of engines of other sizes. Blocks; raises
-    ConfigError."""
+    """Assign GPUs to one daemon.
+
+    `is_shared`: ranks of another node use the same GPUs in turn. `parallel`: the size of its
+    engine, if engines of other sizes use the same GPUs in turn. Blocks; raises ConfigError.
+    """
     shape = memory.shape_of_file(model_files.get("config.json", b""))
     ranks = config.train.ranks if "trainer" in roles else 0
     sizes = (parallel,) if parallel else ()
     some = wanted(config, ranks, int("rollout" in roles), shape, slots, sizes)
-    if not has_coordinator:  # rollout.devices is about the machine where the run was started
+    if not has_coordinator:  # rollout.devices applies to the machine that started the run
         some = replace(some, rollout_devices=(), is_shared=is_shared or bool(parallel))
     if parallel:
         some = replace(some, per_engine=parallel)
@@ -139,31 +144,33 @@ def for_daemon(
 
 
 def for_trainer_node(config: Config, engines: int) -> Assignment:
-    """Of one trainer node that has a machine or a Slurm job of its own, and of so many engines that
-    use its devices in turn with it. Blocks; raises ConfigError, one line."""
+    """Assign GPUs to one trainer node with a machine or Slurm job of its own, and to `engines` that
+    use them in turn with it. Blocks; raises ConfigError."""
     shape = memory.shape_of_folder(Path(config.model.path))
     some = wanted(config, config.train.ranks, engines, shape)
     return _patiently(replace(some, is_shared=True))
 
 
 def for_sizes(config: Config) -> Assignment:
-    """Of the engines of all sizes of a run, beside one trainer node, in a Slurm job of these.
-    Blocks; raises ConfigError, one line."""
+    """Assign GPUs to the engines of all sizes of a run, beside one trainer node, in one Slurm job.
+    Blocks; raises ConfigError."""
     shape, sizes = memory.shape_of_folder(Path(config.model.path)), config.rollout.parallel
     some = wanted(config, config.train.ranks, config.rollout.nodes, shape, parallel=sizes)
     return _patiently(replace(some, parallel=sizes))
 
 
 def engines_of(config: Config, node: int) -> int:
-    """How many of rollout.nodes use the devices of trainer node `node` of train.nodes, from 0 on:
-    as many on each, the first ones have the rest."""
+    """Return how many of rollout.nodes use the devices of trainer node `node` (from 0 on): equal
+    parts, with the remainder on the first nodes."""
     each, more = divmod(config.rollout.nodes, config.train.nodes)
     return each + (node < more)
 
 
 def require_room(config: Config, roles: Sequence[Role], slots: int) -> None:
-    """Refuses, before anything is started, what `for_daemon` would refuse of a coordinator's daemon
-    that has these roles, too. Blocks; raises ConfigError."""
+    """Check, before anything is started, what `for_daemon` would refuse for these roles.
+
+    Blocks; raises ConfigError.
+    """
     _patiently(_of_roles(config, roles, slots)[1])
 
 
@@ -176,8 +183,10 @@ def _of_roles(
 
 
 def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list[str]:
-    """What a run here does with the GPUs, or one daemon with `roles`, and the arithmetic behind it.
-    Raises ConfigError as `for_run`."""
+    """Return lines on how a run, or a daemon with `roles`, uses the GPUs, and the arithmetic.
+
+    Raises ConfigError as `for_run`.
+    """
     shape, some = _here(config, roles, slots)
     found = assign(look(), os.environ, some)
     nodes = [] if roles else [*_nodes(config), *_shared(config, found), *describe_sizes(config)]
@@ -196,7 +205,7 @@ def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list
 
 
 def _nodes(config: Config) -> list[str]:
-    """Who has which ranks, where several nodes train."""
+    """Return a line on the ranks of each node, if several nodes train."""
     nodes, ranks = config.train.nodes, config.train.ranks
     if nodes == 1:
         return []
@@ -206,7 +215,7 @@ def _nodes(config: Config) -> list[str]:
 
 
 def shared_with(config: Config, found: Assignment, engine: int) -> str:
-    """The trainer node whose devices an engine of this run uses in turn with it."""
+    """Return the trainer node with which an engine shares devices."""
     each = len(found.ranks) // config.train.nodes
     if engine < len(found.engines) and each and (tokens := found.engines[engine].tokens):
         return f"trainer-{found.ranks.index(tokens[0]) // each}"
@@ -214,7 +223,7 @@ def shared_with(config: Config, found: Assignment, engine: int) -> str:
 
 
 def part_with(config: Config, found: Assignment, engine: int, nodes: int) -> int:
-    """Which part of the devices of that trainer node, where `found` is of so many of them."""
+    """Return the part of that node's devices that an engine shares; `found` has `nodes` nodes."""
     parts, each = config.device_parts_each, len(found.ranks) // nodes
     if engine < len(found.engines) and each and (tokens := found.engines[engine].tokens):
         return found.ranks.index(tokens[0]) % each // (each // parts)
@@ -222,7 +231,7 @@ def part_with(config: Config, found: Assignment, engine: int, nodes: int) -> int
 
 
 def _shared(config: Config, found: Assignment) -> list[str]:
-    """Which engines take turns with whom."""
+    """Return lines on the engines that share the devices of each trainer node."""
     if config.rollout.placement != "shared":
         return []
     nodes, parts = config.train.nodes, config.device_parts_each

@@ -1,7 +1,4 @@
-"""Engines of several sizes over the same GPUs: which there are, how they are called, what they get.
-
-Owns that alone; pure. Which GPUs these are is decided in assign.py.
-"""
+"""List the engines of several sizes over the same GPUs: names, slots, options. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,7 +8,8 @@ from lightrl.devices.assign import Assignment
 
 @dataclass(frozen=True, slots=True)
 class SizedEngine:
-    """Example: SizedEngine("rollout-1-tp2", 2, 1, 128): on the third and fourth of these GPUs."""
+    """One engine. Example: SizedEngine("rollout-1-tp2", 2, 1, 128) is on the third and fourth of
+    these GPUs."""
 
     name: str
     # GPUs that it spans
@@ -22,8 +20,10 @@ class SizedEngine:
 
 
 def sized_engines(config: Config) -> list[SizedEngine]:
-    """Of all sizes, the smallest first; none where the run has one size. A larger one has the slots
-    of all that it stands for."""
+    """Return the engines of all sizes, the smallest first; [] if the run has one size.
+
+    A larger engine has the slots of the smaller ones on the same GPUs.
+    """
     rollout = config.rollout
     made: list[SizedEngine] = []
     for size in rollout.parallel:
@@ -34,12 +34,12 @@ def sized_engines(config: Config) -> list[SizedEngine]:
 
 
 def slots_of(config: Config, size: int) -> int:
-    """Of an engine that spans so many GPUs, in a run that has such."""
+    """Return the slots of an engine of `size` GPUs, in a run with several sizes."""
     return config.rollout.slots * (size // config.rollout.parallel[0] if size else 1)
 
 
 def sized_options(config: Config, gpus: Assignment) -> dict[str, tuple[str, ...]]:
-    """What each of their daemons is told when it starts, by name; `gpus` are theirs."""
+    """Return the options of their daemons by name; `gpus` are those of all sizes."""
     return {
         engine.name: ("--parallel", str(engine.size), *gpus.options(f"rollout-{k}"))
         for k, engine in enumerate(sized_engines(config))
@@ -47,7 +47,7 @@ def sized_options(config: Config, gpus: Assignment) -> dict[str, tuple[str, ...]
 
 
 def describe_sizes(config: Config) -> list[str]:
-    """For `--dry-run`, a line for each size."""
+    """Return a line for each size, for `--dry-run`."""
     lines: list[str] = []
     for size in config.rollout.parallel:
         engines = [e for e in sized_engines(config) if e.size == size]

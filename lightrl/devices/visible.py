@@ -1,5 +1,5 @@
-"""Which GPUs and MIG slices may be used here: those that the driver finds, as far as
-CUDA_VISIBLE_DEVICES, set by hand or by Slurm, allows. Pure."""
+"""Return the GPUs and MIG slices that CUDA_VISIBLE_DEVICES, set by hand or by Slurm, permits.
+Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from lightrl.devices.memory import GIB
 from lightrl.errors import ConfigError
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-# how CUDA, and Slurm for a job without GPUs, say that there is none
+# values of CUDA, and of Slurm for a job without GPUs, that mean no GPU
 NOTHING = {"", "-1", "NoDevFiles"}
-KINDS = (("GPU-", "GPU"), ("MIG-", "MIG slice"))  # how a UUID begins
+KINDS = (("GPU-", "GPU"), ("MIG-", "MIG slice"))  # by the prefix of a UUID
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Something that CUDA can use: a GPU or a MIG slice. Bytes; None where they are not known."""
+    """A GPU or a MIG slice. `total` and `free` in bytes; None if unknown."""
 
-    # what names it in a child's CUDA_VISIBLE_DEVICES
+    # its name in a child's CUDA_VISIBLE_DEVICES
     token: str
     label: str
     total: int | None = None
@@ -33,7 +33,7 @@ class Device:
 
 
 def visible(machine: Machine, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """In the order in which torch would number them. Raises ConfigError for a wrong
+    """Return the devices in the order of torch's numbers. Raises ConfigError for a wrong
     CUDA_VISIBLE_DEVICES."""
     setting = environ.get(VISIBLE)
     if setting is None:
@@ -41,11 +41,11 @@ def visible(machine: Machine, environ: Mapping[str, str]) -> tuple[Device, ...]:
     if setting.strip() in NOTHING or not machine.gpus:
         return ()
     named = [part.strip() for part in setting.split(",")]
-    if not machine.gpus[0].uuid:  # counted only: nothing can be looked up
+    if not machine.gpus[0].uuid:  # no nvidia-smi: the GPUs were only counted
         return tuple(Device(part, f"GPU {part}") for part in named)
     numbers = [gpu.index for gpu in machine.gpus]
-    # CUDA counts the fastest first if it is not told otherwise: then nvidia-smi's figures are of
-    # others.
+    # CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set, so that nvidia-smi's
+    # figures belong to other numbers.
     is_mixed = len({gpu.name for gpu in machine.gpus}) > 1 and environ.get(ORDER) != "PCI_BUS_ID"
     found = [_named(machine, part, setting, numbers, is_mixed) for part in named]
     for token, count in Counter(device.label for device in found).items():
@@ -86,8 +86,7 @@ def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mix
 
 
 def _devices(machine: Machine, i: int) -> tuple[Device, ...]:
-    """The GPU, or what it is divided into. By number and not by UUID: vLLM before 0.25 reads
-    numbers only."""
+    """Return the GPU, by its number, or its MIG slices."""
     gpu = machine.gpus[i]
     label = f"GPU {gpu.index} ({gpu.name})" if gpu.uuid else f"GPU {gpu.index}"
     if not gpu.is_mig:

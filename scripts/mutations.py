@@ -2,9 +2,11 @@
 
 A bug is an address and a change. The address names a module, a function (`Class.method`; or a
 constant of the module) and a node in it: the n-th of its kind in the order of the source, "if 2" or
-"return", without a number if it is the only one; "if 2 compare 1" is looked up within "if 2". So it
-outlives renamed variables and other comments, not another structure of the function: `planted` then
-says what is there. The change replaces the source of one node, and the rest stays as it is.
+"return", without a number if it is the only one, a keyword by its name; "if 2 compare 1" is the
+first comparison within "if 2". An address stays valid when variables are renamed or comments
+change, and fails when the function is moved or restructured: the error lists what is there. The
+change replaces the source of one node, and the rest of the file stays as it is. `scripts/mutate
+--list` prints all of them.
 """
 
 import ast
@@ -17,7 +19,6 @@ KINDS: dict[str, tuple[type[ast.AST], ...]] = {
     "while": (ast.While,),
     "for": (ast.For, ast.AsyncFor),
     "return": (ast.Return,),
-    "raise": (ast.Raise,),
     "assign": (ast.Assign, ast.AnnAssign, ast.AugAssign),
     "do": (ast.Expr,),  # a call whose result is not used
     "call": (ast.Call,),
@@ -27,10 +28,9 @@ KINDS: dict[str, tuple[type[ast.AST], ...]] = {
     "arithmetic": (ast.BinOp,),
     "unary": (ast.UnaryOp,),  # not, -
     "list": (ast.List, ast.Tuple),
-    "constant": (ast.Constant,),
 }
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-SHOWN = 50  # characters of a node in an error
+SHOWN = 50  # characters of a node in an error message
 
 # Of a node: which part of it is replaced, and by what source.
 Change: TypeAlias = Callable[[ast.AST], tuple[ast.AST, str]]
@@ -55,23 +55,31 @@ class Mutation(NamedTuple):
         return f"lightrl/{self.module.replace('.', '/')}.py"
 
     def planted(self, root: Path) -> bytes:
-        """The source of the file with the bug in it. Raises AddressError, OSError."""
+        """Returns the source of the file with the bug in it. Raises AddressError, OSError."""
+        before, _, new, after = self._parts(root)
+        return before + new + after
+
+    def shown(self, root: Path) -> str:
+        """Returns "old -> new", the replaced source and what replaces it, on one line."""
+        _, old, new, _ = self._parts(root)
+        return " ".join(f"{old.decode()} -> {new.decode()}".split())
+
+    def _parts(self, root: Path) -> tuple[bytes, bytes, bytes, bytes]:
+        """Returns the source before what is replaced, this part, the new part and the rest."""
         source = (root / self.file).read_bytes()
         where = f"{self.module} {self.function}"
         node = _function(ast.parse(source), self.function, where)
         words = self.node.split()
         while words:
             kind = words.pop(0)
-            number = int(words.pop(0)) if words and words[0].isdigit() else None
-            node = _nth(node, kind, number, where)
-            where += f" {kind}" if number is None else f" {kind} {number}"
+            which = words.pop(0) if words and words[0] not in KINDS else ""
+            node = _nth(node, kind, which, where)
+            where += f" {kind} {which}".rstrip()
         replaced: Any
         replaced, new = self.change(node)
-        begin, end = (
-            _offset(source, replaced.lineno, replaced.col_offset),
-            _offset(source, replaced.end_lineno, replaced.end_col_offset),
-        )
-        return source[:begin] + new.encode() + source[end:]
+        begin = _offset(source, replaced.lineno, replaced.col_offset)
+        end = _offset(source, replaced.end_lineno, replaced.end_col_offset)
+        return source[:begin], source[begin:end], new.encode(), source[end:]
 
 
 def _function(module: ast.Module, name: str, where: str) -> ast.AST:
@@ -91,19 +99,23 @@ def _names(statement: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def _nth(node: ast.AST, kind: str, number: int | None, where: str) -> ast.AST:
-    found = [each for each in _inside(node) if isinstance(each, KINDS[kind])]
-    if number is None and len(found) == 1:
-        return found[0]
-    if number is None or not 0 < number <= len(found):
-        wanted = kind if number is None else f"{kind} {number}"
-        there = "; ".join(f"{kind} {k}: {_shown(each)}" for k, each in enumerate(found, start=1))
-        raise AddressError(f"{where}: {wanted!r} is not one node; there are [{there}]")
-    return found[number - 1]
+def _nth(node: ast.AST, kind: str, which: str, where: str) -> ast.AST:
+    found: list[Any] = [each for each in _inside(node) if isinstance(each, KINDS.get(kind, ()))]
+    if kind == "keyword" and which:
+        chosen = [each for each in found if each.arg == which]
+    else:
+        chosen = [each for k, each in enumerate(found, start=1) if which in ("", str(k))]
+    if len(chosen) == 1:
+        return chosen[0]
+    there = "; ".join(f"{kind} {k}: {_shown(each)}" for k, each in enumerate(found, start=1))
+    raise AddressError(
+        f"{where}: {f'{kind} {which}'.rstrip()!r} is not one node; there are [{there}]"
+    )
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """In the order of the source, the larger first of two that begin together; no docstrings."""
+    """Yields nodes in the order of the source, the larger first of two that begin together;
+    leaves docstrings out."""
     nodes: list[Any] = [each for each in ast.walk(node) if hasattr(each, "lineno")]
     texts = {id(each.value) for each in nodes if isinstance(each, ast.Expr)}
     nodes = [
@@ -130,7 +142,7 @@ def _offset(source: bytes, line: int, column: int) -> int:
 
 
 def _value(node: Any) -> Any:
-    """The expression that decides: the condition of an if or while, the value of a statement."""
+    """Returns the condition of an if or while, the value of a statement, else the node itself."""
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         return node.test
     if isinstance(node, ast.Return | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.keyword):
@@ -139,7 +151,7 @@ def _value(node: Any) -> Any:
 
 
 def _parts(node: Any) -> list[Any]:
-    """Operands, elements or positional arguments."""
+    """Returns operands, elements or positional arguments."""
     match node:
         case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
             return parts
@@ -227,7 +239,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
     # Which node gets which response, and what is accepted from it
     ("core.responses", "core/test_responses.py core/test_membership.py core/test_recovery.py"): [
         ("ResponseTable.requeue_all", "for", drop, "the responses of a lost node are dropped"),
-        ("ResponseTable._place", "keyword 5", give(b""), "a moved response loses its tokens"),
+        ("ResponseTable._place", "keyword prefix", give(b""), "a moved response loses its tokens"),
         ("ResponseTable.reconcile", "if 1", never, "an order lost with the connection is awaited"),
         ("ResponseTable.reconcile", "assign 6", without(3), "a response runs at two nodes"),
     ],

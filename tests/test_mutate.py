@@ -21,7 +21,7 @@ class Table:
         """Docstrings are no nodes."""
         if é and most >= LIMIT:  # kept
             return min(é, most - 1)
-        self.log("é"); self.stop()
+        self.log("é", end="é"); self.stop()
 '''
 
 
@@ -51,6 +51,7 @@ def test_there_are_sixty_different_ones():
         (("Table.add", "call 1"), THERE["without"](2), "min(é, most - 1)", "(min(é))"),
         (("Table.add", "arithmetic"), THERE["swap"](1, 2), "most - 1", "(1 - most)"),
         (("Table.add", "do 2"), THERE["drop"], "self.stop()", "pass"),
+        (("Table.add", "keyword end"), THERE["always"], 'end="é"', "end=True"),
     ],
 )
 def test_one_node_is_replaced_and_the_rest_stays(
@@ -64,7 +65,10 @@ def test_one_node_is_replaced_and_the_rest_stays(
     [
         (("Table.get", "if"), "a.b Table.get: no 'get'; there are add"),
         (("Tables", ""), "a.b Tables: no 'Tables'; there are LIMIT, Table"),
-        (("Table.add", "do"), "'do' is not one node; there are [do 1: self.log('é'); do 2: "),
+        (
+            ("Table.add", "do"),
+            "add: 'do' is not one node; there are [do 1: self.log('é', end='é'); ",
+        ),
         (("Table.add", "if 1 call 2"), "'call 2' is not one node; there are [call 1: min(é, "),
     ],
 )

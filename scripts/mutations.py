@@ -1,2922 +1,388 @@
-"""Bugs that `scripts/mutate` plants in lightrl, one at a time; every one must be caught by a
-test."""
+"""Sixty bugs that `scripts/mutate` plants in lightrl, one at a time; a test must catch each.
 
-from typing import NamedTuple
+A bug is an address and a change. The address names a module, a function (`Class.method`; or a
+constant of the module) and a node in it: the n-th of its kind in the order of the source, "if 2" or
+"return", without a number if it is the only one, a keyword by its name; "if 2 compare 1" is the
+first comparison within "if 2". An address stays valid when variables are renamed or comments
+change, and fails when the function is moved or restructured: the error lists what is there. The
+change replaces the source of one node, and the rest of the file stays as it is. `scripts/mutate
+--list` prints all of them.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+KINDS: dict[str, tuple[type[ast.AST], ...]] = {
+    "if": (ast.If, ast.IfExp),
+    "while": (ast.While,),
+    "for": (ast.For, ast.AsyncFor),
+    "return": (ast.Return,),
+    "assign": (ast.Assign, ast.AnnAssign, ast.AugAssign),
+    "do": (ast.Expr,),  # a call whose result is not used
+    "call": (ast.Call,),
+    "keyword": (ast.keyword,),
+    "compare": (ast.Compare,),
+    "boolean": (ast.BoolOp,),  # and, or
+    "arithmetic": (ast.BinOp,),
+    "unary": (ast.UnaryOp,),  # not, -
+    "list": (ast.List, ast.Tuple),
+}
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+SHOWN = 50  # characters of a node in an error message
+
+# Of a node: which part of it is replaced, and by what source.
+Change: TypeAlias = Callable[[ast.AST], tuple[ast.AST, str]]
+
+
+class AddressError(Exception):
+    """There is no such node; one line."""
 
 
 class Mutation(NamedTuple):
+    module: str
+    function: str
+    # "" = the function or the constant itself
+    node: str
+    change: Change
     bug: str
-    # in lightrl/
-    file: str
-    # found there exactly once
-    text: str
-    instead: str
-    # what must catch it, as pytest is told; () = any of tests/core
-    tests: tuple[str, ...] = ()
+    # files in tests/ of which one must fail
+    tests: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        return f"lightrl/{self.module.replace('.', '/')}.py"
+
+    def planted(self, root: Path) -> bytes:
+        """Returns the source of the file with the bug in it. Raises AddressError, OSError."""
+        before, _, new, after = self._parts(root)
+        return before + new + after
+
+    def shown(self, root: Path) -> str:
+        """Returns "old -> new", the replaced source and what replaces it, on one line."""
+        _, old, new, _ = self._parts(root)
+        return " ".join(f"{old.decode()} -> {new.decode()}".split())
+
+    def _parts(self, root: Path) -> tuple[bytes, bytes, bytes, bytes]:
+        """Returns the source before what is replaced, this part, the new part and the rest."""
+        source = (root / self.file).read_bytes()
+        where = f"{self.module} {self.function}"
+        node = _function(ast.parse(source), self.function, where)
+        words = self.node.split()
+        while words:
+            kind = words.pop(0)
+            which = words.pop(0) if words and words[0] not in KINDS else ""
+            node = _nth(node, kind, which, where)
+            where += f" {kind} {which}".rstrip()
+        replaced: Any
+        replaced, new = self.change(node)
+        begin = _offset(source, replaced.lineno, replaced.col_offset)
+        end = _offset(source, replaced.end_lineno, replaced.end_col_offset)
+        return source[:begin], source[begin:end], new.encode(), source[end:]
 
 
-MUTATIONS = [
-    # What comes from nodes
-    Mutation(
-        "news of an attempt that was given up is taken",
-        "core/arrivals.py",
-        "response.node is node and response.attempt == item.attempt",
-        "response.node is node",
-    ),
-    Mutation(
-        "tokens of a node where the response does not run are taken",
-        "core/arrivals.py",
-        "response.node is node and response.attempt == item.attempt",
-        "response.node is not None and response.attempt == item.attempt",
-    ),
-    Mutation(
-        "overlap is not trimmed",
-        "core/arrivals.py",
-        "            if known:\n",
-        "            if known > 99:\n",
-    ),
-    Mutation(
-        "hole is accepted",
-        "core/arrivals.py",
-        "        if known < 0:  # a hole",
-        "        if known < -99:  # a hole",
-    ),
-    Mutation(
-        "attempt with a hole is not told to stop",
-        "core/arrivals.py",
-        "self._table.counters.holes += 1\n            self._table.abort(response)\n",
-        "self._table.counters.holes += 1\n",
-    ),
-    Mutation(
-        "digest of a chunk is not checked",
-        "core/arrivals.py",
-        "if chunk.digest not in ",
-        "if False and chunk.digest not in ",
-    ),
-    Mutation(
-        "version of tokens is not checked",
-        "core/arrivals.py",
-        "if not round.step - settings.max_staleness <= version <= round.step:",
-        "if not 0 <= version <= round.step + 99:",
-    ),
-    Mutation(
-        "tokens one version too old are taken",
-        "core/arrivals.py",
-        "if not round.step - settings.max_staleness <= version",
-        "if not round.step - settings.max_staleness - 1 <= version",
-    ),
-    Mutation(
-        "one token more than allowed is taken",
-        "core/arrivals.py",
-        "if held > group.max_response_tokens:",
-        "if held > group.max_response_tokens + 1:",
-    ),
-    Mutation(
-        "confirmed digest is not compared",
-        "core/fleet.py",
-        "if ready.digest != published.digest:",
-        "if False:",
-    ),
-    Mutation(
-        "version that is not the published one counts as confirmed",
-        "core/fleet.py",
-        "if ready.policy_version != published.policy_version:",
-        "if ready.policy_version > published.policy_version:",
-    ),
-    Mutation(
-        "late score of an earlier attempt counts",
-        "core/judge.py",
-        "if response is None or response.attempt != scored.attempt or response.scored:",
-        "if response is None or response.scored:",
-    ),
-    Mutation(
-        "second score replaces the first",
-        "core/judge.py",
-        "if response is None or response.attempt != scored.attempt or response.scored:",
-        "if response is None or response.attempt != scored.attempt:",
-    ),
-    Mutation(
-        "placing a response does not begin a new attempt",
-        "core/responses.py",
-        "self.run(response, node, response.attempt + 1)",
-        "self.run(response, node, response.attempt)",
-    ),
-    # Where work is
-    Mutation(
-        "what is resumed goes to the end of the queue",
-        "core/responses.py",
-        "self._enqueue(response, resumed=True)",
-        "self._enqueue(response)",
-    ),
-    Mutation(
-        "responses of a lost node are dropped",
-        "core/responses.py",
-        "        for response in leaving:\n            self.requeue(response)\n",
-        "        node.running.clear()\n",
-    ),
-    Mutation(
-        "slots are exceeded by one",
-        "core/placement.py",
-        "if best.running < self.most[best.node.name]:",
-        "if best.running <= self.most[best.node.name]:",
-    ),
-    Mutation(
-        "draining node still gets work",
-        "core/fleet.py",
-        "self._move(node, NodeState.DRAINING)",
-        "pass",
-    ),
-    Mutation(
-        "node that left keeps being listed",
-        "core/fleet.py",
-        "if self.ready.pop(node.name, None) is not None:",
-        "if to is not NodeState.GONE and self.ready.pop(node.name, None) is not None:",
-    ),
-    Mutation(
-        "first node to load takes the work of those that still load",
-        "core/coordinator.py",
-        "room, most = sum(n.room for n in nodes), self._num_unreserved(nodes)",
-        "room = most = sum(n.room for n in nodes)",
-    ),
-    Mutation(
-        "nodes are ordered once, for the longest response",
-        "core/placement.py",
-        "if not self.tokens / SAME_LENGTH <= tokens <= self.tokens:",
-        "if not self.tokens:",
-    ),
-    Mutation(
-        "idle node is looked at once and never again",
-        "core/responses.py",
-        "if busy and not n.running}",
-        "if False}",
-    ),
-    Mutation(
-        "moved response loses its tokens",
-        "core/responses.py",
-        "prefix=encode(response.tokens),",
-        'prefix=b"",',
-    ),
-    Mutation(
-        "moved response may run as long as a new one",
-        "core/responses.py",
-        "max_new_tokens=response.group.max_response_tokens - len(response.tokens),",
-        "max_new_tokens=response.group.max_response_tokens,",
-    ),
-    Mutation(
-        "rebalancing moves to nodes that do not serve",
-        "core/balance.py",
-        "ready = self._fleet.ready.values()",
-        "ready = self._fleet.nodes.values()",
-    ),
-    Mutation(
-        "rebalancing does not abort at the old node",
-        "core/responses.py",
-        "                self.stop(response)\n",
-        "                self.release(response)\n",
-    ),
-    Mutation(
-        "migration cannot be switched off",
-        "core/balance.py",
-        "has_ended or not self._settings.migration",
-        "has_ended",
-    ),
-    Mutation(
-        "node that turns slow keeps what it has until another gets room",
-        "core/responses.py",
-        "self._has_slowed = True",
-        "self._has_slowed = False",
-    ),
-    Mutation(
-        "nodes are filled beyond the cliff",
-        "core/state.py",
-        "return self.speed.peak(self.slots)",
-        "return self.slots",
-    ),
-    Mutation(
-        "what may be an error of the speeds is taken for a gain",
-        "core/placement.py",
-        "SURE * error_s",
-        "0 * error_s",
-    ),
-    Mutation(
-        "stragglers wait until nothing else does",
-        "core/coordinator.py",
-        "self.balance.relieve()",
-        "pass",
-    ),
-    Mutation(
-        "context that leaves a node is still counted",
-        "core/responses.py",
-        "node.context -= response.context",
-        "pass",
-    ),
-    Mutation(
-        "a cliff is taken for a node that has become slow, whatever was seen since",
-        "core/speed.py",
-        "if not fresh & {size, surprised} and all(",
-        "if not self._bins and all(",
-    ),
-    Mutation(
-        "longer contexts are taken for a node that has become slow",
-        "core/speed.py",
-        "if self._context_fit.n >= SETTLED or not (context and bin.context):",
-        "if self._context_fit.n >= 0:",
-    ),
-    Mutation(
-        "responses that are sent before the others blur what a step takes",
-        "core/chunk_window.py",
-        "self._num_heard > MOST * batch",
-        "self._num_heard > 0",
-    ),
-    Mutation(
-        "a pause of a node counts as decoding",
-        "core/chunk_window.py",
-        "        self._at = None\n        self._clear()",
-        "        self._clear()",
-    ),
-    Mutation(
-        "one odd chunk makes a node slow",
-        "core/speed.py",
-        "        if alike:\n",
-        "        if self._odd:\n",
-    ),
-    Mutation(
-        "responses beyond the capacity of a node take no turns",
-        "core/offload.py",
-        "if len(share) > turns:",
-        "if len(share) > turns * turns * turns:",
-    ),
-    # Races
-    Mutation(
-        "winners are those whose score arrives first",
-        "core/race.py",
-        'by_clock = round.races and settings.tail.race == "clock"\n',
-        "by_clock = round.races\n",
-    ),
-    Mutation(
-        "ties in a group are broken by arrival",
-        "core/judge.py",
-        "bisect.insort(group.finishers, race.finish_of_response(self._settings, response))",
-        "bisect.insort(group.finishers, race.finish_of_response(self._settings, response))\n"
-        "            count = group.round.num_scores\n"
-        "            group.finishers.sort(key=lambda f: f[0] * 1000 + (f[1] + count) % 7)",
-    ),
-    Mutation(
-        "ties between groups are broken the other way",
-        "core/judge.py",
-        "bisect.insort(round.finishers, race.finish_of_group(group))",
-        "bisect.insort(round.finishers, race.finish_of_group(group))\n"
-        "        round.finishers.sort(key=lambda f: (f[0], -f[1]))",
-    ),
-    Mutation(
-        "sibling is aborted one token too early",
-        "core/race.py",
-        "return n >= group.bound or n >= group.round.cut",
-        "return n + 1 >= group.bound or n >= group.round.cut",
-    ),
-    Mutation(
-        "sibling is aborted one token too early while it decodes",
-        "core/arrivals.py",
-        "if held >= group.bound or held >= round.cut:",
-        "if held + 1 >= group.bound or held >= round.cut:",
-    ),
-    Mutation(
-        "group is aborted one token too early",
-        "core/race.py",
-        "return n >= group.bound or n >= group.round.cut",
-        "return n >= group.bound or n + 1 >= group.round.cut",
-    ),
-    Mutation(
-        "loser goes on one token too long",
-        "core/arrivals.py",
-        "if held >= group.bound or held >= round.cut:",
-        "if held > group.bound or held > round.cut:",
-    ),
-    Mutation(
-        "cut is that of the group before the last",
-        "core/race.py",
-        "round.finishers[round.needed - 1][0]\n",
-        "round.finishers[max(0, round.needed - 2)][0]\n",
-    ),
-    Mutation(
-        "finished response that is at the cut has lost",
-        "core/race.py",
-        "return n > group.round.cut or",
-        "return n >= group.round.cut or",
-    ),
-    Mutation(
-        "too many groups are certain",
-        "core/race.py",
-        "rivals, key) < round.needed",
-        "rivals, key) <= round.needed",
-    ),
-    Mutation(
-        "an unfinished rival is believed to finish one token later than it may",
-        "core/race.py",
-        "(not r.finish_reason)",
-        "2 * (not r.finish_reason)",
-    ),
-    Mutation(
-        "groups of one event are certified one by one",
-        "core/judge.py",
-        "            elif race.is_out(group):\n                self._eliminate(group)\n",
-        "            elif race.is_out(group):\n                self._eliminate(group)\n"
-        "            if not group.round.is_eval:\n                self.accept_decided(group.round)\n",
-    ),
-    Mutation(
-        "response without a reward counts as finished",
-        "core/judge.py",
-        "if reward is not None or group.round.is_eval or self._settings.skips_unscored:",
-        "if True:",
-    ),
-    Mutation(
-        "siblings that cannot matter any more go on",
-        "core/judge.py",
-        "if not group.num_open or race.is_out(group):",
-        "if not group.num_open:",
-    ),
-    Mutation(
-        "group with too few rewards is dropped by a race",
-        "core/judge.py",
-        "        if group.round.races:\n            self._give_up_all(group)\n",
-        "        if group.round.races and race.has_lost(group.responses[0]):\n"
-        "            self._give_up_all(group)\n",
-    ),
-    Mutation(
-        "deterministic order is ignored",
-        "core/race.py",
-        "if settings.deterministic else won",
-        "if False else won",
-    ),
-    Mutation(
-        "surplus is not launched",
-        "core/settings.py",
-        "round(self.tail.eta_prompts * self.prompts_per_step)",
-        "self.prompts_per_step",
-    ),
-    Mutation(
-        "one response more than needed is kept",
-        "core/state.py",
-        "self.finishers[: self.size])",
-        "self.finishers[: self.size + 1])",
-    ),
-    # Prompts
-    Mutation(
-        "put-off queue is last in, first out",
-        "core/backlog.py",
-        "self.put_off.popleft()",
-        "self.put_off.pop()",
-    ),
-    Mutation(
-        "prompt that waits is drawn again",
-        "core/round_scheduler.py",
-        "{g.prompt.id for g in round.groups.values()} | put_off",
-        "{g.prompt.id for g in round.groups.values()}",
-    ),
-    Mutation(
-        "prompt that was held back is lost",
-        "core/backlog.py",
-        "self.held_back.append(prompt)",
-        "pass",
-    ),
-    Mutation(
-        "epoch ends without a flush",
-        "core/rounds.py",
-        "backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left)",
-        "False",
-    ),
-    Mutation(
-        "long round waits for one prompt too many",
-        "core/rounds.py",
-        "len(backlog.put_off) >= settings.prompts_per_step",
-        "len(backlog.put_off) > settings.prompts_per_step",
-    ),
-    Mutation(
-        "long round races too",
-        "core/rounds.py",
-        'races = kind == "short"',
-        'races = kind in {"short", "long"}',
-    ),
-    Mutation(
-        "attempts of a prompt put off begin anew",
-        "core/judge.py",
-        "attempts = max(r.attempt for r in group.responses)",
-        "attempts = 0",
-    ),
-    Mutation(
-        "all of the surplus is put off unseen",
-        "core/rounds.py",
-        "(settings.prompts_launched - round.needed) // 2",
-        "(settings.prompts_launched - round.needed)",
-    ),
-    Mutation(
-        "dropped flat group counts as one that may be trained",
-        "core/rounds.py",
-        "left = round.num_open + len(round.finishers)",
-        "left = len(round.groups)",
-    ),
-    Mutation(
-        "flat groups are kept",
-        "core/race.py",
-        "return len({r.reward for r in group.kept}) <= 1",
-        "return False",
-    ),
-    # Steps
-    Mutation(
-        "two rounds are open in synchronous mode",
-        "core/round_scheduler.py",
-        "            if self._table.rounds and not self._settings.max_staleness:\n                return\n",
-        "",
-    ),
-    Mutation(
-        "admission is one step too early",
-        "core/staleness.py",
-        "return (max_staleness + version + 1)",
-        "return (max_staleness + version + 2)",
-    ),
-    Mutation(
-        "admission is one step too late",
-        "core/staleness.py",
-        "return (max_staleness + version + 1)",
-        "return (max_staleness + version)",
-    ),
-    Mutation(
-        "oldest version is taken for the newest",
-        "core/staleness.py",
-        "version - max(versions), version - min(versions)",
-        "version - min(versions), version - max(versions)",
-    ),
-    Mutation(
-        "an evaluation samples each prompt as often as training does",
-        "core/rounds.py",
-        "        group.size, group.sampling = of.samples, of.sampling\n",
-        "        group.sampling = of.sampling\n",
-    ),
-    Mutation(
-        "an evaluation is cut where training is",
-        "core/rounds.py",
-        "        group.max_response_tokens = of.max_response_tokens\n",
-        "",
-    ),
-    Mutation(
-        "all sets are sampled like training",
-        "core/responses.py",
-        "response.group.sampling)",
-        "self._settings.sampling)",
-    ),
-    Mutation(
-        "nothing is learned from an evaluation for the next",
-        "core/round_scheduler.py",
-        "            self._predictor.learn_evaluation(round)\n",
-        "",
-    ),
-    Mutation(
-        "what evaluations took is known under the names of trained prompts",
-        "core/state.py",
-        'return f"\\0{self.prompt.id}" if self.round.is_eval else self.prompt.id',
-        "return self.prompt.id",
-    ),
-    Mutation(
-        "pass@k is biased: as if drawn with putting back",
-        "metrics/evaluation.py",
-        "return 1.0 - math.comb(num - num_correct, k) / math.comb(num, k)",
-        "return 1.0 - (1.0 - num_correct / num) ** k",
-    ),
-    Mutation(
-        "a sum of weights that comes to a little less than 1 is wrong",
-        "metrics/evaluation.py",
-        "CORRECT = 1.0 - 1e-6",
-        "CORRECT = 1.0",
-    ),
-    Mutation(
-        "a response without a score is left out of the average",
-        "metrics/evaluation.py",
-        "return fmean(r.reward or 0.0 for r in responses)",
-        "return fmean([r.reward for r in responses if r.reward is not None] or [0.0])",
-    ),
-    Mutation(
-        "an evaluation takes the split to train on",
-        "data/sources.py",
-        "    if isinstance(one, EvalSet):\n",
-        "    if False:\n",
-    ),
-    Mutation(
-        "training does not wait for an evaluation",
-        "core/round_scheduler.py",
-        "for the evaluation\n                    return\n",
-        "for the evaluation\n                    pass\n",
-    ),
-    Mutation(
-        "last shard is never sent",
-        "core/trainer_feed.py",
-        "last = round.state is RoundState.CLOSED",
-        "last = False",
-    ),
-    Mutation(
-        "last shard is sent again and again",
-        "core/trainer_feed.py",
-        "round.is_handed_over = is_last",
-        "round.is_handed_over = False",
-    ),
-    Mutation(
-        "groups are sent to the trainer again with the next shard",
-        "core/trainer_feed.py",
-        "round.num_sent += len(groups)",
-        "round.num_sent = len(groups)",
-    ),
-    Mutation(
-        "steps of later rounds are sent before their turn",
-        "core/round_scheduler.py",
-        "        if round is self.training():\n            self.trainer_feed.send(",
-        "        if True:\n            self.trainer_feed.stands_at = round.step\n"
-        "            self.trainer_feed.send(",
-    ),
-    Mutation(
-        "stopped run sends the trainer the next step",
-        "core/round_scheduler.py",
-        "        if self.is_step_done:\n            self._close_step(now)\n\n",
-        "        if self.is_step_done:\n            self._close_step(now)\n"
-        "            if (upcoming := self.training()) is not None:\n"
-        "                self._send_accepted(upcoming)\n\n",
-    ),
-    # Recovery
-    Mutation(
-        "score of an earlier process is forgotten",
-        "core/recovery.py",
-        "core.judge.score(replace(entry, attempt=response.attempt))",
-        "pass",
-    ),
-    Mutation(
-        "late score of a restated round comes first",
-        "core/recovery.py",
-        "[*(r for _, r in counted), *failed, *late]",
-        "[*late, *failed, *(r for _, r in counted)]",
-    ),
-    Mutation(
-        "attempt of a score is not known again",
-        "core/recovery.py",
-        "            response.attempt = max(response.attempt, entry.attempt)\n",
-        "            response.attempt = 0\n",
-    ),
-    Mutation(
-        "restated round that was closed is open again",
-        "core/recovery.py",
-        "            if round in self._closed:\n",
-        "            if False:\n",
-    ),
-    Mutation(
-        "what restated rounds put off is put off twice",
-        "core/recovery.py",
-        "close_round(round, self._now)\n        self._restore()\n",
-        "close_round(round, self._now)\n",
-    ),
-    Mutation(
-        "restated response does not say how it ended",
-        "core/recovery.py",
-        "finish = held.finish_reason if end == num_tokens else None",
-        "finish = None",
-    ),
-    Mutation(
-        "rounds opened before are opened again",
-        "core/recovery.py",
-        "        core.steps.opened += not round.is_eval\n",
-        "",
-    ),
-    Mutation(
-        "response whose tokens come back after its race is lost goes on",
-        "core/arrivals.py",
-        "        elif race.has_lost(response):\n            self._judge.give_up(response)\n",
-        "",
-    ),
-    Mutation(
-        "response that runs elsewhere is taken back as well",
-        "core/responses.py",
-        "waits = fits and response is not None and response.state is ResponseState.QUEUED",
-        "waits = fits and response is not None and not response.resolved",
-    ),
-    Mutation(
-        "order that was lost with the connection is waited for",
-        "core/responses.py",
-        "if claims.get(response.id) != response.attempt:",
-        "if False:",
-    ),
-    Mutation(
-        "what a silent node finished is taken whatever its version",
-        "core/arrivals.py",
-        "or not 0 <= staleness <= self._settings.max_staleness:",
-        "or False:",
-    ),
-    Mutation(
-        "response that was queued again waits twice",
-        "core/queue.py",
-        " and number == response.queued_as",
-        "",
-    ),
-    Mutation(
-        "process that was replaced may come back",
-        "core/fleet.py",
-        "return incarnation in self._replaced.get(name, ())",
-        "return False",
-    ),
-    # Who pulls from whom
-    Mutation(
-        "trainer is asked before those who have the version",
-        "core/weight_sources.py",
-        "return (*holders, *others, trainer)",
-        "return (trainer, *holders, *others)",
-    ),
-    Mutation(
-        "all pull from the same nodes",
-        "core/weight_sources.py",
-        "few = (ring[(start + step) % size]",
-        "few = (ring[step % size]",
-    ),
-    Mutation(
-        "source that sent wrong bytes is assigned again",
-        "core/weight_sources.py",
-        "return name in others or (receiver, name) in self.bad",
-        "return name in others",
-    ),
-    Mutation(
-        "trainer that is behind is a source of the newest version",
-        "core/versions.py",
-        "            self._fleet.on_trainer_behind(version)\n",
-        "",
-    ),
-    Mutation(
-        "node whose sources are lost is told of no others",
-        "core/fleet.py",
-        "is_trainer))\n        self._send_new_sources(self.sources.nodes_with_few_sources(name))\n",
-        "is_trainer))\n",
-    ),
-    Mutation(
-        "node that came before there was a source is forgotten",
-        "core/weight_sources.py",
-        "            return list(dict.fromkeys([*self.waiting, *self.assigned]))\n",
-        "            return list(self.told)\n",
-    ),
-    # Who gets it by broadcast
-    Mutation(
-        "members of a group that is over wait for ever",
-        "core/broadcasts.py",
-        "        self._release(owed)\n        version",
-        "        version",
-    ),
-    Mutation(
-        "node that was fed by broadcast is a source",
-        "core/weight_sources.py",
-        "holds = has_newest and node.has_file",
-        "holds = has_newest",
-    ),
-    Mutation(
-        "version is sent before all members are there",
-        "core/broadcast_groups.py",
-        "if len(self._joined) < 1 + len(self.epoch.members):",
-        "if len(self._joined) < len(self.epoch.members):",
-    ),
-    Mutation(
-        "member that is lost is waited for",
-        "core/fleet.py",
-        "        self._send_sources_to(self.broadcasts.lost(name, is_trainer))\n",
-        "",
-    ),
-    Mutation(
-        "group outlives the process of a member",
-        "core/broadcast_groups.py",
-        "incarnations = tuple(m.incarnation for m in members)",
-        "incarnations = tuple(0 for m in members)",
-    ),
-    Mutation(
-        "one member ends all broadcasts for ever",
-        "core/broadcast_groups.py",
-        "self._failures.get(process, 0) + 1",
-        "self._failures.get(process, 0)",
-    ),
-    Mutation(
-        "who could not reach one trainer is no member of the next one's groups",
-        "core/broadcast_groups.py",
-        "            self._failures.clear()\n",
-        "",
-    ),
-    Mutation(
-        "who is refused, as a group is over, is barred for good",
-        "weights/broadcast/rendezvous.py",
-        "OutOfReach if isinstance(e, TimeoutError) or e.errno in NO_WAY else Unreachable",
-        "OutOfReach",
-        ("tests/rollout/test_broadcast.py",),
-    ),
-    Mutation(
-        "nobody says that a version which is to come by broadcast will not be received",
-        "rollout/orders.py",
-        "            if wanted is not None and are_same(wanted, offer):",
-        "            if False:",
-        ("tests/rollout/test_broadcast.py",),
-    ),
-    # Devices that are shared
-    Mutation(
-        "engine of shared devices is started while others have them",
-        "rollout/agent.py",
-        "            await self._turns.ours.wait()\n",
-        "",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "engine that does not sleep in time is waited for",
-        "rollout/agent.py",
-        "                    (self._engine_owes_devices, node.grace_s),\n",
-        "",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "engine that still starts is killed when its devices are wanted",
-        "rollout/agent.py",
-        "self._turns.due.is_set() and self.state is not EngineState.STARTING",
-        "self._turns.due.is_set()",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "engine is started although its devices are to be given back",
-        "rollout/agent.py",
-        "            if not self._turns.ours.is_set():\n                continue",
-        "            if False:\n                continue",
-        ("tests/rollout/test_pulls.py",),
-    ),
-    Mutation(
-        "start that hangs keeps the devices for ever",
-        "rollout/agent.py",
-        "                    (self._engine_owes_start, node.patience_s),\n",
-        "",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "node whose engine still starts is lost as one that keeps its devices",
-        "core/handover.py",
-        "self._release_s + (self._patience_s if node.name in self._may_start else 0.0)",
-        "self._release_s",
-    ),
-    Mutation(
-        "start of an engine is measured as a switch",
-        "core/handover.py",
-        "self._sides.leaves(name, now if is_up else None)",
-        "self._sides.leaves(name, now)",
-    ),
-    Mutation(
-        "engine is woken when a version comes, whoever has its devices",
-        "rollout/orders.py",
-        "            elif not self._turns.ours.is_set():\n                await self._turns.ours.wait()\n",
-        "",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "order that was overtaken is carried out",
-        "rollout/turns.py",
-        "        elif order.number >= self._number:",
-        "        else:",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "coordinator that came in between is not told that the devices were given back",
-        "rollout/turns.py",
-        "self._has_new_hearer = self.due.is_set()",
-        "self._has_new_hearer = False",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "engines that die asleep are started for ever",
-        "rollout/turns.py",
-        "        self._num_failures += 1\n",
-        "",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "engine that sleeps has its memory in small pages",
-        "engine/start.py",
-        "        **(pages.huge_pages(environ) if gives_back else {}),\n",
-        "",
-        ("tests/system/test_pages.py",),
-    ),
-    Mutation(
-        "engine that sleeps keeps its weights",
-        "engine/live.py",
-        "            storage.resize_(0)\n",
-        "",
-        ("tests/engine/test_sleep.py",),
-    ),
-    Mutation(
-        "last tokens are lost when an engine sleeps",
-        "engine/process.py",
-        "        self._abort([(response, outbox.attempt) for response, outbox in "
-        "self._outboxes.items()])\n        self._version, self._is_served, self._is_asleep",
-        "        self._outboxes.clear()\n        self._version, self._is_served, self._is_asleep",
-        ("tests/engine/test_sleep.py",),
-    ),
-    Mutation(
-        "node of shared devices joins broadcast groups",
-        "rollout/agent.py",
-        "                    if not self._takes_turns:",
-        "                    if True:",
-        ("tests/daemon/test_release.py",),
-    ),
-    Mutation(
-        "each order makes an engine wait longer for the sums",
-        "engine/process.py",
-        "max(0.0, received.until - time.perf_counter())",
-        "self._group_timeout_s",
-        ("tests/engine/test_broadcast.py",),
-    ),
-    Mutation(
-        "delta is offered though it is as large as the version",
-        "core/weight_sources.py",
-        "            if most < 0:\n",
-        "            if False:\n",
-    ),
-    # A trainer that was lost
-    Mutation(
-        "step that was published is trained again as it comes",
-        "core/trainer_feed.py",
-        "self._owes_replay = self.stands_at < published.policy_version",
-        "self._owes_replay = False",
-    ),
-    Mutation(
-        "trainer that is back does not get what the lost one had",
-        "core/trainer_feed.py",
-        "round.num_sent = round.num_shards = 0",
-        "pass",
-    ),
-    Mutation(
-        "run forgets that it waits for its trainer",
-        "core/trainer_feed.py",
-        "        self.missing_since = now\n",
-        "        self.missing_since = None\n",
-    ),
-    Mutation(
-        "another version under the same number is served",
-        "core/versions.py",
-        "        if known == m.digest:\n",
-        "        if True:\n",
-    ),
-    Mutation(
-        "run ends without the checkpoint of its last step",
-        "core/ending.py",
-        "if not self._fleet.nodes and not self.awaits_trainer:",
-        "if not self._fleet.nodes:",
-    ),
-    # Devices that change sides
-    Mutation(
-        "shard leaves while others have the devices",
-        "core/trainer_feed.py",
-        "return self._fleet.devices.may_train",
-        "return True",
-    ),
-    Mutation(
-        "groups of a round in waves are taken to come last, as if all ran side by side",
-        "core/sides.py",
-        "if launched >= WAVES * sum(node.capacity for node in sampling):",
-        "if False:",
-    ),
-    Mutation(
-        "engine wakes beside ranks",
-        "core/handover.py",
-        "        if must_park and not devices.are_parked:",
-        "        if False:",
-    ),
-    Mutation(
-        "ranks are given a part of the devices on which an engine samples",
-        "core/shared_devices.py",
-        "enumerate(parts) if part not in taken)",
-        "enumerate(parts))",
-    ),
-    Mutation(
-        "part of the devices that comes within a step is not given",
-        "core/handover.py",
-        "if is_open and (self._devices.are_training or self._is_interrupted):",
-        "if False:",
-    ),
-    Mutation(
-        "ranks that parked within a step wait for another shard",
-        "core/handover.py",
-        "self._is_interrupted = message.number > 0",
-        "self._is_interrupted = False",
-    ),
-    Mutation(
-        "trainer node that follows is asked to park before it has what the leader told it",
-        "core/handover.py",
-        "devices.trainers if leader in devices.parked else filter(None, [leader]):",
-        "devices.trainers:",
-    ),
-    Mutation(
-        "parts of the devices are numbered by name, whoever leads",
-        "core/shared_devices.py",
-        "key=lambda name: (name != leader, name)",
-        "key=lambda name: name",
-    ),
-    Mutation(
-        "one engine of a part is released without the others",
-        "core/offload.py",
-        "parts.setdefault((node.shares, node.part), [])",
-        "parts.setdefault((node.name, node.part), [])",
-    ),
-    Mutation(
-        "ranks go on on a part where an engine is awake by its own word",
-        "core/handover.py",
-        "(devices.are_whole and not wanted) or devices.is_trespassed",
-        "devices.are_whole and not wanted",
-    ),
-    Mutation(
-        "ranks are parked before they have all shards",
-        "core/handover.py",
-        "        if training is not None and not feed.has_left(training):",
-        "        if False:",
-    ),
-    Mutation(
-        "node is told to wake before it has answered that it sleeps",
-        "core/handover.py",
-        "                if node.state is NodeState.RELEASED:",
-        "                if True:",
-    ),
-    Mutation(
-        "release that was lost with a connection is not ordered again",
-        "core/handover.py",
-        "        if node.state is NodeState.RELEASING:\n            self._order_release(node)\n",
-        "",
-    ),
-    Mutation(
-        "ranks of a lost trainer node count as parked",
-        "core/handover.py",
-        "        self._devices.parked.discard(name)\n",
-        "",
-    ),
-    Mutation(
-        "responses are given to a node that was told to release its devices",
-        "core/handover.py",
-        "                self._fleet.release(node)\n",
-        "                node.state = NodeState.RELEASING\n",
-    ),
-    Mutation(
-        "released engines stay so when all others have vanished",
-        "core/sides.py",
-        "            change = Change(take_back=tuple(n.name for n in view.released))  # else nobody "
-        "goes on\n",
-        "            pass\n",
-    ),
-    Mutation(
-        "seconds of training that cannot be stand in every mean",
-        "core/sides.py",
-        "        if not 0 <= worked_s < math.inf:",
-        "        if False:",
-    ),
-    Mutation(
-        "answer to an older order counts",
-        "core/handover.py",
-        "NodeState.RELEASING or message.number != node.order:",
-        "NodeState.RELEASING:",
-    ),
-    Mutation(
-        "start-up and evaluations are counted to a step",
-        "core/handover.py",
-        "            self._times.close(now)\n            self._num_switches",
-        "            self._num_switches",
-    ),
-    Mutation(
-        "releases know nothing of the others' caches",
-        "core/sides.py",
-        "n.name: n.load.kv_tokens for n",
-        "n.name: 0 for n",
-    ),
-    Mutation(
-        "what ran at a released node is lost with it",
-        "core/handover.py",
-        "        self._table.requeue_all(node)\n",
-        "",
-    ),
-    Mutation(
-        "released node is not told of the next version",
-        "core/weight_sources.py",
-        "return is_behind or node.state in PULLING",
-        "return node.state in PULLING",
-    ),
-    Mutation(
-        "lost node is named as source",
-        "core/fleet.py",
-        "        self.sources.remove(name)\n",
-        "",
-    ),
-    Mutation(
-        "the best window of a round without nodes is a figure",
-        "core/sides.py",
-        "has_nodes and (work := ",
-        "(work := ",
-    ),
-    Mutation(
-        "the first window is guessed without nodes",
-        "core/window.py",
-        " and shared + others > 0:",
-        ":",
-    ),
-    Mutation(
-        "engines of a Slurm job outlive the ranks whose memory they have",
-        "launch/slurm/job.py",
-        "            await beside.end(is_heard=(process.returncode or 0) >= 0)",
-        "            pass",
-        tests=("tests/slurm/test_sharing.py",),
-    ),
-    Mutation(
-        "all engines of a Slurm job share the first GPUs",
-        "launch/slurm/sharing.py",
-        'trainer, *gpus.options(f"rollout-{k}")',
-        'trainer, *gpus.options("rollout-0")',
-        tests=("tests/slurm/test_sharing.py",),
-    ),
-    Mutation(
-        "a rollout node of a Slurm job that was killed is not started again",
-        "launch/slurm/sharing.py",
-        "if self._is_over or not daemon.has_failed:",
-        "if True:",
-        tests=("tests/slurm/test_sharing.py",),
-    ),
-    Mutation(
-        "each trainer node of a Slurm cluster has one engine too many",
-        "devices/plan.py",
-        "each + (node < more)",
-        "each + 1",
-        tests=("tests/slurm/test_sharing.py", "tests/slurm/test_scripts.py"),
-    ),
-    # Limits on strangers, on holders of the join key, on what waits; what makes files last
-    Mutation(
-        "stranger may send a frame of 32 MiB",
-        "transport/zeromq.py",
-        "MAX_TO_ROUTER_BYTES = 64 << 10",
-        "MAX_TO_ROUTER_BYTES = 32 << 20",
-        tests=(
-            "tests/security/test_strangers.py::test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off",
-        ),
-    ),
-    Mutation(
-        "stranger has ten minutes for the handshake",
-        "transport/zeromq.py",
-        "HANDSHAKE_MS = 3000",
-        "HANDSHAKE_MS = 600_000",
-        tests=(
-            "tests/security/test_strangers.py::test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib",
-        ),
-    ),
-    Mutation(
-        "parts of a peer that has gone are kept",
-        "transport/router.py",
-        "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
-        "for identity in ():",
-        tests=("tests/transport/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
-    ),
-    Mutation(
-        "parts may be put together to any size",
-        "transport/parts.py",
-        "if size > self._max_bytes:",
-        "if False:",
-        tests=("tests/transport/test_parts.py::test_what_is_no_part_or_too_large_is_refused",),
-    ),
-    Mutation(
-        "peer that comes back is declared lost",
-        "transport/router.py",
-        "self._unheard.pop(peer, None)",
-        "pass",
-        tests=(
-            "tests/transport/test_link.py::test_a_peer_that_comes_back_with_a_hello_is_not_lost",
-        ),
-    ),
-    Mutation(
-        "peer that cannot be reached is lost before it is heard out",
-        "coordinator/peers.py",
-        "            self._router.hear_out(peer)",
-        "            self._lost(node)",
-        tests=(
-            "tests/daemon/test_goodbyes.py::test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached",
-        ),
-    ),
-    Mutation(
-        "number of strangers is not bounded",
-        "transport/strangers.py",
-        "if surplus > 0:",
-        "if False:",
-        tests=(
-            "tests/security/test_strangers.py::test_the_oldest_of_the_address_with_most_of_them_goes_first",
-        ),
-    ),
-    Mutation(
-        "daemon keeps its soft limit of descriptors",
-        "daemon/main.py",
-        "    open_files.raise_limit()\n",
-        "",
-        tests=(
-            "tests/security/test_strangers.py::test_steps_go_on_and_nodes_join_while_strangers_take_all_descriptors",
-        ),
-    ),
-    Mutation(
-        "no descriptors are set aside",
-        "system/open_files.py",
-        "SET_ASIDE = 16",
-        "SET_ASIDE = 0",
-        tests=(
-            "tests/system/test_open_files.py::test_limit_is_raised_and_what_is_set_aside_serves_files_alone",
-        ),
-    ),
-    Mutation(
-        "children inherit the raised limit",
-        "system/child.py",
-        "open_files.restore_for(process.pid)",
-        "pass",
-        tests=(
-            "tests/system/test_open_files.py::test_children_have_the_limit_that_the_daemon_was_started_with",
-        ),
-    ),
-    Mutation(
-        "order to a node has no bound",
-        "core/orders.py",
-        "size + num_bytes > MAX_ORDER_BYTES",
-        "False",
-        tests=("tests/core/test_orders.py",),
-    ),
-    Mutation(
-        "caller without a ticket may stay for minutes",
-        "weights/serve/door.py",
-        "GREETING_S = 2.0",
-        "GREETING_S = 200.0",
-        tests=("tests/weights/test_strangers.py::test_who_says_too_little_is_cut_off_soon",),
-    ),
-    Mutation(
-        "no stranger makes room at the door",
-        "weights/serve/door.py",
-        "if len(self._callers) >= self._places:",
-        "if False:",
-        tests=(
-            "tests/weights/test_strangers.py::test_the_address_that_has_most_makes_room_and_who_has_asked_is_let_in",
-        ),
-    ),
-    Mutation(
-        "ticket is not compared",
-        "weights/serve/server.py",
-        "hmac.compare_digest(request.ticket, expected)",
-        "True",
-        tests=("tests/weights/test_pull.py::test_a_wrong_ticket_gets_nothing",),
-    ),
-    Mutation(
-        "one node may have all connections",
-        "weights/serve/server.py",
-        "theirs < MAX_OF_A_NODE",
-        "theirs < 9999",
-        tests=(
-            "tests/weights/test_pull.py::test_a_node_has_no_more_than_its_share_of_connections",
-        ),
-    ),
-    Mutation(
-        "peer that does not read keeps its turn",
-        "weights/serve/send.py",
-        "loop.call_later(STALL_S, turn.pass_on)",
-        "loop.call_later(999, turn.pass_on)",
-        tests=(
-            "tests/weights/test_pull.py::test_peers_that_never_read_do_not_keep_others_waiting",
-        ),
-    ),
-    Mutation(
-        "wrong bytes are taken for right",
-        "weights/pull/fetch.py",
-        "if begun.digest.digest() == self._manifest.digest_of(transfer.bucket):",
-        "if True:",
-        tests=(
-            "tests/weights/test_peers.py::test_a_lying_peer_is_named_and_avoided_and_spoils_nobody_else",
-        ),
-    ),
-    Mutation(
-        "leftovers are not proved",
-        "weights/machine/leftovers.py",
-        "return digest.digest() == manifest.digest_of(bucket)",
-        "return True",
-        tests=(
-            "tests/weights/test_resume.py::test_a_killed_puller_goes_on_where_it_was_and_only_with_what_is_right",
-        ),
-    ),
-    Mutation(
-        "a partial holder serves what it has not proved",
-        "weights/serve/held.py",
-        "return self._proved.issuperset(",
-        "return True or self._proved.issuperset(",
-        tests=(
-            "tests/weights/test_peers.py::test_what_a_partial_holder_has_not_proved_is_not_to_be_had",
-        ),
-    ),
-    Mutation(
-        "what a silent peer owes stays with it",
-        "weights/pull/swarm.py",
-        "if now - transfer.last_at > STALL_S * patience and",
-        "if now - transfer.last_at > 999 and",
-        tests=(
-            "tests/weights/test_swarm.py::test_what_stalls_is_asked_of_another_if_there_is_one",
-        ),
-    ),
-    Mutation(
-        "all joiners ask the trainer for the same",
-        "weights/pull/swarm.py",
-        "self._start = int(order * _GOLDEN % 1 * num_buckets)",
-        "self._start = 0",
-        tests=("tests/weights/test_swarm.py::test_pullers_begin_in_different_places",),
-    ),
-    Mutation(
-        "what peers are getting is asked of the trainer",
-        "weights/pull/swarm.py",
-        "                    mask |= 1 << bucket",
-        "                    mask |= 0 << bucket",
-        tests=(
-            "tests/weights/test_swarm.py::test_what_a_peer_is_getting_is_waited_for_but_not_for_ever",
-        ),
-    ),
-    Mutation(
-        "retired version is said to be free while it is read",
-        "weights/serve/held.py",
-        "if self.retired is None or self._num_users or self.file < 0:",
-        "if self.retired is None or self.file < 0:",
-        tests=(
-            "tests/weights/test_peers.py::test_a_retired_version_is_free_when_the_future_says_so",
-        ),
-    ),
-    Mutation(
-        "weights that a step left as they were are not loaded as the next version",
-        "rollout/weights.py",
-        "self._loading is held and are_same(held.offer, fetched.offer)",
-        "self._loading is held",
-        tests=(
-            "tests/rollout/test_weights.py::"
-            "test_weights_that_a_step_left_as_they_were_are_loaded_as_the_next_version",
-        ),
-    ),
-    Mutation(
-        "overtaken pull leaves its part",
-        "rollout/weights.py",
-        """        if is_other or self._is_served(self.wanted):
-            await eventually(self._store.sweep)
-""",
-        "",
-        tests=("tests/rollout/test_pulls.py::test_pulls_that_are_overtaken_leave_nothing",),
-    ),
-    Mutation(
-        "join key may say everything",
-        "transport/router.py",
-        "if access is not Access.FULL:",
-        "if False:",
-        tests=(
-            "tests/security/test_join.py::test_with_join_nothing_can_be_said_that_is_no_business_of_a_rollout_node",
-        ),
-    ),
-    Mutation(
-        "join key lets one be a trainer",
-        "transport/validate.py",
-        'if hello.roles != ("rollout",):',
-        "if False:",
-        tests=("tests/security/test_join.py::test_with_join_one_is_a_rollout_node_or_nothing",),
-    ),
-    Mutation(
-        "join key takes the name of a living node",
-        "coordinator/peers.py",
-        "if self._is_taken(peer):",
-        "if False:",
-        tests=(
-            "tests/security/test_join.py::test_with_join_nobody_speaks_under_the_name_of_a_node_that_lives",
-        ),
-    ),
-    Mutation(
-        "identity can be guessed",
-        "transport/link.py",
-        "RANDOM_BYTES = 16",
-        "RANDOM_BYTES = 4",
-        tests=(
-            "tests/security/test_join.py::test_nobody_can_guess_under_which_identity_another_one_is_connected",
-        ),
-    ),
-    Mutation(
-        "attempt that was never given out is believed",
-        "core/attempts.py",
-        "return attempt <= response.attempt + unrecorded",
-        "return True",
-        tests=(
-            "tests/security/test_join.py::test_attempt_that_was_never_given_out_makes_no_response_poison",
-        ),
-    ),
-    Mutation(
-        "version is taken while its round is open",
-        "core/versions.py",
-        "and not self._steps.has_closed(stood_at)",
-        "and False",
-    ),
-    Mutation(
-        "length of a list is not bounded",
-        "messages/fields.py",
-        "RESPONSES = Meta(max_length=MAX_RESPONSES)",
-        "RESPONSES = Meta()",
-        tests=("tests/security/test_largest.py",),
-    ),
-    Mutation(
-        "shards do not wait for the disk",
-        "core/trainer_feed.py",
-        ">= MAX_UNWRITTEN",
-        ">= 10**9",
-        tests=("tests/core/test_trainer_feed.py",),
-    ),
-    Mutation(
-        "step that is replayed is sent at once",
-        "coordinator/replays.py",
-        "await self._room_for(shard)",
-        "pass",
-        tests=(
-            "tests/daemon/test_handover.py::test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it",
-        ),
-    ),
-    Mutation(
-        "long writes are synced at their end only",
-        "journal/disk.py",
-        "offset - synced >= SYNC_BYTES",
-        "False",
-        tests=(
-            "tests/journal/test_slow.py::test_much_is_synced_in_parts_so_that_a_slow_disk_shows_that_it_lives",
-        ),
-    ),
-    Mutation(
-        "replay counts a step more than a resume does",
-        "replay/log.py",
-        "self.steps_done = core.step\n",
-        "self.steps_done = core.step + 1\n",
-        tests=("tests/replay/test_agreement.py",),
-    ),
-    Mutation(
-        "status and replay guess how many prompts there are",
-        "replay/log.py",
-        "note = noted(entries)",
-        "note = None",
-        tests=("tests/replay/test_agreement.py",),
-    ),
-    Mutation(
-        "file takes its name though its writer failed",
-        "system/files.py",
-        "    except BaseException:\n        os.close(file)\n",
-        "    except BaseException:\n        os.rename(draft, path)\n        os.close(file)\n",
-        tests=("tests/system/test_files.py",),
-    ),
-    Mutation(
-        "length of a record is not in its checksum",
-        "system/framing.py",
-        "crc32(payload, crc32(head[: _LENGTH.size]))",
-        "crc32(payload)",
-        tests=("tests/system/test_framing.py",),
-    ),
-    Mutation(
-        "journal is not synced",
-        "journal/disk.py",
-        '    getattr(os, "fdatasync", os.fsync)(file)\n',
-        "    pass\n",
-        tests=("tests/journal/test_power_loss.py",),
-    ),
-    Mutation(
-        "segment is not synced before it has its name",
-        "journal/disk.py",
-        "files.replacing(segment.path, keep_open=True)",
-        "files.replacing(segment.path, lasting=False, keep_open=True)",
-        tests=("tests/journal/test_power_loss.py",),
-    ),
-    Mutation(
-        "names in the journal's folder are not synced",
-        "system/files.py",
-        "os.fsync(descriptor)",
-        "pass",
-        tests=("tests/journal/test_power_loss.py",),
-    ),
-    Mutation(
-        "config is not synced before it has its name",
-        "system/files.py",
-        "os.fsync(file)",
-        "pass",
-        tests=("tests/journal/test_power_loss.py",),
-    ),
-    Mutation(
-        "key is not synced",
-        "keys.py",
-        "os.fsync(file.fileno())",
-        "pass",
-        tests=("tests/journal/test_power_loss.py",),
-    ),
-    Mutation(
-        "name of the key is not synced",
-        "keys.py",
-        "    sync(path.parent)\n",
-        "",
-        tests=("tests/journal/test_power_loss.py",),
-    ),
-    Mutation(
-        "files of a checkpoint are not synced",
-        "trainer/checkpoint/saved.py",
-        "files.sync(entry)",
-        "pass",
-        tests=("tests/trainer/test_power_loss.py",),
-    ),
-    Mutation(
-        "name of a checkpoint is not synced",
-        "trainer/checkpoint/saved.py",
-        "files.sync(path.parent)",
-        "pass",
-        tests=("tests/trainer/test_power_loss.py",),
-    ),
-    Mutation(
-        "run directory is removed whatever it holds",
-        "launch/folder.py",
-        "if has_begun(run_dir):",
-        "if False:",
-        tests=(
-            "tests/daemon/test_faults.py::test_a_foreground_coordinator_that_fails_leaves_what_can_be_resumed",
-        ),
-    ),
-    Mutation(
-        "journal is pruned to the newest checkpoint",
-        "coordinator/inbound.py",
-        "drop_before(message.oldest)",
-        "drop_before(message.step)",
-        tests=(
-            "tests/daemon/test_resume.py::test_a_trainer_may_fall_back_to_the_oldest_checkpoint_that_is_kept",
-        ),
-    ),
-    Mutation(
-        "what is saved is no copy",
-        "trainer/checkpoint/saver.py",
-        "return super().stage(state_dict, **kwargs)",
-        "return state_dict",
-        tests=(
-            "tests/trainer/test_checkpoint.py::test_the_rank_goes_on_while_what_it_had_is_written",
-        ),
-    ),
-    Mutation(
-        "checkpoint that is kept for good is removed",
-        "trainer/checkpoint/saved.py",
-        "if keep_every and step_of(p) and step_of(p) % keep_every == 0",
-        "if False",
-        tests=("tests/trainer/test_checkpoint.py::test_those_of_some_steps_stay_for_good",),
-    ),
-    Mutation(
-        "checkpoint of another run, with which this one began, is kept for good",
-        "trainer/checkpoint/saved.py",
-        "if keep_every and step_of(p) and step_of(p) % keep_every == 0",
-        "if keep_every and step_of(p) % keep_every == 0",
-        tests=(
-            "tests/trainer/test_initial.py::test_it_is_kept_as_long_as_any_other_and_not_for_good",
-        ),
-    ),
-    Mutation(
-        "run that begins with another one has its schedule from the beginning",
-        "trainer/rank/rank.py",
-        "self.learner.steps_before = saved.steps_before",
-        "pass",
-        tests=(
-            "tests/trainer/test_initial.py::test_two_steps_and_a_new_run_of_three_are_a_run_of_five",
-        ),
-    ),
-    Mutation(
-        "run whose checkpoint of another one is damaged begins with the model",
-        "trainer/checkpoint/start_point.py",
-        "if initial and path is None else path",
-        "if initial and path is None and not checkpoints.exists() else path",
-        tests=(
-            "tests/trainer/test_initial.py::"
-            "test_what_was_taken_over_outlives_its_source_and_is_a_checkpoint",
-        ),
-    ),
-    Mutation(
-        "resume with another rate trains steps again that had the old one",
-        "launch/resume.py",
-        "    if changed := _other_optim(then, now):\n        return changed[0]\n",
-        "",
-        tests=("tests/cli/test_resume.py::test_another_rate_from_a_checkpoint_on",),
-    ),
-    Mutation(
-        "save that failed beside the training is not tried again",
-        "trainer/saves.py",
-        "            self._is_due = True\n",
-        "",
-        tests=(
-            "tests/trainer/test_recovery.py::test_training_goes_on_beside_a_save_and_one_that_fails_late_is_tried_again",
-        ),
-    ),
-    Mutation(
-        "damaged checkpoint is exported",
-        "launch/export.py",
-        "    if problem:\n",
-        "    if False:\n",
-        tests=(
-            "tests/trainer/test_export.py::test_what_is_no_checkpoint_or_no_place_is_refused_in_one_line",
-        ),
-    ),
-    Mutation(
-        "damaged file of a checkpoint is not noticed",
-        "trainer/checkpoint/seal.py",
-        "now != digest]",
-        "False]",
-        tests=(
-            "tests/trainer/test_checkpoint.py::test_whatever_is_changed_in_a_checkpoint_is_noticed",
-        ),
-    ),
-    Mutation(
-        "a right response that gets as much as a wrong one is enough",
-        "rewards/trial.py",
-        "scores[0] > scores[1]",
-        "scores[0] >= scores[1]",
-        tests=(
-            "tests/cli/test_first_rows.py::test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning",
-        ),
-    ),
-    Mutation(
-        "a run begins with functions that never give a score",
-        "rewards/trial.py",
-        "if isinstance(self._on_failure, str):",
-        "if self._on_failure == 0:",
-        tests=("tests/cli/test_first_rows.py::test_a_function_that_never_gives_a_score",),
-    ),
-    Mutation(
-        "key stays in the environment",
-        "rewards/environment.py",
-        "and not fnmatchcase(name, NEVER)",
-        "",
-        tests=("tests/rewards/test_processes.py::test_usual_names_pass_in_capitals_or_not",),
-    ),
-    Mutation(
-        "rewards see the whole environment",
-        "rewards/process.py",
-        "inherited=inherited(os.environ, reward.environment)",
-        "inherited=os.environ",
-        tests=(
-            "tests/rewards/test_processes.py::test_secrets_of_the_environment_are_not_seen_and_named_ones_are",
-        ),
-    ),
-    Mutation(
-        "what a reward has started is not ended",
-        "system/reaper.py",
-        "last = _end_all(child)",
-        "last = None",
-        tests=(
-            "tests/rewards/test_processes.py::test_nothing_is_left_of_a_worker_however_it_ends",
-        ),
-    ),
-    Mutation(
-        "worker outlives its reaper",
-        "system/reaper.py",
-        "_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
-        "pass",
-        tests=(
-            "tests/rewards/test_processes.py::test_a_worker_dies_with_its_reaper_and_is_replaced",
-        ),
-    ),
-    Mutation(
-        "terminal that is not read stops its writer",
-        "system/output.py",
-        "if stat.S_ISREG(os.fstat(descriptor).st_mode):",
-        "if True:",
-        tests=(
-            "tests/system/test_output.py::test_whoever_is_not_read_goes_on_and_says_later_how_many_lines_are_missing",
-        ),
-    ),
-    Mutation(
-        "level of the logs is not heeded",
-        "log.py",
-        "    package.setLevel(level)\n",
-        "    package.setLevel(logging.DEBUG)\n",
-        tests=("tests/test_log.py::test_a_level_silences_what_is_less_bad",),
-    ),
-    Mutation(
-        "prints between lines of JSON are not JSON",
-        "log.py",
-        "capture_lines(_log_printed if settings.json else None)",
-        "capture_lines(None)",
-        tests=("tests/test_log.py::test_uncaught_exceptions_prints_and_warnings_are_json_too",),
-    ),
-    Mutation(
-        "child processes forget what their parent says of logs",
-        "log.py",
-        'json.loads(os.environ.get(ENVIRONMENT, "{}"))',
-        'json.loads("{}")',
-        tests=("tests/test_log.py::test_children_write_what_their_parent_does",),
-    ),
-    Mutation(
-        "escapes are sent to the terminal",
-        "system/output.py",
-        "    if text.isprintable():\n",
-        "    if True:\n",
-        tests=(
-            "tests/system/test_output.py::test_print_lines_shows_escapes_instead_of_sending_them",
-        ),
-    ),
-    Mutation(
-        "SIGHUP ends a daemon at once",
-        "system/signals.py",
-        "signal.SIGUSR1, signal.SIGHUP)",
-        "signal.SIGUSR1)",
-        tests=(
-            "tests/cli/test_terminal.py::test_a_node_and_a_run_leave_in_order_when_their_terminals_are_gone",
-        ),
-    ),
-    Mutation(
-        "SIGHUP ends a child",
-        "system/child.py",
-        "(signal.SIGTERM, signal.SIGHUP)",
-        "(signal.SIGTERM,)",
-        tests=(
-            "tests/system/test_child.py::test_signals_that_are_for_the_daemon_do_not_end_a_child",
-        ),
-    ),
-    # GPUs and the releases of what drives them
-    Mutation(
-        "one GPU is given to two ranks",
-        "config/schema.py",
-        "            if twice:\n",
-        "            if False:\n",
-        tests=("tests/test_config.py::test_wrong_values_are_one_line_with_key_and_value",),
-    ),
-    Mutation(
-        "ranks and their GPUs need not be equally many",
-        "config/schema.py",
-        "if self.train.devices and len(self.train.devices) != self.train.ranks:",
-        "if False:",
-        tests=("tests/test_config.py::test_wrong_values_are_one_line_with_key_and_value",),
-    ),
-    Mutation(
-        "no visible GPU is taken for all of them",
-        "devices/visible.py",
-        "    if setting is None:\n",
-        "    if not setting:\n",
-        tests=("tests/devices/test_assign.py::test_who_gets_what",),
-    ),
-    Mutation(
-        "engines begin at the trainer's GPUs",
-        "devices/assign.py",
-        "range(len(devices)) if d not in ranks]",
-        "range(len(devices))]",
-        tests=("tests/devices/test_assign.py::test_who_gets_what",),
-    ),
-    Mutation(
-        "tensor_parallel_size is ignored",
-        "devices/assign.py",
-        "size = wanted.per_engine",
-        "size = 1",
-        tests=("tests/devices/test_assign.py::test_who_gets_what",),
-    ),
-    Mutation(
-        "engine takes what is free on the last of its GPUs",
-        "devices/assign.py",
-        "shares[k] = min(shares[k], share)",
-        "shares[k] = share",
-        tests=("tests/devices/test_assign.py::test_who_gets_what",),
-    ),
-    Mutation(
-        "divided GPU counts as a whole one",
-        "devices/driver.py",
-        'mig == "Enabled"',
-        "False",
-        tests=("tests/devices/test_driver.py::test_a_gpu_that_is_divided_is_asked_for_its_slices",),
-    ),
-    Mutation(
-        "memory of the trainer is not set aside",
-        "devices/plan.py",
-        "rank_bytes=memory.trainer_bytes(items)",
-        "rank_bytes=0",
-        tests=("tests/cli/test_devices.py::test_the_dry_run_shows_who_gets_what_and_why",),
-    ),
-    Mutation(
-        "every rank sees the GPUs of all",
-        "trainer/rank_processes.py",
-        "self._gpus[k : k + 1]",
-        "self._gpus",
-        tests=("tests/cli/test_devices.py::test_each_child_sees_its_own_gpu",),
-    ),
-    Mutation(
-        "engine sees all GPUs",
-        "rollout/agent.py",
-        "devices = environment(self._gpus.tokens, os.environ)",
-        "devices = {}",
-        tests=("tests/cli/test_devices.py::test_each_child_sees_its_own_gpu",),
-    ),
-    Mutation(
-        "engine takes the whole of a GPU that it shares",
-        "rollout/engine_spec.py",
-        "gpu_memory=gpus.memory",
-        "gpu_memory=0.0",
-        tests=(
-            "tests/coordinator/test_settings.py::test_an_engine_is_told_what_it_may_take_and_how_far_it_may_draft",
-        ),
-    ),
-    Mutation(
-        "newer vLLM than was tried passes in silence",
-        "engine/vllm_versions.py",
-        "OLDEST <= numbers <= NEWEST",
-        "OLDEST <= numbers",
-        tests=("tests/engine/test_vllm_versions.py::test_what_lies_outside_is_said",),
-    ),
-    Mutation(
-        "what a vLLM lacks is not noticed",
-        "engine/vllm_versions.py",
-        '        if part.name not in found:\n            return f"no {_plain(part.name)}"\n',
-        "        if part.name not in found:\n            continue\n",
-        tests=("tests/engine/test_vllm_versions.py::test_what_is_missing_is_named",),
-    ),
-    Mutation(
-        "vLLM that lacks something is used",
-        "engine/vllm.py",
-        "if (lack := lacking(ENGINE, self.found)) is not None:",
-        'if (lack := "") is None:',
-        tests=(
-            "tests/engine/test_vllm_versions.py"
-            "::test_the_installed_release_is_what_its_sources_say_and_no_use_without_a_part",
-        ),
-    ),
-    Mutation(
-        "loader may run code of a model",
-        "engine/checkpoint.py",
-        "local_files_only=True, trust_remote_code=False",
-        "local_files_only=True, trust_remote_code=True",
-        tests=("tests/cli/test_text.py::test_no_loader_asks_for_or_runs_code_of_a_model",),
-    ),
-    Mutation(
-        "gradients are never summed over the ranks",
-        "trainer/learner/late_sums.py",
-        "policy.module.set_requires_gradient_sync(True)",
-        "policy.module.set_requires_gradient_sync(False)",
-        tests=("tests/trainer/test_sharding.py::test_two_ranks_learn_what_one_does",),
-    ),
-    Mutation(
-        "every rank reads the first rows",
-        "trainer/model/loading.py",
-        "value.files.read(key, first, end) if is_part",
-        "value.files.read(key, 0, end - first) if is_part",
-        tests=("tests/trainer/test_sharding.py::test_two_ranks_learn_what_one_does",),
-    ),
-    Mutation(
-        "gloo listens where the machine's name points",
-        "trainer/group.py",
-        'os.environ["GLOO_SOCKET_IFNAME"] = _loopback()',
-        "pass",
-        tests=(
-            "tests/trainer/test_loopback.py::test_no_socket_of_two_ranks_is_open_beyond_loopback",
-        ),
-    ),
-    # Shared devices: ranks that park
-    Mutation(
-        "what is parked stays in memory",
-        "trainer/learner/host_memory.py",
-        "                if problem := pages.forget(storage.data_ptr(), storage.size()):\n"
-        '                    logger.warning("%d bytes stay resident: %s", storage.size(), problem)\n'
-        "                storage.resize_(0)\n",
-        "                pass\n",
-        tests=("tests/trainer/test_parking.py::test_what_is_parked_is_not_resident",),
-    ),
-    Mutation(
-        "what is parked stays with the allocator",
-        "trainer/learner/host_memory.py",
-        "if problem := pages.forget(storage.data_ptr(), storage.size()):",
-        'if problem := "":',
-        tests=("tests/trainer/test_parking.py::test_what_is_parked_is_not_resident",),
-    ),
-    Mutation(
-        "rank that parks has its memory in small pages",
-        "trainer/rank_processes.py",
-        "        added |= pages.huge_pages(environ)\n",
-        "        pass\n",
-        tests=("tests/system/test_pages.py",),
-    ),
-    Mutation(
-        "memory of the host is made anew each time",
-        "trainer/learner/host_memory.py",
-        "        if self._free[num_bytes]:",
-        "        if False:",
-        tests=("tests/trainer/test_parking.py::test_memory_of_the_host_is_allocated_once",),
-    ),
-    Mutation(
-        "accumulated gradients are not parked",
-        "trainer/learner/parking.py",
-        "        yield from self._gradients()\n        yield from self._start.weights",
-        "        yield from self._start.weights",
-        tests=(
-            "tests/trainer/test_parking.py::test_a_step_has_the_same_bits_wherever_it_is_parked",
-        ),
-    ),
-    Mutation(
-        "the optimizer's state stays on the device between two updates of a step",
-        "trainer/learner/learner.py",
-        "if self.parking is not None and isinstance(end, UpdateWeights):",
-        "if self.parking is not None and isinstance(end, FinishStep):",
-        tests=(
-            "tests/trainer/test_parking.py::test_while_gradients_are_added_up_the_state_of_the_optimizer_is_away",
-        ),
-    ),
-    Mutation(
-        "a parked step that begins anew keeps its gradients of the whole model",
-        "trainer/learner/late_sums.py",
-        "parameter._unsharded_param.grad = None",
-        "pass",
-        tests=("tests/trainer/test_parking.py::test_two_ranks_that_park_learn_what_two_others_do",),
-    ),
-    Mutation(
-        "a parked step that begins anew takes its updates back on the device only",
-        "trainer/learner/step_start.py",
-        "self._at_hand(parameter.detach()).copy_(self._at_hand(held))",
-        "_local(parameter.detach()).copy_(_local(held))",
-        tests=(
-            "tests/trainer/test_parking.py::test_a_step_that_begins_anew_while_parked_is_as_if_it_had_not_begun",
-        ),
-    ),
-    Mutation(
-        "a node says that it parked when its first rank has",
-        "trainer/node_devices.py",
-        "if len(self._parked) < self._num_ranks:",
-        "if len(self._parked) < 1:",
-        tests=(
-            "tests/trainer/test_node_parks.py::test_an_order_is_answered_once_and_only_when_all_ranks_have_parked",
-        ),
-    ),
-    Mutation(
-        "ranks go on after they parked, with what had come before",
-        "trainer/node_devices.py",
-        "        if not is_repeated and not ends_first:\n            self._take_back()\n",
-        "",
-        tests=(
-            "tests/trainer/test_node_parks.py::test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does",
-        ),
-    ),
-    Mutation(
-        "ranks park only after all that has come",
-        "trainer/step.py",
-        "halts = (lambda: self._must_park) if devices.are_shared else None",
-        "halts = None",
-        tests=(
-            "tests/trainer/test_node_parks.py::test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does",
-        ),
-    ),
-    Mutation(
-        "ranks that die before their version is said wait for a shard that never comes",
-        "trainer/node_devices.py",
-        "not self.has_devices and not self.all_given and self._is_told",
-        "not self.has_devices and not self.all_given",
-        tests=(
-            "tests/trainer/test_node_parks.py::test_nobody_has_the_devices_until_a_version_is_said",
-        ),
-    ),
-    Mutation(
-        "replica works while engines have its devices",
-        "trainer/node_devices.py",
-        "return self._num_parts == 1 or replica in self._given",
-        "return True",
-        tests=(
-            "tests/trainer/test_device_parts.py::test_a_replica_works_while_others_have_no_devices_and_the_step_ends_when_they_have",
-        ),
-    ),
-    Mutation(
-        "step ends while a replica has no devices",
-        "trainer/step.py",
-        "        return is_done and self._devices.all_given\n",
-        "        return is_done\n",
-        tests=(
-            "tests/trainer/test_device_parts.py::test_a_park_before_the_rest_has_come_does_not_wait_for_the_end_of_the_step",
-        ),
-    ),
-    Mutation(
-        "devices of a step that is over are given for the next one",
-        "trainer/node_devices.py",
-        "elif given.step == self._step:",
-        "else:",
-        tests=("tests/trainer/test_device_parts.py::test_who_may_work",),
-    ),
-    Mutation(
-        "ranks that wait for their devices do not answer who asks for them",
-        "trainer/node_devices.py",
-        "(self._send_for_lost if self._are_lost else self._send)(parked)",
-        "self._send(parked)",
-        tests=(
-            "tests/trainer/test_device_parts.py::test_a_rank_that_dies_while_it_is_asked_for_half_of_the_devices_answers_by_that",
-        ),
-    ),
-    Mutation(
-        "ranks that died with half of the devices start beside engines",
-        "trainer/supervisor.py",
-        "            is_away = self.devices.lost()\n",
-        "            is_away = self.devices.lost() and False\n",
-        tests=(
-            "tests/trainer/test_device_parts.py::test_ranks_that_die_with_half_of_the_devices_start_when_they_have_all",
-        ),
-    ),
-    Mutation(
-        "a step that cannot end is ended before ranks park",
-        "trainer/step.py",
-        "not (self.has_all and self._devices.all_given)",
-        "not self.has_all",
-        tests=(
-            "tests/trainer/test_device_parts.py::test_a_park_before_the_rest_has_come_does_not_wait_for_the_end_of_the_step",
-        ),
-    ),
-    Mutation(
-        "engine gets devices of two replicas",
-        "config/parallel.py",
-        "all(k[0] // each == k[-1] // each for k in engines)",
-        "True",
-        tests=("tests/devices/test_parts.py",),
-    ),
-    Mutation(
-        "every engine uses the first part of the devices",
-        "devices/plan.py",
-        "    return engine // nodes % parts\n",
-        "    return 0\n",
-        tests=("tests/devices/test_parts.py",),
-    ),
-    Mutation(
-        "replicas of which only some are parked meet when a step begins anew",
-        "trainer/learner/learner.py",
-        "            self.late.drop()\n",
-        "            self.late.reduce()\n",
-        tests=("tests/trainer/test_parking.py::test_replicas_that_park_learn_what_others_do",),
-    ),
-    Mutation(
-        "a version is said before its ranks have parked",
-        "trainer/supervisor.py",
-        "            await ranks.replies(RankParked)\n            self.devices.announce()\n",
-        "            await ranks.replies(RankParked)\n",
-        tests=(
-            "tests/trainer/test_node_parks.py::test_a_step_that_is_parked_between_all_shards_makes_the_same_versions",
-        ),
-    ),
-    Mutation(
-        "ranks that were lost start while engines have their devices",
-        "trainer/supervisor.py",
-        "            if is_away:",
-        "            if False:",
-        tests=(
-            "tests/trainer/test_node_parks.py::test_ranks_that_die_without_their_devices_start_when_they_are_given_back",
-        ),
-    ),
-    Mutation(
-        "a node that follows does not see that its ranks take the devices again",
-        "trainer/nodes/follower.py",
-        "                self.devices.told(RANK_COMMANDS.decode(message.frame))\n",
-        "                pass\n",
-        tests=(
-            "tests/trainer/test_node_parks.py::test_a_node_that_follows_answers_for_its_own_ranks",
-        ),
-    ),
-    # Packing
-    Mutation(
-        "a sliding window is one token too wide",
-        "trainer/model/attention.py",
-        "(behind < window)",
-        "(behind <= window)",
-        tests=("tests/trainer/test_families.py",),
-    ),
-    Mutation(
-        "sums over tiles are not made smaller when a larger logit comes",
-        "trainer/model/score.py",
-        "total = total * shrunk + powers.sum(1)",
-        "total = total + powers.sum(1)",
-        tests=("tests/trainer/test_score.py",),
-    ),
-    Mutation(
-        "groups are trained before they fill a micro-batch",
-        "trainer/portions.py",
-        "is_due = is_all or sum(sizes) >= self._full",
-        "is_due = True",
-        tests=(
-            "tests/trainer/test_stream.py::test_groups_wait_until_they_fill_a_micro_batch_on_every_rank",
-        ),
-    ),
-    Mutation(
-        "which replica has a group of a deterministic step depends on who is free",
-        "trainer/portions.py",
-        "self._least(range(num))",
-        "self._least(free)",
-        tests=("tests/trainer/test_portions.py::test_a_fixed_split_follows_from_the_groups_alone",),
-    ),
-    Mutation(
-        "a step that is trained again is spread by who is free now",
-        "trainer/step.py",
-        "if queue.replica is not None:",
-        "if False:",
-        tests=(
-            "tests/trainer/test_replicas.py::test_what_is_trained_again_goes_to_the_same_replicas_and_gives_the_same_bits",
-        ),
-    ),
-    Mutation(
-        "the journal does not say which replica accumulated what",
-        "core/versions.py",
-        "(m.canary, m.base, m.replicas)",
-        "(m.canary, m.base, ())",
-        tests=(
-            "tests/core/test_trainer_feed.py::test_the_journal_says_which_replicas_have_accumulated_a_version",
-        ),
-    ),
-    Mutation(
-        "what a step that is trained again had of each replica goes to the first",
-        "journal/read.py",
-        "cut = replace(cut, replica=replica)",
-        "cut = replace(cut, replica=0)",
-        tests=("tests/journal/test_shards.py::test_each_goes_to_the_replica_that_accumulated_it",),
-    ),
-    Mutation(
-        "the sums of replicas never meet",
-        "trainer/learner/late_sums.py",
-        "        dist.all_reduce(due, dist.ReduceOp.MAX)\n",
-        "        due.zero_()\n",
-        tests=(
-            "tests/trainer/test_replicas.py::test_replicas_learn_what_one_replica_and_one_rank_do",
-        ),
-    ),
-    Mutation(
-        "gradients of replicas are planned for on the host before these have met",
-        "devices/memory.py",
-        "keep = Item if how.replicas > 1 else place",
-        "keep = place",
-        tests=("tests/devices/test_memory.py::test_what_is_elsewhere_or_in_eight_bits",),
-    ),
-    Mutation(
-        "groups that the journal cuts apart are held for others",
-        "trainer/shard_queue.py",
-        "is_apart = self._was_alone or",
-        "is_apart =",
-        tests=(
-            "tests/trainer/test_stream.py::test_groups_wait_until_they_fill_a_micro_batch_on_every_rank",
-        ),
-    ),
-    Mutation(
-        "a family that differs is packed all the same",
-        "trainer/model/forward.py",
-        "problems += packed.packing.refused",
-        "pass",
-        tests=("tests/trainer/test_families.py",),
-    ),
-    Mutation(
-        "ratios are to the weights of the last update",
-        "trainer/learner/learner.py",
-        "if self._has_moved else None",
-        "if False else None",
-        tests=("tests/trainer/test_mini_batches.py",),
-    ),
-    Mutation(
-        "a step that begins anew keeps the updates of its mini-batches",
-        "trainer/learner/learner.py",
-        "            self._start.restore()",
-        "            pass",
-        tests=("tests/trainer/test_mini_batches.py",),
-    ),
-    Mutation(
-        "a micro-batch has groups of two mini-batches",
-        "trainer/shard_queue.py",
-        "while self._rest and self._rest[0].mini_batch <= self._mini_batch:",
-        "while self._rest:",
-        tests=("tests/trainer/test_shard_queue.py",),
-    ),
-    Mutation(
-        "mini-batches are sorted by length",
-        "core/mini_batches.py",
-        'return settings.mini_batches > 1 and settings.mini_batch_order == "random"',
-        "return False",
-        tests=("tests/core/test_mini_batches.py",),
-    ),
-    Mutation(
-        "a remainder of a few groups is an update of its own",
-        "core/mini_batches.py",
-        "if is_closed and 2 * (total - end) < most:",
-        "if is_closed and total < end:",
-        tests=("tests/core/test_mini_batches.py",),
-    ),
-    Mutation(
-        "what is put off by the last short rounds of a run is never trained",
-        "core/rounds.py",
-        'return "flush" if waiting > rounds_left * settings.prompts_per_step else "short"',
-        'return "short"',
-        tests=("tests/core/test_tail.py",),
-    ),
-    Mutation(
-        "tokens of a step that began again count twice in the running mean",
-        "trainer/learner/token_mean.py",
-        "self.sums = self._at_begin\n",
-        "pass\n",
-        tests=("tests/trainer/test_token_mean.py",),
-    ),
-    # The emulated rank: what its digest must show
-    Mutation(
-        "a schedule ends at nothing, whatever min_lr_ratio says",
-        "trainer/learner/optim.py",
-        "(optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)",
-        "left",
-        ("tests/trainer/test_optim.py::test_the_rate_of_a_step",),
-    ),
-    Mutation(
-        "moments of eight bits are restored as float32",
-        "trainer/learner/adamw8bit.py",
-        "    def load_state_dict(",
-        "    def _load_state_dict(",
+def _function(module: ast.Module, name: str, where: str) -> ast.AST:
+    node: Any = module
+    for part in name.split("."):
+        inside = {n: each for each in node.body for n in _names(each)}
+        if part not in inside:
+            raise AddressError(f"{where}: no {part!r}; there are {', '.join(inside)}")
+        node = inside[part]
+    return node
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, NAMED):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _nth(node: ast.AST, kind: str, which: str, where: str) -> ast.AST:
+    found: list[Any] = [each for each in _inside(node) if isinstance(each, KINDS.get(kind, ()))]
+    if kind == "keyword" and which:
+        chosen = [each for each in found if each.arg == which]
+    else:
+        chosen = [each for k, each in enumerate(found, start=1) if which in ("", str(k))]
+    if len(chosen) == 1:
+        return chosen[0]
+    there = "; ".join(f"{kind} {k}: {_shown(each)}" for k, each in enumerate(found, start=1))
+    raise AddressError(
+        f"{where}: {f'{kind} {which}'.rstrip()!r} is not one node; there are [{there}]"
+    )
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields nodes in the order of the source, the larger first of two that begin together;
+    leaves docstrings out."""
+    nodes: list[Any] = [each for each in ast.walk(node) if hasattr(each, "lineno")]
+    texts = {id(each.value) for each in nodes if isinstance(each, ast.Expr)}
+    nodes = [
+        each
+        for each in nodes
+        if each is not node
+        and not (isinstance(each, ast.Constant) and id(each) in texts)
+        and not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+    ]
+    nodes.sort(key=lambda n: (n.lineno, n.col_offset, -n.end_lineno, -n.end_col_offset))
+    return iter(nodes)
+
+
+def _shown(node: ast.AST) -> str:
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _offset(source: bytes, line: int, column: int) -> int:
+    return sum(map(len, source.splitlines(keepends=True)[: line - 1])) + column
+
+
+# Changes
+
+
+def _value(node: Any) -> Any:
+    """Returns the condition of an if or while, the value of a statement, else the node itself."""
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        return node.test
+    if isinstance(node, ast.Return | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.keyword):
+        return node.value
+    return node
+
+
+def _parts(node: Any) -> list[Any]:
+    """Returns operands, elements or positional arguments."""
+    match node:
+        case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return parts
+        case ast.Call(args=parts):
+            return parts
+        case ast.BinOp(left=left, right=right):
+            return [left, right]
+        case _:
+            raise AddressError(f"{_shown(node)}: has no parts")
+
+
+def drop(node: ast.AST) -> tuple[ast.AST, str]:
+    """Leaves a statement out."""
+    return node, "pass"
+
+
+def give(value: object) -> Change:
+    """Puts a constant in the place of the value."""
+    return lambda node: (_value(node), repr(value))
+
+
+never, always = give(False), give(True)
+
+
+def plus(number: int) -> Change:
+    """Adds to the value; of a comparison, to its left side."""
+
+    def change(node: ast.AST) -> tuple[ast.AST, str]:
+        value = _value(node)
+        value = value.left if isinstance(value, ast.Compare) else value
+        return value, f"({ast.unparse(value)} + {number})"
+
+    return change
+
+
+def operator(sign: str) -> Change:
+    """Puts another comparison or operation in the place of the (first) one."""
+    other: Any = ast.parse(f"a {sign} b", mode="eval").body
+
+    def change(node: ast.AST) -> tuple[ast.AST, str]:
+        value = _value(node)
+        if isinstance(value, ast.Compare):
+            value.ops[0] = other.ops[0]
+        else:
+            value.op = other.op
+        return value, f"({ast.unparse(value)})"
+
+    return change
+
+
+def only(number: int) -> Change:
+    """Puts the n-th operand, element or argument in the place of all of it."""
+    return lambda node: (_value(node), f"({ast.unparse(_parts(_value(node))[number - 1])})")
+
+
+def without(number: int) -> Change:
+    """Leaves the n-th operand, element or argument out."""
+
+    def change(node: ast.AST) -> tuple[ast.AST, str]:
+        value = _value(node)
+        del _parts(value)[number - 1]
+        return value, f"({ast.unparse(value)})"
+
+    return change
+
+
+def swap(first: int, second: int) -> Change:
+    """Exchanges two operands, elements or arguments."""
+
+    def change(node: ast.AST) -> tuple[ast.AST, str]:
+        value = _value(node)
+        parts = _parts(value)
+        one, other = parts[first - 1], parts[second - 1]
+        parts[first - 1], parts[second - 1] = other, one
+        if isinstance(value, ast.BinOp):
+            value.left, value.right = parts
+        return value, f"({ast.unparse(value)})"
+
+    return change
+
+
+# (module, tests that must catch its bugs) -> (function, node, change, what is wrong then)
+Row: TypeAlias = tuple[str, str, Change, str]
+ROWS: dict[tuple[str, str], list[Row]] = {
+    # Which node gets which response, and what is accepted from it
+    ("core.responses", "core/test_responses.py core/test_membership.py core/test_recovery.py"): [
+        ("ResponseTable.requeue_all", "for", drop, "the responses of a lost node are dropped"),
+        ("ResponseTable._place", "keyword prefix", give(b""), "a moved response loses its tokens"),
+        ("ResponseTable.reconcile", "if 1", never, "an order lost with the connection is awaited"),
+        ("ResponseTable.reconcile", "assign 6", without(3), "a response runs at two nodes"),
+    ],
+    ("core.queue", "core/test_responses.py"): [
+        ("_is_valid", "return", without(2), "a response that was queued again is placed twice"),
+    ],
+    ("core.placement", "core/test_placement.py"): [
+        ("_Order.rank", "if", operator("<="), "a node gets one response more than it has slots"),
+    ],
+    (
+        "core.arrivals",
+        "core/test_responses.py core/test_recovery.py core/test_tail.py core/test_async.py",
+    ): [
+        ("Arrivals.accept", "if 1", never, "tokens of unconfirmed weights are accepted"),
+        ("Arrivals.accept", "boolean 3", only(1), "late tokens of an earlier attempt are accepted"),
+        ("Arrivals._extend", "compare 1", plus(-1), "tokens one version too old are accepted"),
+        ("Arrivals._extend", "if 3", never, "a hole in the tokens is accepted"),
+        ("Arrivals._extend", "if 5", never, "tokens that come twice count twice"),
+        ("Arrivals._comes_back", "if 3", without(2), "tokens of any version come back with a node"),
+    ],
+    ("core.attempts", "core/test_responses.py"): [
+        ("can_exist", "return", always, "a node may claim an attempt that was never placed"),
+    ],
+    # Who wins a round, and what follows
+    ("core.race", "core/test_race.py core/test_tail.py"): [
+        ("finish_of_response", "boolean", only(1), "winners are those whose score arrives first"),
+        ("has_lost", "return 2 compare 1", plus(1), "a sibling is stopped one token too early"),
+        ("decided_groups", "compare 2", operator("<="), "one group too many is certain"),
+        ("decided_groups", "if 2", never, "a deterministic run has another order each time"),
+        ("_earliest", "arithmetic 1", plus(1), "a rival counts as one token behind where it is"),
+    ],
+    ("core.judge", "core/test_race.py core/test_tail.py core/test_deferred.py"): [
+        ("Judge.score", "if 1", without(2), "the late score of an earlier attempt counts"),
+        ("Judge._count", "if 1", always, "a response without a reward counts as finished"),
+    ],
+    ("core.rounds", "core/test_tail.py core/test_rounds.py"): [
+        ("next_kind", "if 4", never, "what the last short rounds put off is never trained"),
+    ],
+    ("core.staleness", "core/test_staleness.py"): [
+        ("admissible", "arithmetic 3", plus(1), "a prompt starts one step too early"),
+        ("staleness", "call 2", swap(2, 3), "the oldest version counts as the newest"),
+    ],
+    ("core.mini_batches", "core/test_mini_batches.py"): [
+        ("is_shuffled", "return", never, "mini-batches are sorted by length"),
+    ],
+    # Steps, versions, restarts
+    ("core.trainer_feed", "core/test_trainer_feed.py core/test_retrained.py"): [
+        ("TrainerFeed.send", "assign 3", never, "shards are sent before they are on the disk"),
         (
-            "tests/trainer/test_optim.py::test_codes_are_restored_bit_for_bit_by_any_number_of_ranks",
+            "TrainerFeed.feed",
+            "assign 4",
+            never,
+            "a step that was published is trained by new groups",
         ),
-    ),
-    Mutation(
-        "ranks that are out of memory are started again",
-        "trainer/learner/out_of_memory.py",
-        "        if not _is_out_of_memory(e):\n",
-        "        if True:\n",
-        ("tests/trainer/test_out_of_memory.py",),
-    ),
-    Mutation(
-        "a rank that fails for good is lost by the others before it is heard",
-        "trainer/rank/main.py",
-        "            _linger(pipe)\n",
-        "            pass\n",
-        ("tests/trainer/test_out_of_memory.py::test_the_reason_comes_before_the_loss",),
-    ),
-    Mutation(
-        "adapters are planned with the optimizer of a whole model",
-        "devices/memory.py",
-        "how.adapters or shape.num_parameters\n",
-        "shape.num_parameters\n",
-        ("tests/devices/test_memory.py",),
-    ),
-    Mutation(
-        "emulated weights are those of the last step alone",
-        "trainer/rank/emulated.py",
-        "[self._trained.hex(), totals, all_R]",
-        "[totals, all_R]",
-        tests=(
-            "tests/trainer/test_emulated.py::test_order_and_cut_and_number_make_another_version",
-        ),
-    ),
-    Mutation(
-        "emulated weights are those of rank 0 alone",
-        "trainer/rank/emulated.py",
-        "all_R = self._meeting.exchange(mine)",
-        "all_R = self._meeting.exchange(mine)[:1]",
-        tests=("tests/trainer/test_emulated.py::test_two_ranks_publish_what_both_were_given",),
-    ),
-    Mutation(
-        "emulated rank keeps what it had of a step that begins anew",
-        "trainer/rank/emulated.py",
-        "                self._clear()\n                yield Cleared(step)",
-        "                yield Cleared(step)",
-        tests=(
-            "tests/trainer/test_emulated.py::test_what_was_given_before_the_step_began_anew_does_not_count",
-        ),
-    ),
-    Mutation(
-        "emulated rank begins with other weights than were saved",
-        "trainer/rank/emulated.py",
-        "            saved.require_digest(self.file.digest, DTYPE)",
-        "            pass",
-        tests=(
-            "tests/trainer/test_emulated.py::test_a_restored_rank_goes_on_with_the_same_versions",
-        ),
-    ),
-    Mutation(
-        "emulated rank is not sent what has no signal",
-        "trainer/batch.py",
-        'if config.train.engine == "emulated":',
-        "if False:",
-        tests=("tests/trainer/test_emulated.py::test_a_group_without_signal_counts_as_well",),
-    ),
-    Mutation(
-        "what crashes is started again for ever",
-        "system/restart.py",
-        "if num_crashes > self.max_restarts:",
-        "if False:",
-        tests=("tests/system/test_restart.py::test_limits_of_each_place",),
-    ),
-    Mutation(
-        "a crash after a long life is one more of the row",
-        "system/restart.py",
-        "if lived_s > self.policy.settled_s:",
-        "if False:",
-        tests=(
-            "tests/system/test_restart.py::test_a_crash_after_a_long_life_is_the_first_of_a_new_row",
-        ),
-    ),
-    Mutation(
-        "every slope is the prior's",
-        "core/line_fit.py",
-        "return (together + weight * prior) / (max(0.0, spread) + weight)",
-        "return prior",
-        tests=("tests/core/test_line_fit.py::test_it_is_the_least_squares_line",),
-    ),
-    Mutation(
-        "trainer that was lost answers a welcome",
-        "trainer/state.py",
-        "            E.WELCOMED: S.DOWN,",
-        "            E.WELCOMED: S.BEGINNING_ANEW,",
-        tests=("tests/trainer/test_state.py",),
-    ),
-    Mutation(
-        "engine that could not load another version counts as one that never served",
-        "rollout/state.py",
-        "S.RELOADING: {E.LOADED: S.SERVING, E.LOAD_FAILED: S.REFUSING",
-        "S.RELOADING: {E.LOADED: S.SERVING, E.LOAD_FAILED: S.EMPTY",
-        tests=("tests/rollout/test_state.py",),
-    ),
-    Mutation(
-        "node that was dismissed says hello again",
-        "daemon/state.py",
-        """            E.NAME_REFUSED: S.NAME_TAKEN,
-            E.DISMISSED: S.OUT_OF_TOUCH,
-            E.WELCOMED: S.ADMITTED,
-        },
-        S.ADMITTED""",
-        """            E.NAME_REFUSED: S.NAME_TAKEN,
-            E.DISMISSED: S.GREETING,
-            E.WELCOMED: S.ADMITTED,
-        },
-        S.ADMITTED""",
-        tests=("tests/daemon/test_state.py",),
-    ),
-    # Weights in the simulator
-    Mutation(
-        "a full line does not hold its flows back",
-        "sim/lines.py",
-        "                    left[full] -= grown\n",
-        "                    left[full] -= 0.9 * grown\n",
-        ("tests/sim/test_lines.py",),
-    ),
-    Mutation(
-        "a dead source goes on serving",
-        "sim/swarm.py",
-        "        self._whole = {(n, p) for n, p in self._whole if n != node}\n",
-        "",
-        ("tests/sim/test_swarm.py",),
-    ),
-    Mutation(
-        "fluids run ahead of what the trainer has sent",
-        "sim/swarm.py",
-        "down[node] = min(down[node], can_be_new.get(pull.parcel, 0.0))",
-        "down[node] = min(down[node], 1e18)",
-        ("tests/sim/test_swarm.py",),
-    ),
-    Mutation(
-        "a difference is used on any version",
-        "sim/transfers.py",
-        "        if base == machine.serves:\n",
-        "        if base >= 0:\n",
-        ("tests/sim/test_transfers.py",),
-    ),
-    Mutation(
-        "a broadcast goes on without who has died",
-        "sim/broadcast.py",
-        "        if name in self._path:\n",
-        "        if False:\n",
-        ("tests/sim/test_broadcast.py",),
-    ),
-    Mutation(
-        "who got a version by broadcast says that it has it as a file",
-        "sim/transfers.py",
-        "        if inbound.group:\n            num_bytes",
-        "        if False:\n            num_bytes",
-        ("tests/sim/test_broadcast.py",),
-    ),
-    Mutation(
-        "the trainer waits for its only member, which is lost",
-        "core/broadcasts.py",
-        "        return self._over(owed, tells_trainer=is_over and is_awaited and not is_trainer)\n",
-        "        return self._over(owed, tells_trainer=bool(owed) and not is_trainer)\n",
-        ("tests/core/test_broadcasts.py", "tests/sim/test_broadcast.py"),
-    ),
-    # Several trainer nodes
-    Mutation(
-        "a follower that says hello again is taken for the one before",
-        "core/trainers.py",
-        "self._numbers[hello.node] = self._num_hellos",
-        "self._numbers.setdefault(hello.node, self._num_hellos)",
-    ),
-    Mutation(
-        "followers leave before the last checkpoint",
-        "core/ending.py",
-        "if name not in self._fleet.trainers:",
-        "if name != self._fleet.trainer:",
-    ),
-    Mutation(
-        "anybody may speak to the leader",
-        "core/trainers.py",
-        "return sender in self and receiver in self and self.leader in (sender, receiver)",
-        "return self.leader in (sender, receiver)",
-    ),
-    Mutation(
-        "what another life says is heard",
-        "trainer/nodes/followers.py",
-        "if message.life != self.name:",
-        "if not message.life:",
-        tests=("tests/trainer/test_nodes.py",),
-    ),
-    Mutation(
-        "rows of other machines are written to the wrong place",
-        "weights/publish/exchange.py",
-        "came[begin : begin + size]",
-        "came[:size]",
-        tests=("tests/trainer/test_publish.py",),
-    ),
-    Mutation(
-        "experts that vLLM reloads on a CPU are not packed for their kernel",
-        "engine/vllm_worker.py",
-        "method.moe_kernel = None",
-        "pass",
-        ("tests/engine/test_families.py",),
-    ),
-    # Adapters
-    Mutation(
-        "the reference has the adapters on",
-        "trainer/model/lora.py",
-        "layer._disable_adapters = True",
-        "layer._disable_adapters = False",
-        tests=("tests/trainer/test_lora.py",),
-    ),
-    Mutation(
-        "adapters are loaded beside any base",
-        "engine/checkpoint.py",
-        "if manifest.base != base:",
-        "if bool(manifest.base) != bool(base):",
-        tests=("tests/engine/test_lora.py",),
-    ),
-    Mutation(
-        "newer adapters end the pull of their base",
-        "rollout/base.py",
-        "return await asyncio.shield(self._fetching)",
-        "return await self._fetching",
-        tests=("tests/rollout/test_base.py",),
-    ),
-    Mutation(
-        "a merged export lacks the scale of its adapters",
-        "trainer/checkpoint/export.py",
-        'b @ a * (config["lora_alpha"] / config["r"])',
-        "b @ a",
-        tests=("tests/trainer/test_lora.py",),
-    ),
-    # Nodes that leave the rollout before it is over
-    Mutation(
-        "nodes that leave get the longest responses, too",
-        "core/coordinator.py",
-        "self.judge.pop_waiting(len(leaving), shortest=True)",
-        "self.judge.pop_waiting(len(leaving))",
-    ),
-    Mutation(
-        "the longest do not go first although more waits than there is room for",
-        "core/coordinator.py",
-        "if most <= room and self.handover.may_leave:",
-        "if self.handover.may_leave:",
-        ("tests/core/test_leaving_nodes.py",),
-    ),
-    Mutation(
-        "a response that was taken from one end of the queue is still at the other",
-        "core/queue.py",
-        "                response.queued_as = 0  # it is in the other order, too\n",
-        "",
-    ),
-    Mutation(
-        "what was taken as the shortest still counts as waiting",
-        "core/queue.py",
-        "return len(self._heap) - len(self._taken)",
-        "return len(self._heap)",
-    ),
-    Mutation(
-        "nodes are given more than they have room for",
-        "core/placement.py",
-        "        if more < node.room:\n",
-        "        if True:\n",
-        ("tests/core/test_leaving_nodes.py",),
-    ),
-    Mutation(
-        "nodes are taken to leave although sides change between steps alone",
-        "core/handover.py",
-        "if not self._changes or not self._devices.nodes",
-        "if not self._devices.nodes",
-        ("tests/core/test_leaving_nodes.py",),
-    ),
-    Mutation(
-        "half goes to train whatever the rest then takes",
-        "core/foreseen.py",
-        "return change if _is_no_loss(view, change) else NOTHING",
-        "return change",
-        ("tests/core/test_offload.py",),
-    ),
-    Mutation(
-        "a node that joins between two steps is taken for an ordinary one",
-        "core/fleet.py",
-        "there = (self.ready, self.updating, self.devices.nodes)",
-        "there = (self.ready,)",
-        ("tests/core/test_membership.py",),
-    ),
-    Mutation(
-        "a node that got no work is taken for an ordinary one for ever",
-        "core/fleet.py",
-        "            if not node.speed.num_observed:  # others were, since it joined\n",
-        "            if False:\n",
-        ("tests/core/test_membership.py",),
-    ),
-    Mutation(
-        "devices that take turns are forecast as if they sampled all the time",
-        "core/scaling.py",
-        "return len(self._fleet.devices.nodes), self._settings.offload",
-        "return 0, self._settings.offload",
-        ("tests/core/test_handover.py",),
-    ),
-    Mutation(
-        "the forecast knows no window",
-        "core/worth.py",
-        "faster * max(0.0, window_s)",
-        "faster * 0.0",
-        ("tests/core/test_worth.py",),
-    ),
-    Mutation(
-        "what halves save is promised to those who have others, too",
-        "core/worth.py",
-        "rest_s = max(0.0, self.rest_s) if leave and nodes > shared else self.rest_s",
-        "rest_s = self.rest_s",
-        ("tests/core/test_worth.py",),
-    ),
-    Mutation(
-        "a node that shares with nobody stays",
-        "core/coordinator.py",
-        "for name, why in self.handover.strangers():",
-        "for name, why in list[tuple[str, str]]():",
-        ("tests/core/test_handover.py",),
-    ),
-    Mutation(
-        "a node that is refused after its welcome goes on",
-        "daemon/admission.py",
-        "    if welcome.refused not in {ENDING, TAKEN}:",
-        "    if False:",
-        ("tests/daemon/test_release.py",),
-    ),
-    # How many nodes are worth their price
-    Mutation(
-        "slots do not bound what nodes share",
-        "core/worth.py",
-        "max(share / engine.slots, self.mean)",
-        "max(0 * share / engine.slots, self.mean)",
-    ),
-    Mutation(
-        "a step is never shorter than its longest response",
-        "core/worth.py",
-        "return max(self.alone_s, self.shared_s(engine, nodes) + self.over_s)",
-        "return max(0.0, self.shared_s(engine, nodes) + self.over_s)",
-    ),
-    Mutation(
-        "all kinds of rounds weigh the same",
-        "core/worth.py",
-        "sum(w.num * w.step_s(self.engine, *fleet) for w in self.kinds.values()) / self._num",
-        "sum(w.step_s(self.engine, *fleet) for w in self.kinds.values()) / len(self.kinds)",
-    ),
-    Mutation(
-        "free nodes are taken for worthless",
-        "core/worth.py",
-        "            return 1.0\n        return self.prices",
-        "            return (1 + LEAST_SAVING) ** (99 * nodes)\n        return self.prices",
-    ),
-    Mutation(
-        "a clock that goes back takes time away",
-        "core/scaling.py",
-        "        if elapsed > 0:\n            fleet",
-        "        if elapsed:\n            fleet",
-    ),
-    Mutation(
-        "preemptible nodes are paid for as reserved ones",
-        "core/scaling.py",
-        "learned.reserved_s += elapsed * self.num_reserved",
-        "learned.reserved_s += elapsed * len(fleet.nodes)",
-    ),
-    Mutation(
-        "shared devices are paid for twice",
-        "core/scaling.py",
-        "num -= sum(not node.is_preemptible for node in devices.nodes.values())",
-        "num -= 0",
-    ),
-    Mutation(
-        "a jump of the clock is learned",
-        "core/scaling.py",
-        "OUTLIER = 3.0",
-        "OUTLIER = 3e9",
-    ),
-    Mutation(
-        "short rounds alone decide",
-        "core/scaling.py",
-        "if learned.engine is None or not kinds or (self._settings.tail.races and not is_whole):",
-        "if learned.engine is None or not kinds:",
-    ),
-    Mutation(
-        "a round that was half seen is learned",
-        "core/recovery.py",
-        "        core.scaling.forget_open()\n",
-        "",
-    ),
-    Mutation(
-        "what was learned is lost with the coordinator",
-        "core/recovery.py",
-        "        core.scaling.learned = stood.learned.copy()\n",
-        "",
-    ),
-    Mutation(
-        "a number that was not acted on is forgotten",
-        "core/recovery.py",
-        "        core.scaling.announce()\n",
-        "",
-    ),
-    Mutation(
-        "the busiest node leaves first",
-        "core/scaling.py",
-        "key=lambda n: (self._finishes_in(n), -n.number)",
-        "key=lambda n: (-self._finishes_in(n), -n.number)",
-    ),
-    Mutation(
-        "the oldest idle node leaves first",
-        "core/scaling.py",
-        "key=lambda n: (self._finishes_in(n), -n.number)",
-        "key=lambda n: (self._finishes_in(n), n.number)",
-    ),
-    Mutation(
-        "a node that leaves for its price gets work meanwhile",
-        "core/scaling.py",
-        "            self._fleet.drain(node)  # it gets nothing new, before it has heard of it\n",
-        "",
-    ),
-    Mutation(
-        "a node that comes back is counted twice",
-        "core/fleet.py",
-        "self.num_preemptible += hello.is_preemptible - node.is_preemptible",
-        "self.num_preemptible += hello.is_preemptible",
-    ),
-    Mutation(
-        "scale.command gets the run's key",
-        "coordinator/scale_command.py",
-        " if not fnmatchcase(k, NEVER)}",
-        "}",
-        tests=("tests/coordinator/test_scale_command.py",),
-    ),
-    Mutation(
-        "scale.command is started as often as numbers come",
-        "coordinator/scale_command.py",
-        "            await asyncio.sleep(max(0.0, began + every_s - time.monotonic()))\n",
-        "            await asyncio.sleep(0)\n",
-        tests=("tests/coordinator/test_scale_command.py",),
-    ),
-    Mutation(
-        "a hanging scale.command leaves its children behind",
-        "coordinator/scale_command.py",
-        "os.killpg(process.pid, signal.SIGKILL)",
-        "os.kill(process.pid, signal.SIGKILL)",
-        tests=("tests/coordinator/test_scale_command.py",),
-    ),
-    # Engines of several sizes
-    Mutation(
-        "any preemption doubles the size of engines",
-        "core/planner.py",
-        "round.preemptions > MORE_PREEMPTIONS * memory.preemptions",
-        "round.preemptions > 0",
-    ),
-    Mutation(
-        "engines go back to caches that are too small",
-        "core/planner.py",
-        "        larger = self._with_room(size, needed)\n",
-        "        larger = size if memory else self._with_room(size, needed)\n",
-    ),
-    Mutation(
-        "a size that was slower is never tried again",
-        "core/planner.py",
-        "measured is not None and memory.num_rounds - measured[1] < TRIED_AGAIN",
-        "measured is not None",
-    ),
-    Mutation(
-        "a size that is tried is kept though it is no faster",
-        "core/planner.py",
-        "        if tried_from and not self._is_slow(memory, tried_from, memory.size, chances=1):\n",
-        "        if tried_from and self._is_slow(memory, memory.size, tried_from, chances=1):\n",
-    ),
-    Mutation(
-        "an engine wakes while one of another size still has its devices",
-        "core/engine_sizes.py",
-        "        if all(n.is_asleep for n in nodes if n.parallel != size):\n",
-        "        if all(n.state not in AWAKE for n in nodes if n.parallel != size):\n",
-    ),
-    Mutation(
-        "the size is decided before all have told what they preempted",
-        "core/engine_sizes.py",
-        "t is not None and t.at >= round.closed_at for t in told",
-        "t is not None for t in told",
-    ),
-    Mutation(
-        "nobody does the work if no engine of the size is left",
-        "core/engine_sizes.py",
-        'those of {size} work")\n            self._take(size)\n',
-        'those of {size} work")\n            self._none_since = None\n',
-    ),
-    Mutation(
-        "engines of all sizes start at once",
-        "core/engine_sizes.py",
-        "        return max(sizes, default=0)\n",
-        "        return 0 * max(sizes, default=0)\n",
-    ),
-    Mutation(
-        "an engine is started while others sample on its devices",
-        "core/engine_sizes.py",
-        "        if is_open and any(n.state is NodeState.READY for n in nodes):\n",
-        "        if is_open and not nodes:\n",
-    ),
-    Mutation(
-        "an engine that does not come up is told to start for ever",
-        "core/engine_sizes.py",
-        "        self._started[node.name] = node.incarnation\n",
-        "        self._started[node.name] = 0\n",
-    ),
-    Mutation(
-        "preemptions of a size that sleeps count for the round at hand",
-        "core/engine_sizes.py",
-        "        if self._open is None or node.parallel == self._open.size:  # else of a round before\n",
-        "        if True:\n",
-    ),
-    Mutation(
-        "who has grown out of the cache is computed anew for nothing",
-        "core/round_time.py",
-        "            self._waiting.appendleft((held, last.until - self._clock))\n",
-        "            self._waiting.appendleft((0, last.until - self._clock))\n",
-    ),
-    Mutation(
-        "a round is as long as that of an engine without the longest response",
-        "core/round_time.py",
-        "    mine = sorted(lengths, reverse=True)[:: engines.count]\n",
-        "    mine = sorted(lengths)[:: engines.count]\n",
-    ),
-    Mutation(
-        "what rounds take beyond what is expected is forgotten",
-        "core/planner.py",
-        "expected_s[size] + over.get(near[size], 0.0))",
-        "expected_s[size])",
-    ),
-    Mutation(
-        "engines of several sizes are paid for as often as there are sizes",
-        "core/scaling.py",
-        "return num - self._num_larger if devices.parallel else num\n",
-        "return num\n",
-    ),
-    Mutation(
-        "engines of several sizes get memory as if none of them slept",
-        "devices/assign.py",
-        "    awake = 1 if wanted.asleep else len(on.engines)  # at once\n",
-        "    awake = len(on.engines)\n",
-        ("tests/devices/test_assign.py",),
-    ),
-    Mutation(
-        "an emulated engine never preempts",
-        "engine/emulated_cache.py",
-        "        while held > self.capacity:\n",
-        "        while held > 99 * self.capacity:\n",
-        ("tests/engine/test_step_costs.py",),
-    ),
-    # Data, rewards and their figures
-    Mutation(
-        "sets of one size are drawn in the same order",
-        "data/draws.py",
-        'f"{seed}/{k}" if k else f"{seed}"',
-        'f"{seed}"',
-        ("tests/data/test_draws.py",),
-    ),
-    Mutation(
-        "other prompts of the same number are no other data",
-        "data/prompts.py",
-        "        digest.update(contents.tobytes())\n",
-        "",
-        ("tests/data/test_data.py",),
-    ),
-    Mutation(
-        "other ids are no other data",
-        "data/prompts.py",
-        "    for known in (own, np.where(own, keys.ids, 0)):",
-        "    for known in (own,):",
-        ("tests/data/test_data.py",),
-    ),
-    Mutation(
-        "a question stands for any prompt that is missing",
-        "data/layouts.py",
-        'if prompt_key == "prompt" and prompt_key not in row and "question" in row:',
-        'if prompt_key not in row and "question" in row:',
-        ("tests/data/test_data.py",),
-    ),
-    Mutation(
-        "a chat gets a BOS that its template does not write",
-        "data/template.py",
-        "self._bos is not None and not is_chat and",
-        "self._bos is not None and",
-        ("tests/data/test_data.py",),
-    ),
-    Mutation(
-        "the first token beyond the vocabulary is accepted",
-        "data/template.py",
-        "0 < self._vocabulary <= (largest",
-        "0 < self._vocabulary < (largest",
-        ("tests/data/test_data.py",),
-    ),
-    Mutation(
-        "draws beyond a million are counted from the beginning",
-        "data/order.py",
-        "part = self.of(start, min(1 << 20, num_drawn - start))",
-        "part = self.of(0, min(1 << 20, num_drawn - start))",
-        ("tests/data/test_order.py",),
-    ),
-    Mutation(
-        "strings of a slice are those of its table",
-        "data/arrow.py",
-        "strings.offset : strings.offset + len(strings) + 1",
-        "0 : len(strings) + 1",
-        ("tests/data/test_sources.py",),
-    ),
-    Mutation(
-        "a figure that is logged several times is the last",
-        "rewards/score.py",
-        "mean = math.fsum(finite) / len(finite)",
-        "mean = finite[-1]",
-        ("tests/rewards/test_base.py",),
-    ),
-    Mutation(
-        "all completions have the tokens of the first",
-        "rewards/signatures.py",
-        "        ids = [s.response_ids for s in samples]\n",
-        "        ids = [samples[0].response_ids for s in samples]\n",
-        ("tests/rewards/test_base.py",),
-    ),
-    Mutation(
-        "asynchronous functions wait for each other",
-        "rewards/score.py",
-        "await asyncio.gather(*(c.run(prefixed) for c in calls))",
-        "[await c.run(prefixed) for c in calls]",
-        ("tests/rewards/test_base.py",),
-    ),
-    Mutation(
-        "verl's function gets None for extra_info",
-        "rewards/signatures.py",
-        'sample.row.get("extra_info") or {}',
-        'sample.row.get("extra_info")',
-        ("tests/rewards/test_base.py",),
-    ),
-    Mutation(
-        "verl's function of a batch gets lists of what are arrays there",
-        "rewards/signatures.py",
-        "array[:] = values\n    return array",
-        "array[:] = values\n    return list(values)",
-        ("tests/rewards/test_base.py",),
-    ),
-    Mutation(
-        "a function of any names is always TRL's",
-        "rewards/signatures.py",
-        'form = "verl" if "compute_score" in',
-        'form = "verl" if "a space" in',
-        ("tests/rewards/test_base.py",),
-    ),
-    Mutation(
-        "a synchronous function is called in the running loop",
-        "rewards/score.py",
-        "contextlib.nullcontext() if self.function.is_async else no_running_loop()",
-        "contextlib.nullcontext()",
-        ("tests/rewards/test_runner.py",),
-    ),
-    Mutation(
-        "the file of several functions is imported for each of them",
-        "rewards/load.py",
-        "@cache  # functions",
-        "# functions",
-        ("tests/rewards/test_load.py",),
-    ),
-    Mutation(
-        "functions of one name share a figure",
-        "rewards/worker.py",
-        "replace(f, name=n) for",
-        "f for",
-        ("tests/rewards/test_runner.py",),
-    ),
-    Mutation(
-        "what a function returns as text is lost",
-        "rewards/score.py",
-        "for key, text in texts.items())",
-        "for key, text in ())",
-        ("tests/rewards/test_base.py",),
-    ),
-    Mutation(
-        "a column answer goes before verl's ground truth",
-        "data/layouts.py",
-        "if answer_key in row and answer_key != ANSWER_KEY:",
-        "if answer_key in row:",
-        ("tests/data/test_data.py",),
-    ),
-    Mutation(
-        "a function is not told the step",
-        "rewards/process.py",
-        "one.step, one.epoch, one.slowest_s",
-        "0, one.epoch, one.slowest_s",
-        ("tests/rewards/test_runner.py",),
-    ),
-    Mutation(
-        "all sets have the weights of the first",
-        "rewards/worker.py",
-        "scorers.append(Scorer(named, each.weights,",
-        "scorers.append(Scorer(named, setup.sets[0].weights,",
-        ("tests/rewards/test_runner.py",),
-    ),
-    Mutation(
-        "a single response is scored as a group",
-        "rewards/worker.py",
-        'by_group = reward.batch == "group" and any',
-        "by_group = any",
-        ("tests/rewards/test_runner.py",),
-    ),
-    Mutation(
-        "the time of a wrong answer is an anchor",
-        "rewards/code/reward.py",
-        "if passed == len(cases):",
-        "if passed:",
-        ("tests/rewards/test_sandbox.py",),
-    ),
-    Mutation(
-        "limits of tests depend on timing in a deterministic run",
-        "core/judge.py",
-        "if seconds is None or self._settings.deterministic:",
-        "if seconds is None:",
-        ("tests/core/test_slowest_answers.py",),
-    ),
-    Mutation(
-        "nodes keep the version that a version trained again replaces",
-        "core/fleet.py",
-        "is_other = published is not None and published.digest != message.digest",
-        "is_other = False",
-        ("tests/core/test_retrained.py",),
-    ),
-    Mutation(
-        "a version trained again may be as far from the one before as it likes",
-        "core/versions.py",
-        "if apart is not None and not apart[0] <= tolerance:",
-        "if False:",
-        ("tests/core/test_retrained.py",),
-    ),
-    Mutation(
-        "a program has the sandbox's descriptors",
-        "rewards/code/inside.py",
-        "        os.closerange(3, MOST_DESCRIPTORS)\n",
-        "",
-        ("tests/rewards/test_sandbox.py",),
-    ),
-    Mutation(
-        "terminated_mean is of all responses",
-        "metrics/round_figures.py",
-        'ended = [len(r.tokens) for r in responses if r.finish_reason != "length"]',
-        "ended = lengths",
-        ("tests/metrics/test_rounds.py",),
-    ),
-    Mutation(
-        "prompt_length is of groups that were dropped, too",
-        "metrics/round_figures.py",
-        "prompts = [len(g.prompt.tokens) // 4 for g in round.accepted]",
-        "prompts = [len(g.prompt.tokens) // 4 for g in round.groups.values()]",
-        ("tests/metrics/test_rounds.py",),
-    ),
-    Mutation(
-        "shared devices count twice",
-        "metrics/round_figures.py",
-        'if "rollout" in n.roles and not n.shares]',
-        'if "rollout" in n.roles]',
-        ("tests/metrics/test_rounds.py",),
-    ),
-    Mutation(
-        "a figure that a response lacks is 0",
-        "metrics/rounds.py",
-        "mean([said[r.id][name] for r in trained if name in said[r.id]])",
-        "mean([said[r.id].get(name, 0.0) for r in trained])",
-        ("tests/metrics/test_rounds.py",),
-    ),
-    Mutation(
-        "evaluations are written in part",
-        "coordinator/samples.py",
-        "return group.round.is_eval or place < self._number",
-        "return place < self._number",
-        ("tests/coordinator/test_samples.py",),
-    ),
-    Mutation(
-        "one odd name of a figure ends MLflow",
-        "metrics/tracker.py",
-        '_NOT_IN_MLFLOW.sub("_", name.replace("@", "_at_"))',
-        'name.replace("@", "_at_")',
-        ("tests/metrics/test_trackers.py",),
-    ),
-    Mutation(
-        "what was logged beside a score is not in samples.jsonl",
-        "coordinator/samples.py",
-        '{"extras": result.extras, "failure": result.failure}',
-        '{"failure": result.failure}',
-        ("tests/coordinator/test_samples.py",),
-    ),
-    # An evaluation alone
-    Mutation(
-        "a run that only evaluates begins at step 0",
-        "core/round_scheduler.py",
-        "self.opened = settings.first_step",
-        "self.opened = 0",
-        ("tests/core/test_evaluation_alone.py",),
-    ),
-    Mutation(
-        "adapters are evaluated beside another model than they were trained with",
-        "trainer/rank/evaluated.py",
-        " and saved.digest != file.digest:",
-        " and False:",
-        ("tests/trainer/test_evaluated.py",),
-    ),
+    ],
+    ("core.versions", "core/test_retrained.py core/test_trainer_feed.py core/test_async.py"): [
+        ("Versions.publish", "if 4", never, "a version is published while its round is open"),
+        ("Versions._retrain", "if 1", always, "other weights are served under the same number"),
+        ("Versions._retrain", "if 5", never, "a retrained version may differ as much as it likes"),
+    ],
+    ("core.recovery", "core/test_recovery.py core/test_tail.py core/test_worlds.py"): [
+        ("_Recovery._score", "do", drop, "a restart forgets the scores"),
+        ("_Recovery._begin", "do 3", drop, "a restart defers prompts twice"),
+        ("_spans", "assign 4", give(None), "a snapshot forgets how responses ended"),
+    ],
+    # What a crash or a loss of power may not take
+    ("journal.write", "journal/test_power_loss.py journal/test_write.py"): [
+        ("JournalWriter._write", "do 2", drop, "appended records are not synced"),
+        ("JournalWriter._sweep", "if 2", only(1), "the newest segment is removed"),
+    ],
+    ("journal.read", "journal/test_damage.py journal/test_shards.py"): [
+        ("_recut", "assign 7", drop, "a step is trained again by other replicas"),
+    ],
+    ("journal.merge", "journal/test_merge.py"): [
+        ("_Growing.add", "assign 1", give(0), "tokens sent twice are restored twice"),
+    ],
+    ("system.framing", "journal/test_damage.py system/test_framing.py"): [
+        ("read_payload", "if 5", never, "a damaged record is believed"),
+    ],
+    ("system.files", "journal/test_power_loss.py"): [
+        ("replacing", "do 2", drop, "a file gets its name before its contents last"),
+        ("sync", "do 1", drop, "names in a folder are not synced"),
+    ],
+    # What is sampled and learned
+    ("engine.sampling", "engine/test_sampling.py"): [
+        ("keys", "arithmetic 1", only(1), "the noise of a token does not depend on its position"),
+        ("_sample", "if 2", never, "the temperature is ignored"),
+    ],
+    ("engine.torch", "engine/test_speculation.py"): [
+        ("TorchEngine._accept", "assign 8", only(2), "drafted tokens are accepted unverified"),
+    ],
+    ("engine.process", "engine/test_broadcast.py"): [
+        ("Server._prove", "if 2", never, "weights with wrong sums are served"),
+    ],
+    ("trainer.algorithm.loss", "trainer/test_loss.py"): [
+        ("Clip.apply", "arithmetic 2", operator("-"), "ratios above 1 are clipped below it"),
+        ("importance_weights", "call 6", swap(1, 2), "importance weights are upside down"),
+        ("losses", "arithmetic 6", operator("-"), "the KL term drives away from the reference"),
+    ],
+    ("trainer.algorithm.advantage", "trainer/test_advantage.py trainer/test_stream.py"): [
+        ("standardized", "arithmetic 3", only(1), "the standard deviation is biased"),
+        ("train_samples", "unary", always, "truncated responses are trained all the same"),
+    ],
+    ("trainer.model.score", "trainer/test_score.py"): [
+        ("_forward", "arithmetic 9", only(1), "the softmax over tiles is wrong"),
+    ],
+    ("rewards.score", "rewards/test_base.py"): [
+        ("_Calls._add", "arithmetic 2", only(2), "weights of reward functions are ignored"),
+    ],
+    ("rewards.environment", "rewards/test_processes.py"): [
+        ("inherited", "boolean", only(1), "reward functions see the key of the run"),
+    ],
+    # Who may say what
+    ("transport.router", "security/test_join.py"): [
+        ("Router._decoded", "if 2", never, "the join key is good for every message"),
+    ],
+    ("transport.validate", "security/test_join.py security/test_bounds.py"): [
+        ("why_unwelcome", "if 1", never, "the join key is good for a trainer"),
+    ],
+    ("transport.parts", "transport/test_parts.py"): [
+        ("Assembly.add", "if 2", never, "a message in parts may have any size"),
+    ],
+    ("transport.strangers", "security/test_strangers.py"): [
+        ("Strangers._look", "if 3", never, "strangers may take all connections"),
+    ],
+    ("weights.serve.server", "weights/test_pull.py"): [
+        ("WeightServer._admits", "return", only(2), "weights are sent without a valid ticket"),
+    ],
+    ("weights.canary", "weights/test_canary.py"): [
+        ("compare", "if 2", never, "an engine may serve other weights than it was given"),
+    ],
+    ("wire", "wire/test_messages.py"): [
+        ("Codec.decode", "if", never, "a frame may have any size"),
+    ],
+    ("rollout.resend_buffer", "rollout/test_resend_buffer.py"): [
+        ("ResendBuffer.add", "if 1", only(1), "tokens of two attempts are mixed"),
+    ],
+    ("config.schema", "test_config.py"): [
+        ("Config._devices", "if 1", never, "one GPU is given to two ranks"),
+    ],
+}
+MUTATIONS = [
+    Mutation(module, *row, tuple(f"tests/{test}" for test in tests.split()))
+    for (module, tests), rows in ROWS.items()
+    for row in rows
 ]

@@ -362,8 +362,8 @@ ROWS: dict[tuple[str, str], list[Row]] = {
     ("transport.parts", "transport/test_parts.py"): [
         ("Assembly.add", "if 2", never, "a message in parts may have any size"),
     ],
-    ("transport.strangers", "security/test_strangers.py"): [
-        ("Strangers._look", "if 3", never, "strangers may take all connections"),
+    ("transport.unauthenticated", "security/test_strangers.py"): [
+        ("UnauthenticatedPeers._check", "if 3", never, "unauthenticated peers take all connections"),
     ],
     ("weights.serve.server", "weights/test_pull.py"): [
         ("WeightServer._admits", "return", only(2), "weights are sent without a valid ticket"),

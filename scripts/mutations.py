@@ -55,7 +55,7 @@ class Mutation(NamedTuple):
         return f"lightrl/{self.module.replace('.', '/')}.py"
 
     def planted(self, root: Path) -> bytes:
-        """Returns the source of the file with the bug in it. Raises AddressError, OSError."""
+        """Returns the source of the file with the bug in it. Raises AddressError."""
         before, _, new, after = self._parts(root)
         return before + new + after
 
@@ -66,8 +66,11 @@ class Mutation(NamedTuple):
 
     def _parts(self, root: Path) -> tuple[bytes, bytes, bytes, bytes]:
         """Returns the source before what is replaced, this part, the new part and the rest."""
-        source = (root / self.file).read_bytes()
         where = f"{self.module} {self.function}"
+        try:
+            source = (root / self.file).read_bytes()
+        except FileNotFoundError:
+            raise AddressError(f"{where}: there is no {self.file}") from None
         node = _function(ast.parse(source), self.function, where)
         words = self.node.split()
         while words:
@@ -116,13 +119,11 @@ def _nth(node: ast.AST, kind: str, which: str, where: str) -> ast.AST:
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
     """Yields nodes in the order of the source, the larger first of two that begin together;
     leaves docstrings out."""
-    nodes: list[Any] = [each for each in ast.walk(node) if hasattr(each, "lineno")]
-    texts = {id(each.value) for each in nodes if isinstance(each, ast.Expr)}
-    nodes = [
+    nodes: list[Any] = [
         each
-        for each in nodes
-        if each is not node
-        and not (isinstance(each, ast.Constant) and id(each) in texts)
+        for each in ast.walk(node)
+        if hasattr(each, "lineno")
+        and each is not node
         and not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
     ]
     nodes.sort(key=lambda n: (n.lineno, n.col_offset, -n.end_lineno, -n.end_col_offset))

@@ -4,7 +4,7 @@ lengths.jsonl, how long every response of every round was, and speeds.jsonl, how
 Owns the files. What speeds are is said in `metrics/speeds.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from lightrl.core.state import Round
@@ -32,7 +32,7 @@ class WorkloadLog:
         ]
         self._lengths.append({"step": round.step, "kind": round.kind, "responses": responses})
 
-    def write_step(self, speeds: Mapping[str, object]) -> None:
+    def write_step(self, speeds: object) -> None:
         """A step that is over."""
         self._speeds.append(speeds)
 

@@ -4,7 +4,7 @@ Owns what happens to it when a run goes on from an earlier step, and when the di
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class StepLines:
             )
         self._file = AppendFile(file, report, separator=b"\n")
 
-    def append(self, line: Mapping[str, object]) -> None:
+    def append(self, line: object) -> None:
         """With its "step"."""
         self._file.append(to_json(line) + b"\n")
 

@@ -1,13 +1,13 @@
-"""How fast everything was in a step, as the coordinator saw it: what a simulation of the run must
-know beside the lengths of its responses.
+"""Records how fast nodes, rewards and shards were in a step: speeds.jsonl, from which a simulation
+of the run is made (`sim/inputs/recorded.py`).
 
-Stands between whoever feeds events and the core, and looks at both: what is ordered, and when the
-answer comes. Decides nothing and changes nothing. Sums, not estimates: what is made of them is in
-`sim/recorded.py`.
+Wraps the core: it reads each event and each command, and the times between them. It stores sums,
+not estimates.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightrl.core.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow
 from lightrl.core.commands import CloseRound, CloseStep, Command, ScoreResponse, Send
@@ -28,44 +28,44 @@ from lightrl.messages.responses import Abort, Generate, ResponseRequest, TokenCh
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
 
-MAX_STARTS = 32  # of a node that are told of, in a step
-MAX_ALL_STARTS = 1024  # of all nodes together; at least one of each
+MAX_STARTS = 32  # stored of a node in a step
+MAX_ALL_STARTS = 1024  # stored of all nodes together; at least one of each
 DIGITS = 6  # after the point
 READY, LEFT, LOST = "ready", "left", "lost"
 TOKEN_BYTES = 4
-ORDERS = (Send, CloseRound)  # that say when something begins or ends
+ORDERS = (Send, CloseRound)  # that begin or end something
 
 
-@dataclass(slots=True)
-class Decoded:
-    """Sums over the time in which about as many responses ran."""
+class Start(NamedTuple):
+    """An idle node got work. Example: Start(0.12, 940, 3, 64)"""
 
-    # batch x seconds, and the same x batch, whose ratio is the mean batch
-    response_s: float = 0.0
-    batch_response_s: float = 0.0
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A node had nothing to do, and got work. Example: Start(0.12, 940, 3, 64)"""
-
-    # until tokens had come of most of it
+    # until most of its responses had tokens
     seconds: float
-    # of prompts and prefixes that it had to compute first, that of siblings once
+    # of prompts and prefixes that it prefilled first, a prompt once for all siblings
     prefill_tokens: int
-    # that each response got in that time
+    # of each response in that time
     steps: int
     batch: int
 
 
-@dataclass(slots=True)
-class NodeSpeed:
-    """One node in a step. Seconds are those of the coordinator."""
+class Decoded(NamedTuple):
+    """Sums over the time in which about `batch` responses ran."""
+
+    # mean, weighted by `response_s`
+    batch: float
+    # batch x seconds
+    response_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpeeds:
+    """One node in a step. Seconds are measured by the coordinator."""
 
     slots: int
-    is_preemptible: bool
-    decoded: dict[int, Decoded] = field(default_factory=dict[int, Decoded])
+    preemptible: bool = False
+    # by batch, each in another power of two
+    decoded: list[Decoded] = field(default_factory=list[Decoded])
     starts: list[Start] = field(default_factory=list[Start])
     # of each version: from its offer until it was served
     load_s: list[float] = field(default_factory=list[float])
@@ -80,9 +80,39 @@ class RewardSpeed:
     seconds: float = 0.0
     squares: float = 0.0
     longest_s: float = 0.0
-    # of those that waited for no other: how many, and how much longer than the call it took
+    # responses that waited for no other: their number, and the seconds in addition to the call
     num_alone: int = 0
     told_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpeeds:
+    """A line of speeds.jsonl."""
+
+    step: int
+    num_prompts: int
+    nodes: dict[str, NodeSpeeds]
+    # [seconds since the step began, node, "ready" | "left" | "lost"]
+    changes: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
+    # prompts and their epochs, launched or deferred unlaunched
+    drawn: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    rewards: RewardSpeed = field(default_factory=RewardSpeed)
+    # of each shard: from the coordinator to the trainer
+    shard_s: list[float] = field(default_factory=list[float])
+
+
+@dataclass(slots=True)
+class NodeSums:
+    """What a node has done so far in a step."""
+
+    slots: int
+    is_preemptible: bool
+    # size of batch -> batch x response_s, response_s, tokens
+    decoded: dict[int, tuple[float, float, int]] = field(
+        default_factory=dict[int, tuple[float, float, int]]
+    )
+    starts: list[Start] = field(default_factory=list[Start])
+    load_s: list[float] = field(default_factory=list[float])
 
 
 @dataclass(slots=True)
@@ -90,7 +120,7 @@ class _Watched:
     """A node that is there, and what it is at."""
 
     incarnation: int
-    speed: NodeSpeed
+    speed: NodeSums
     window: ChunkWindow = field(default_factory=ChunkWindow)
     # by the chunks of the window so far
     tokens: int = 0
@@ -113,7 +143,7 @@ class SpeedRecorder:
     def __init__(self) -> None:
         self._now = 0.0
         self._nodes: dict[str, _Watched] = {}
-        self._gone: dict[str, NodeSpeed] = {}  # in this step
+        self._gone: dict[str, NodeSums] = {}  # in this step
         self._num_joined = self._num_nodes = 0
         self._changes: list[tuple[float, str, str]] = []
         self._drawn: list[tuple[str, int]] = []
@@ -161,23 +191,21 @@ class SpeedRecorder:
         """How long its reward function took; that it is scored follows."""
         self._called_s[response] = seconds
 
-    def close_step(self, core: Coordinator, step: CloseStep) -> dict[str, object]:
-        """The line of a step that is over, for speeds.jsonl."""
+    def close_step(self, core: Coordinator, step: CloseStep) -> StepSpeeds:
         began = self._now - (step.rollout_s + step.train_s + step.weights_s)
         speeds = self._gone | {name: watched.speed for name, watched in self._nodes.items()}
-        line: dict[str, object] = {
-            "step": step.step,
-            "num_prompts": core.settings.num_prompts,
-            "nodes": rows(speeds),
-            "changes": [[_rounded(at - began), name, what] for at, name, what in self._changes],
-            # prompts and their epochs, launched or put off unseen
-            "drawn": self._drawn,
-            "rewards": asdict(self._rewards),
-            "shard_s": [_rounded(s) for s in self._shard_s],
-        }
+        line = StepSpeeds(
+            step.step,
+            core.settings.num_prompts,
+            rows(speeds),
+            [(_rounded(at - began), name, what) for at, name, what in self._changes],
+            self._drawn,
+            self._rewards,
+            [_rounded(s) for s in self._shard_s],
+        )
         for watched in self._nodes.values():
             old = watched.speed
-            watched.speed = NodeSpeed(old.slots, old.is_preemptible)
+            watched.speed = NodeSums(old.slots, old.is_preemptible)
         self._gone, self._changes, self._shard_s, self._drawn = {}, [], [], []
         self._rewards = RewardSpeed()
         open_ones = core.table.responses
@@ -210,7 +238,7 @@ class SpeedRecorder:
                 self._gone[name] = self._nodes.pop(name).speed
         for name, node in nodes.items():
             if name not in self._nodes and "rollout" in node.roles:
-                speed = self._gone.pop(name, None) or NodeSpeed(node.slots, node.is_preemptible)
+                speed = self._gone.pop(name, None) or NodeSums(node.slots, node.is_preemptible)
                 self._nodes[name] = _Watched(node.incarnation, speed)
 
     def _leaves(self, name: str, why: str, now: float) -> None:
@@ -309,40 +337,37 @@ def _take(watched: _Watched, chunk: TokenChunk, batch: int, tokens: int, now: fl
     watched.tokens += tokens
     if found := watched.window.took(now, batch, heard, tokens):
         mean_batch, step_s = found
-        size, by_size = size_of(mean_batch), watched.speed.decoded
-        if (decoded := by_size.get(size)) is None:
-            decoded = by_size[size] = Decoded()
-        response_s = step_s * watched.tokens
-        decoded.response_s += response_s
-        decoded.batch_response_s += mean_batch * response_s
-        decoded.tokens += watched.tokens
+        size, response_s = size_of(mean_batch), step_s * watched.tokens
+        weighted, seconds, before = watched.speed.decoded.get(size, (0.0, 0.0, 0))
+        watched.speed.decoded[size] = (
+            weighted + mean_batch * response_s,
+            seconds + response_s,
+            before + watched.tokens,
+        )
         watched.tokens = 0
 
 
-def rows(speeds: Mapping[str, NodeSpeed]) -> dict[str, object]:
-    """What the line of a step says of each node: short, for there may be thousands of them.
-
-    `decoded`: [mean batch, batch x seconds, tokens] of each size; `starts`: the fields of `Start`,
-    of some that are spread over the step where there were many.
-    """
+def rows(speeds: Mapping[str, NodeSums]) -> dict[str, NodeSpeeds]:
+    """Return a short row for each node, because there may be thousands: few digits, and starts that
+    are spread over the step where there were many."""
     most = max(1, MAX_ALL_STARTS // max(1, len(speeds)))
     return {name: _row(speed, most) for name, speed in speeds.items()}
 
 
-def _row(speed: NodeSpeed, most_starts: int) -> dict[str, object]:
+def _row(speed: NodeSums, most_starts: int) -> NodeSpeeds:
     starts, num = speed.starts, min(most_starts, len(speed.starts))
     starts = [starts[k * len(starts) // num] for k in range(num)]
-    return {
-        "slots": speed.slots,
-        "preemptible": speed.is_preemptible,
-        "decoded": [
-            [_rounded(d.batch_response_s / d.response_s), _rounded(d.response_s), d.tokens]
-            for _, d in sorted(speed.decoded.items())
-            if d.response_s > 0
+    return NodeSpeeds(
+        speed.slots,
+        speed.is_preemptible,
+        [
+            Decoded(_rounded(weighted / response_s), _rounded(response_s), tokens)
+            for _, (weighted, response_s, tokens) in sorted(speed.decoded.items())
+            if response_s > 0
         ],
-        "starts": [[_rounded(s.seconds), s.prefill_tokens, s.steps, s.batch] for s in starts],
-        "load_s": [_rounded(s) for s in speed.load_s],
-    }
+        [s._replace(seconds=_rounded(s.seconds)) for s in starts],
+        [_rounded(s) for s in speed.load_s],
+    )
 
 
 def _rounded(value: float) -> float:

@@ -38,7 +38,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_a_trace_is_cut_and_sampled(capsys, trace: Path):
     cut = ("--trace", trace, "--trace-from", 1, "--trace-to", 80)
     assert simulate(*SMALL, *cut) == 0
-    assert f"on 0 nodes x 128 slots, 2 of {trace} that come and go" in capsys.readouterr().out
+    assert f"on 0 nodes x 128 slots, 2 of {trace} that join and leave" in capsys.readouterr().out
     assert simulate(*SMALL, *cut, "--trace-share", 0.5, "--json") == 0
     figures = json.loads(capsys.readouterr().out)["as configured"]
     assert figures["nodes_lost"] == 0

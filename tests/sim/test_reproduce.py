@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightrl.core.settings import Tail
-from lightrl.sim.traces import TraceEvent
-from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
+from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.inputs.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World
 from scripts.studies.published_lib.instances import checks_beyond, checks_of
 from scripts.studies.published_lib.played import Check, Played, Setting
@@ -135,7 +135,7 @@ def test_surplus_that_runs_on_is_scored_too():
     reward = RewardTimes((RewardClass(constant_s=1.0, workers=8),))
     scenario = replace(COLOCATED, workload=replace(COLOCATED.workload, reward=reward))
     clock = Tail(1.25, 1.5, race="clock")
-    late = replace(SYNCHRONOUS, exact_finishes=True)
+    late = replace(SYNCHRONOUS, prompt_batch=1 << 30)
     ends = world(scenario, late, tail=clock, num_steps=3).run()
     goes_on = world(
         scenario, replace(late, surplus_ends=False), tail=clock, num_steps=3, check=True

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import SimError
-from lightrl.sim.traces import TraceEvent, always_there, cut, read_trace, sample, synthetic_trace
+from lightrl.sim.inputs.traces import TraceEvent, always_there, cut, read_trace, sample
+from scripts.studies.published_lib.synthetic import synthetic_trace
 
 # Rows as in Bamboo's: whole milliseconds, names without a pattern that means anything.
 ROWS = "0,add,node1\n0,add,node2\n60000,remove,node1\n60000,add,node3\n180000,remove,node2\n"

@@ -5,6 +5,7 @@ set of parameters for all its rows (`scenario.PRESETS`). Repeatable: every row h
 whatever order the processes finish in.
 """
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,12 +16,12 @@ from typing import Literal
 
 from lightrl.core.settings import Settings
 from lightrl.messages.responses import Sampling
-from lightrl.sim.machines import NodeSpec
+from lightrl.sim.inputs.nodes import NodeSpec
+from lightrl.sim.inputs.scenario import PRESETS, Scenario
+from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.inputs.workload import LengthModel, RewardTimes
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.report import figures
-from lightrl.sim.scenario import PRESETS, Scenario
-from lightrl.sim.traces import TraceEvent, synthetic_trace
-from lightrl.sim.workload import LengthModel, RewardTimes
 from lightrl.sim.world import World
 from scripts.studies.published_lib.instances import checks_beyond, checks_of
 from scripts.studies.published_lib.losses import Losses
@@ -34,6 +35,7 @@ from scripts.studies.published_lib.published import (
     Instances,
     Study,
 )
+from scripts.studies.published_lib.synthetic import synthetic_trace
 from scripts.studies.published_lib.systems import LOST_AT_S, beyond, systems, with_instances
 
 # Decisions are as often as they may be at one percent of a machine's time, which in virtual time is
@@ -125,12 +127,16 @@ def _scenario(job: Setting) -> Scenario:
     """The preset, as this system uses it."""
     system, scenario = job.system, PRESETS[job.workload.removesuffix(BEYOND)]()
     workload, lengths = scenario.workload, _lengths(scenario)
+    switches = system.switches
     reward = replace(workload.reward, seed=job.seed) if system.rewards else RewardTimes()
+    reward = replace(reward, adaptive=switches.adaptive_limit)
     lengths = replace(lengths, seed=job.seed, cap=system.limit or lengths.cap)
     workload = replace(workload, lengths=lengths, reward=reward)
     if system.epochs:
         workload = replace(workload, num_prompts=system.prompts_of_epoch)
     transfer = replace(scenario.transfer, start_s=system.start_s, relays=system.relays)
+    if not switches.verifies:
+        transfer = replace(transfer, file_bytes_per_s=math.inf)
     return replace(scenario, workload=workload, transfer=transfer)
 
 

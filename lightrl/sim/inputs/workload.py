@@ -1,34 +1,48 @@
-"""How long responses are, how long rewards take, how much training costs: what a run has to do.
+"""What a run has to do: how long responses are, how long rewards take, and in which order prompts
+are drawn.
 
-Owns these models and their presets. A length is a pure function of (workload seed, prompt, epoch,
-noise of the response), so that moving, racing and restarting do not change it, as with coupled
-sampling. Must not know engines, nodes or the core. Reading them from files is in `scenario`.
+A length is a pure function of (workload seed, prompt, epoch, noise of the response), so that
+moving, racing and restarting do not change it, as with coupled sampling. Does not know engines,
+nodes or the core.
 
 The length model has two levels (fitted to figure 12 of RollPacker, arXiv 2509.21009): a prompt has
-a difficulty z and, correlated with it, a chance q that one of its responses runs away. Both persist
-over epochs with a drift that leaves the rank of almost all prompts (RhymeRL, arXiv 2508.18588).
-With `luck`, that much of q is drawn anew each time a group is sampled with new noise, and does not
-stay with the prompt.
+a difficulty z and, correlated with it, a probability q that one of its responses runs away. Both
+persist over epochs with a drift that keeps the rank of almost all prompts (RhymeRL, arXiv
+2508.18588). `luck` is the share of q that is drawn anew for each group sampled with new noise.
 """
 
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    with_config,
+)
 
 from lightrl.emulation import RESTART_CHANGE
 from lightrl.errors import SimError
+from lightrl.sim.inputs.hardware import STRICT
+
+Drawn: TypeAlias = tuple[str, int]  # a prompt in an epoch
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 _INVERSE = NormalDist().inv_cdf
 _UNIT = 2.0**-53
 
 
 def uniforms(*key: object) -> tuple[float, float, float]:
-    """Three numbers in (0, 1) that depend on the key alone."""
+    """Return three numbers in (0, 1) that depend on the key alone."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
     return (_uniform(digest[:8]), _uniform(digest[8:16]), _uniform(digest[16:]))
 
@@ -38,55 +52,44 @@ def _uniform(eight: bytes) -> float:
 
 
 class LengthDistribution(Protocol):
-    """Tokens of a response, 1 <= length <= limit; the limit itself means that it was cut off."""
+    """Tokens of a response, 1 <= length <= limit; a length of `limit` means that it was cut off."""
 
     def length(
         self, prompt: str, epoch: int, noise: int, limit: int, group: str = "", index: int = 0
     ) -> int:
-        """`group` names what was sampled together, `index` which of it this is."""
+        """`group` names the responses that are sampled together, `index` is the place in it."""
         ...
 
 
+@with_config(STRICT)
 @dataclass(frozen=True)
 class LengthModel:
-    """Symbols as in the module's text: lognormal(m + s_p z, s_r), or with chance q a runaway.
+    """Lengths with a long tail: lognormal(m + s_p z, s_r), or with probability q a runaway.
 
     q = sigmoid(alpha + beta v), v = sqrt(1 - luck^2) u + luck N with u correlated to z by rho, and
     N drawn for each group; a runaway has over cap U^tau tokens.
     """
 
-    cap: int = 8192
+    cap: PositiveInt = 8192
     m: float = 6.174
-    s_p: float = 0.05
-    s_r: float = 0.43
+    s_p: NonNegativeFloat = 0.05
+    s_r: NonNegativeFloat = 0.43
     alpha: float = -1.27
     beta: float = 2.486
-    rho: float = 0.819
-    tau: float = 2.717
-    over: float = 1.3
-    luck: float = 0.0
+    rho: Annotated[float, Field(ge=-1, le=1)] = 0.819
+    tau: NonNegativeFloat = 2.717
+    over: PositiveFloat = 1.3
+    luck: Share = 0.0
     # share of new noise in z and u, each epoch
-    drift: float = 0.2
+    drift: Share = 0.2
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        spread = (self.s_p, self.s_r, self.tau)
-        if self.cap < 1 or min(spread) < 0 or not -1 <= self.rho <= 1 or not 0 <= self.drift <= 1:
-            raise SimError(
-                f"length model: {self}: cap >= 1, spreads >= 0, -1 <= rho <= 1, 0 <= drift <= 1"
-            )
-        if not 0 <= self.luck <= 1 or self.over <= 0:
-            raise SimError(f"length model: {self}: 0 <= luck <= 1, over > 0")
 
     def length(
         self, prompt: str, epoch: int, noise: int, limit: int, group: str = "", index: int = 0
     ) -> int:
-        z, u = _latent(self, prompt, epoch)
-        v = (
-            u
-            if not self.luck
-            else math.sqrt(1 - self.luck**2) * u + self.luck * _chance(self.seed, group)
-        )
+        z, v = _latent(self, prompt, epoch)
+        if self.luck:
+            v = math.sqrt(1 - self.luck**2) * v + self.luck * _group_noise(self.seed, group)
         q = 1 / (1 + math.exp(-(self.alpha + self.beta * v)))
         chance, size, _ = uniforms(self.seed, prompt, noise)
         if chance < q:
@@ -96,13 +99,13 @@ class LengthModel:
         return max(1, min(int(tokens), self.cap, limit))
 
     def scaled(self, cap: int) -> "LengthModel":
-        """The same shape for another limit."""
+        """Return the same shape for another limit."""
         return replace(self, cap=cap, m=self.m + math.log(cap / self.cap))
 
 
 @lru_cache(maxsize=200_000)
 def _latent(model: LengthModel, prompt: str, epoch: int) -> tuple[float, float]:
-    """z and u of a prompt in an epoch: two first-order autoregressions."""
+    """Return z and u of a prompt in an epoch: two first-order autoregressions."""
     z = u = 0.0
     keep = math.sqrt(1 - model.drift**2)
     for e in range(epoch + 1):
@@ -115,19 +118,21 @@ def _latent(model: LengthModel, prompt: str, epoch: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=20_000)
-def _chance(seed: int, group: str) -> float:
+def _group_noise(seed: int, group: str) -> float:
     return _INVERSE(uniforms(seed, group, "luck")[0])
 
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Lengths that were seen, per prompt; a response draws one of its prompt's.
-
-    A prompt that was not seen takes those of one that was, chosen by its name.
-    """
+    """Measured lengths. A response has the length that was measured for it (`by_response`), else
+    one that is drawn from those of its prompt, else from those of a prompt chosen by its name."""
 
     by_prompt: Mapping[str, Sequence[int]]
     seed: int = 0
+    # (prompt, epoch, index) -> length
+    by_response: Mapping[tuple[str, int, int], int] = field(
+        default_factory=dict[tuple[str, int, int], int]
+    )
     _names: list[str] = field(init=False, repr=False, default_factory=list[str])
 
     def __post_init__(self) -> None:
@@ -138,22 +143,23 @@ class EmpiricalLengths:
     def length(
         self, prompt: str, epoch: int, noise: int, limit: int, group: str = "", index: int = 0
     ) -> int:
-        lengths = self.by_prompt.get(prompt)
-        if lengths is None:
-            lengths = self.by_prompt[
-                self._names[int(uniforms(self.seed, prompt)[0] * len(self._names))]
-            ]
-        draw, _, _ = uniforms(self.seed, prompt, noise)
-        return max(1, min(lengths[int(draw * len(lengths))], limit))
+        length = self.by_response.get((prompt, epoch, index))
+        if length is None:
+            lengths = self.by_prompt.get(prompt)
+            if lengths is None:
+                place = int(uniforms(self.seed, prompt)[0] * len(self._names))
+                lengths = self.by_prompt[self._names[place]]
+            length = lengths[int(uniforms(self.seed, prompt, noise)[0] * len(lengths))]
+        return max(1, min(length, limit))
 
 
 def complete_censored(
     seen: Mapping[str, Sequence[tuple[int, bool]]], seed: int
 ) -> dict[str, list[int]]:
-    """Lengths per prompt from (tokens, finished): one that was given up had at least so many
-    tokens.
+    """Return lengths per prompt, made from (tokens, finished).
 
-    It gets the length of a finished one, of any prompt, that was longer; if there is none, its own.
+    A response that was aborted gets the length of a longer one that finished, of any prompt; its
+    own where there is none.
     """
     finished = sorted(tokens for responses in seen.values() for tokens, done in responses if done)
     lengths: dict[str, list[int]] = {}
@@ -169,39 +175,32 @@ def complete_censored(
     return lengths
 
 
+@with_config(STRICT)
 @dataclass(frozen=True, slots=True)
 class RewardClass:
-    """One kind of reward function: constant_s plus a lognormal time; a share never ends by itself.
+    """One kind of reward function: constant_s plus a lognormal time.
 
-    A judge on the GPUs that sample takes `beside` times as long while they do, for as many more at
-    once.
+    A judge on the GPUs that sample takes `beside` times as long while they sample, and has as many
+    more workers.
     """
 
     # of the prompts
-    share: float = 1.0
-    constant_s: float = 0.0
+    share: Share = 1.0
+    constant_s: NonNegativeFloat = 0.0
     # of the lognormal part
-    median_s: float = 0.0
-    sigma: float = 0.0
-    # of what the prompt has in common: its tests
-    prompt_sigma: float = 0.0
-    # share of its responses that run into the limit
-    hanging: float = 0.0
-    limit_s: float = 30.0
-    # of its own, that run at once; 0 = as many as needed
-    workers: int = 0
-    beside: float = 1.0
-
-    def __post_init__(self) -> None:
-        least = min(
-            self.share, self.constant_s, self.median_s, self.sigma, self.prompt_sigma, self.workers
-        )
-        if least < 0 or self.limit_s <= 0 or self.beside <= 0:
-            raise SimError(f"reward: {self}: shares and times must not be negative")
-        if self.share > 1 or not 0 <= self.hanging <= 1:
-            raise SimError(f"reward: {self}: shares are at most 1")
+    median_s: NonNegativeFloat = 0.0
+    sigma: NonNegativeFloat = 0.0
+    # of the part that all responses of a prompt have in common: its tests
+    prompt_sigma: NonNegativeFloat = 0.0
+    # share of responses whose reward runs into the limit
+    hanging: Share = 0.0
+    limit_s: PositiveFloat = 30.0
+    # parallel workers; 0 = unlimited
+    workers: NonNegativeInt = 0
+    beside: PositiveFloat = 1.0
 
 
+@with_config(STRICT)
 @dataclass(frozen=True)
 class RewardTimes:
     """Seconds of a reward. `adaptive` = the limit is min(max(floor, factor x usual time),
@@ -209,22 +208,19 @@ class RewardTimes:
 
     classes: tuple[RewardClass, ...] = (RewardClass(),)
     adaptive: bool = False
-    floor_s: float = 2.0
-    factor: float = 1.5
+    floor_s: NonNegativeFloat = 2.0
+    factor: NonNegativeFloat = 1.5
     seed: int = 0
-    # beside the function: from a finish to its start, and back
-    told_s: float = 0.0
+    # added to the function: from a finish to its start, and back
+    told_s: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
-        if not self.classes or abs(sum(c.share for c in self.classes) - 1) > 1e-6:
-            raise SimError(
-                f"reward: the shares of the classes sum to {sum(c.share for c in self.classes):g}"
-            )
-        if self.floor_s < 0 or self.factor < 0:
-            raise SimError("reward: floor_s and factor must not be negative")
+        total = sum(c.share for c in self.classes)
+        if abs(total - 1) > 1e-6:
+            raise SimError(f"reward: the shares of the classes sum to {total:g}")
 
     def kind(self, prompt: str) -> int:
-        """Which of the classes scores this prompt."""
+        """Return the index of the class that scores this prompt."""
         pick, _, _ = uniforms(self.seed, prompt, "reward class")
         for k, candidate in enumerate(self.classes):
             if pick < candidate.share:
@@ -233,8 +229,8 @@ class RewardTimes:
         return len(self.classes) - 1
 
     def seconds(self, prompt: str, noise: int) -> float:
-        """The usual time of an adaptive limit is the slowest of many right answers: two
-        deviations."""
+        """Return the seconds of one reward. The usual time of an adaptive limit is that of the
+        slowest of many correct responses: two deviations."""
         chosen = self.classes[self.kind(prompt)]
         if not chosen.hanging and not chosen.median_s:
             return min(chosen.constant_s, chosen.limit_s)
@@ -254,54 +250,49 @@ class RewardTimes:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run has to do, whatever it runs on."""
+    """What a run has to do, on any hardware."""
 
     name: str
     lengths: LengthDistribution
     num_prompts: int = 16_384
     prompt_tokens: int = 200
     reward: RewardTimes = RewardTimes()
-    # Chance that a response which restarts under newer weights, with the same noise, is as long as
-    # before; by default that of emulated engines. Where it is not, being put off selects: see
-    # `report.Figures.length_bias`. One that is continued (round.deferred) is as long in any case.
+    # Probability that a response which restarts under newer weights, with the same noise, has the
+    # same length; the default is that of emulated engines. Otherwise deferring a prompt selects:
+    # see `report.Figures.length_bias`. A continued response (round.deferred) keeps its length.
     same_again: float = (1 - RESTART_CHANGE) ** 2
-    # of a run: its prompts with their epochs, in the order in which they were drawn
-    order: tuple[tuple[str, int], ...] = ()
-    # and which share of a step's tokens had a gradient, by step; of others the mean
+    # prompts of a recorded run, in the order in which they were drawn
+    order: tuple[Drawn, ...] = ()
+    # share of a step's tokens that had a gradient, by step; the mean is used for other steps
     signal: Mapping[int, float] = field(default_factory=dict[int, float])
-    # what a reader must know of its origin
+    # where it comes from
     note: str = ""
-
-    def __post_init__(self) -> None:
-        if self.num_prompts < 1 or self.prompt_tokens < 1:
-            raise SimError(
-                f"workload {self.name}: num_prompts and prompt_tokens must be at least 1"
-            )
-        if not 0 <= self.same_again <= 1:
-            raise SimError(
-                f"workload {self.name}: same_again = {self.same_again}: is between 0 and 1"
-            )
 
 
 class Cursor:
-    """The prompts in the order of their epochs, as the data loader would draw them."""
+    """Draws prompts as the data loader does: first those of `order`, then the rest of its last
+    epoch, then one shuffled epoch after the other."""
 
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        self._num_prompts = num_prompts
+    def __init__(self, num_prompts: int, seed: int, order: Sequence[Drawn] = ()) -> None:
+        names = list(dict.fromkeys(prompt for prompt, _ in order))
+        self._names = names + [f"p{i}" for i in range(num_prompts - len(names))]
         self._seed = seed
-        self.epoch = 0
-        self._order: list[str] = []
-        self._next = 0
+        self.epoch = order[0][1] if order else 0
+        last = order[-1][1] if order else 0
+        drawn = {prompt for prompt, epoch in order if epoch == last}
+        self._next = deque(order)
+        self._shuffle(last, (name for name in self._names if name not in drawn))
 
-    def draw(self) -> tuple[str, int]:
-        """(prompt, epoch)."""
-        if self._next == len(self._order):
-            self.epoch += bool(self._order)
-            names = [f"p{i}" for i in range(self._num_prompts)]
-            self._order = sorted(names, key=lambda n: uniforms(self._seed, n, self.epoch)[0])
-            self._next = 0
-        self._next += 1
-        return self._order[self._next - 1], self.epoch
+    def draw(self) -> Drawn:
+        """Return the next (prompt, epoch)."""
+        if not self._next:
+            self._shuffle(self.epoch + 1, self._names)
+        prompt, self.epoch = self._next.popleft()
+        return prompt, self.epoch
+
+    def _shuffle(self, epoch: int, names: Iterable[str]) -> None:
+        shuffled = sorted(names, key=lambda n: uniforms(self._seed, n, epoch)[0])
+        self._next.extend((name, epoch) for name in shuffled)
 
 
 # Fitted to figure 12 and table 2 of RollPacker together, with batch-dependent decoding: 16 bars, 16

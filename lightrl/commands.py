@@ -227,7 +227,7 @@ PreemptibleNodes = Annotated[
 Trace = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"
+        metavar="FILE", help="CSV of more nodes that join and leave: milliseconds,add|remove,node"
     ),
 ]
 TraceShare = Annotated[

@@ -117,24 +117,24 @@ class NodeSums:
 
 @dataclass(slots=True)
 class _Watched:
-    """A node that is there, and what it is at."""
+    """A present node, and what it does."""
 
     incarnation: int
     speed: NodeSums
     window: ChunkWindow = field(default_factory=ChunkWindow)
-    # by the chunks of the window so far
+    # in the chunks of the window so far
     tokens: int = 0
     runs: bool = False
-    # it had nothing, and no tokens of most of its work have come since
+    # it was idle then, and most of its responses have no tokens since
     started_at: float | None = None
     prefill_tokens: int = 0
     steps: int = 0
     is_ready: bool = False
-    # versions -> when they were offered first
+    # version -> when it was first offered
     offered: dict[int, float] = field(default_factory=dict[int, float])
 
     def rest(self) -> None:
-        """It has nothing to do."""
+        """It is idle."""
         self.window.pause()
         self.tokens, self.runs, self.started_at = 0, False, None
 
@@ -154,21 +154,21 @@ class SpeedRecorder:
         self._shard_s: list[float] = []
 
     def handle(self, core: Coordinator, event: Event, now: float) -> list[Command]:
-        """What the core makes of an event."""
+        """Let the core handle an event, and record it."""
         self._now = now
-        if isinstance(event, TokensArrived):  # nearly all of them are
+        if isinstance(event, TokensArrived):  # most events
             commands = self._tokens(core, event, now)
         elif isinstance(event, ResponseScored):
             self._scored(event.response, now)
             commands = core.handle(event, now)
         else:
-            self._hears(core, event, now)
+            self._event(core, event, now)
             commands = core.handle(event, now)
         fleet = core.fleet
         if fleet.num_joined != self._num_joined or len(fleet.nodes) != self._num_nodes:
             self._num_joined, self._num_nodes = fleet.num_joined, len(fleet.nodes)
-            self._look(fleet.nodes, LEFT if isinstance(event, NodeLeft) else LOST, now)
-        for command in commands:  # most say nothing here, and matching each of them takes long
+            self._update_nodes(fleet.nodes, LEFT if isinstance(event, NodeLeft) else LOST, now)
+        for command in commands:  # a match of each would take long, and few matter here
             if isinstance(command, ScoreResponse):
                 self._submit(command, now)
             elif type(command) in ORDERS:
@@ -188,7 +188,7 @@ class SpeedRecorder:
         return commands
 
     def called(self, response: str, seconds: float) -> None:
-        """How long its reward function took; that it is scored follows."""
+        """Store how long its reward function took, before the response is scored."""
         self._called_s[response] = seconds
 
     def close_step(self, core: Coordinator, step: CloseStep) -> StepSpeeds:
@@ -213,9 +213,9 @@ class SpeedRecorder:
         self._called_s.clear()
         return line
 
-    # What the core hears
+    # Events of the core
 
-    def _hears(self, core: Coordinator, event: Event, now: float) -> None:
+    def _event(self, core: Coordinator, event: Event, now: float) -> None:
         match event:
             case WeightsConfirmed(name, ready):
                 self._confirmed(name, ready.policy_version, now)
@@ -229,8 +229,7 @@ class SpeedRecorder:
             case _:
                 pass
 
-    def _look(self, nodes: dict[str, Node], why: str, now: float) -> None:
-        """Who is there."""
+    def _update_nodes(self, nodes: dict[str, Node], why: str, now: float) -> None:
         for name, watched in list(self._nodes.items()):
             node = nodes.get(name)
             if node is None or node.incarnation != watched.incarnation:
@@ -275,7 +274,7 @@ class SpeedRecorder:
             rewards.num_alone += 1
             rewards.told_s += max(0.0, now - at - seconds)
 
-    # What the core orders
+    # Commands of the core
 
     def _ordered(self, core: Coordinator, command: Command, now: float) -> None:
         match command:
@@ -301,7 +300,7 @@ class SpeedRecorder:
             self._submitted[command.response.id] = now, not self._submitted
 
     def _rest(self, core: Coordinator, name: str) -> None:
-        """Perhaps it has nothing to do any more."""
+        """Check whether a node is idle now."""
         node, watched = core.fleet.nodes.get(name), self._nodes.get(name)
         if node is not None and watched is not None and not node.running:
             watched.rest()
@@ -318,24 +317,23 @@ def _begin(watched: _Watched, requests: Iterable[ResponseRequest], now: float) -
 
 
 def _take(watched: _Watched, chunk: TokenChunk, batch: int, tokens: int, now: float) -> None:
-    """So many new tokens of a node, on which `batch` responses ran. Runs for every chunk, so that
-    late news of a response which has left are not told from the others. Which of several chunks
-    that come together tell of how many steps: see `ChunkWindow`."""
-    heard = min(batch, len(chunk.responses))
+    """Count `tokens` new tokens of a node on which `batch` responses ran. Called for every chunk.
+    How several chunks that arrive together count as steps: see `ChunkWindow`."""
+    num = min(batch, len(chunk.responses))
     if watched.started_at is not None:
         longest = max(len(r.token_ids) for r in chunk.responses)
         watched.steps = max(watched.steps, longest // TOKEN_BYTES)
-        if heard <= MOST * batch and watched.steps < ENOUGH_STEPS:
+        if num <= MOST * batch and watched.steps < ENOUGH_STEPS:
             return
         start = Start(now - watched.started_at, watched.prefill_tokens, watched.steps, batch)
         if len(watched.speed.starts) < MAX_STARTS:
             watched.speed.starts.append(start)
         watched.started_at, watched.tokens = None, 0
         watched.window.pause()
-        watched.window.took(now, batch, heard, 0.0)
+        watched.window.took(now, batch, num, 0.0)
         return
     watched.tokens += tokens
-    if found := watched.window.took(now, batch, heard, tokens):
+    if found := watched.window.took(now, batch, num, tokens):
         mean_batch, step_s = found
         size, response_s = size_of(mean_batch), step_s * watched.tokens
         weighted, seconds, before = watched.speed.decoded.get(size, (0.0, 0.0, 0))
@@ -371,5 +369,5 @@ def _row(speed: NodeSums, most_starts: int) -> NodeSpeeds:
 
 
 def _rounded(value: float) -> float:
-    """Without the digits that no measurement has, which would be half of the file."""
+    """Remove digits that no measurement has, which would be half of the file."""
     return round(value, DIGITS)

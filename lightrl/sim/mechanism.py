@@ -48,6 +48,10 @@ class Mechanism:
     def tokens(self, deltas: Sequence[SimDelta]) -> None:
         """The core has received tokens of a machine."""
 
+    def keeps(self, machine: SimMachine, response: str, number: int) -> bool:
+        """Return whether an attempt that the core aborts continues to run."""
+        return False
+
     def round_closed(self, round: Round) -> None:
         """The core has closed a round; its record is `Simulation.newest`."""
 

@@ -3,13 +3,9 @@
 import heapq
 from collections.abc import Iterable, Sequence
 
-from lightrl.core.race import DECIDED
 from lightrl.core.settings import EvalSet
-from lightrl.core.state import DrawnPrompt, Response, Round
-from lightrl.sim.fleet.engine import SimDelta
-from lightrl.sim.fleet.machines import SimMachine
+from lightrl.core.state import DrawnPrompt, Response
 from lightrl.sim.inputs.workload import RewardTimes, Workload, uniforms
-from lightrl.sim.mechanism import Mechanism, Simulation
 
 SHARE_RIGHT = 0.5  # of the responses
 
@@ -90,49 +86,18 @@ def _next(free_at: list[float], now: float, seconds: float) -> float:
     return done
 
 
-class DeferredRewards(Mechanism):
+class DeferredRewards:
     """Rewards that are computed after the rollout, for comparison. The core gets each score
-    immediately; the time that all of them take is added to the step.
+    immediately; the time that all of them take is added to the step."""
 
-    A system without scores does not know which groups are complete, so it may let the surplus of a
-    group run on (`Switches.surplus_ends`).
-    """
-
-    def __init__(self, world: Simulation, workers: RewardWorkers) -> None:
-        self._world = world
+    def __init__(self, workers: RewardWorkers) -> None:
         self._workers = workers
-        # finished and not scored
         self._unscored: dict[str, Response] = {}
-        # aborted by the core, but still running
-        self._surplus: dict[tuple[str, int], tuple[SimMachine, Response]] = {}
 
     def defer(self, response: Response) -> None:
         self._unscored[response.id] = response
 
-    def keeps(self, machine: SimMachine, name: str, number: int) -> bool:
-        """Return whether an attempt that the core aborts continues until its round closes."""
-        table = self._world.core.table
-        round, response = table.round, table.responses.get(name)
-        if self._world.switches.surplus_ends or round is None or response is None:
-            return False
-        if round.cut == DECIDED:
-            return False
-        self._surplus[name, number] = machine, response
-        return True
-
-    def tokens(self, deltas: Sequence[SimDelta]) -> None:
-        for d in deltas if self._surplus else ():
-            if d.finished is not None and (
-                kept := self._surplus.pop((d.response, d.attempt), None)
-            ):
-                self.defer(kept[1])
-
-    def round_closed(self, round: Round) -> None:
-        for (name, number), (machine, _) in self._surplus.items():
-            self._world.abort(machine, name, number)
-        self._surplus.clear()
-
-    def scored_at(self) -> float:
-        """Return when all finished responses are scored, beginning now."""
+    def scored_at(self, now: float) -> float:
+        """Return when all deferred responses are scored, beginning now."""
         done, self._unscored = self._unscored, {}
-        return self._workers.all_done_at(self._world.now, done.values())
+        return self._workers.all_done_at(now, done.values())

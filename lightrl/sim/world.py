@@ -98,9 +98,9 @@ class World:
             rate=0.0 if scenario.is_colocated else 1.0,
         )
         self._reward_workers = RewardWorkers(workload.reward)
-        self._deferred = DeferredRewards(self, self._reward_workers)
+        self.deferred = DeferredRewards(self._reward_workers)
         self._colocation = Colocation(self)
-        self.mechanisms: tuple[Mechanism, ...] = (self._deferred, self._colocation)
+        self.mechanisms: tuple[Mechanism, ...] = (self._colocation,)
         self._observer = Observer(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -189,7 +189,7 @@ class World:
                     when = self._reward_workers.done_at(self.now, prompt, response.seed)
                     self.at(when, lambda: self.feed(event))
                 else:
-                    self._deferred.defer(response)
+                    self.deferred.defer(response)
                     todo.append(event)
             case DrawPrompts("eval"):
                 todo.append(PromptsDrawn(eval_prompts(self.settings.eval_sets, self._prompt)))
@@ -240,7 +240,7 @@ class World:
                 self._generate(machine, message)
             case Abort(attempts):
                 for response, number in attempts:
-                    if not self._deferred.keeps(machine, response, number):
+                    if not any(m.keeps(machine, response, number) for m in self.mechanisms):
                         self.abort(machine, response, number)
             case Drain(_, reason):
                 todo.extend(self.fleet.leave(machine, reason))
@@ -304,7 +304,7 @@ class World:
         )
         ready_at = 0.0
         if shard.last and not self.switches.async_rewards:
-            ready_at = self._deferred.scored_at()
+            ready_at = self.deferred.scored_at(self.now)
         self.trainer.add_work(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
         self._colocation.begin_training()

@@ -21,6 +21,7 @@ from scripts.studies.published_lib.published import (
 )
 from scripts.studies.published_lib.report import as_json, tables
 from scripts.studies.published_lib.reproduce import Reproduction, Rival, play
+from scripts.studies.published_lib.surplus import Surplus
 from scripts.studies.published_lib.systems import (
     INSTANCES,
     MOVING,
@@ -137,9 +138,9 @@ def test_surplus_that_runs_on_is_scored_too():
     clock = Tail(1.25, 1.5, race="clock")
     late = replace(SYNCHRONOUS, prompt_batch=1 << 30)
     ends = world(scenario, late, tail=clock, num_steps=3).run()
-    goes_on = world(
-        scenario, replace(late, surplus_ends=False), tail=clock, num_steps=3, check=True
-    ).run()
+    w = world(scenario, late, tail=clock, num_steps=3, check=True)
+    w.mechanisms = (Surplus(w), *w.mechanisms)
+    goes_on = w.run()
     assert goes_on.sampled_tokens > ends.sampled_tokens
     assert fmean(s.train_s for s in goes_on.steps) > 0.5 + fmean(s.train_s for s in ends.steps)
 

@@ -63,8 +63,6 @@ class Switches:
     planner: bool = False
     # False: a response that moves restarts from its prompt
     token_collection: bool = True
-    # False: surplus responses of a group run on, and are scored, until its round closes
-    surplus_ends: bool = True
     chunk_tokens: int = 32
     # a finish is sent immediately where no more responses run; else with the next chunk
     prompt_batch: int = 16

@@ -35,6 +35,7 @@ from scripts.studies.published_lib.published import (
     Instances,
     Study,
 )
+from scripts.studies.published_lib.surplus import Surplus
 from scripts.studies.published_lib.synthetic import synthetic_trace
 from scripts.studies.published_lib.systems import LOST_AT_S, beyond, systems, with_instances
 
@@ -117,6 +118,8 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
     world = World(settings, scenario, nodes, trace, system.switches)
     if system.rule is not None:
         world.core.sides.rule = system.rule()
+    if not system.switches.surplus_ends:
+        world.mechanisms = (Surplus(world), *world.mechanisms)
     if system.lost:
         losses = Losses(world, system.lost, LOST_AT_S, system.rounds // 2)
         world.mechanisms = (*world.mechanisms, losses)

@@ -56,6 +56,8 @@ STEPS_WITH_NUMBERS = 20
 class StudySwitches(Switches):
     # of the rewards: see `RewardTimes.adaptive`
     adaptive_limit: bool = False
+    # False: see `surplus.py`
+    surplus_ends: bool = True
     # False: a node on the trainer's machine does not verify the trainer's file
     verifies: bool = True
 

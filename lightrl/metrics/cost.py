@@ -10,7 +10,7 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.worth import Outcome
 from lightrl.messages.costs import CostRow, StepForecast
 
-MAX_DEVICE_FIGURES = 512  # of single nodes, because a message holds only so many
+MAX_DEVICE_FIGURES = 512  # of single nodes; the size of a message is limited
 
 
 def cost_figures(core: Coordinator) -> dict[str, float]:
@@ -47,7 +47,7 @@ def cost_row(core: Coordinator) -> CostRow:
 
 
 def _row(outcome: Outcome) -> StepForecast:
-    is_endless = math.isinf(outcome.step_s)  # JSON knows no infinity
+    is_endless = math.isinf(outcome.step_s)  # JSON has no infinity
     return StepForecast(
         outcome.nodes,
         None if is_endless else outcome.step_s,

@@ -189,7 +189,7 @@ class PrometheusServer:
                 f"logging.prometheus = {address!r}: not installed: pip install prometheus-client"
             ) from None
         found = split_address(address)
-        assert found is not None  # the config says so
+        assert found is not None  # checked by the config
         host, port = found
         self._run = run
         self._values: dict[str, float] = {}

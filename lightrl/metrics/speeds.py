@@ -82,7 +82,7 @@ class RewardSpeed:
     longest_s: float = 0.0
     # responses that waited for no other: their number, and the seconds in addition to the call
     num_alone: int = 0
-    told_s: float = 0.0
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class SpeedRecorder:
         self._gone, self._changes, self._shard_s, self._drawn = {}, [], [], []
         self._rewards = RewardSpeed()
         open_ones = core.table.responses
-        self._submitted = {r: told for r, told in self._submitted.items() if r in open_ones}
+        self._submitted = {r: s for r, s in self._submitted.items() if r in open_ones}
         self._called_s.clear()
         return line
 
@@ -272,7 +272,7 @@ class SpeedRecorder:
         rewards.longest_s = max(rewards.longest_s, seconds)
         if is_alone:
             rewards.num_alone += 1
-            rewards.told_s += max(0.0, now - at - seconds)
+            rewards.overhead_s += max(0.0, now - at - seconds)
 
     # Commands of the core
 

@@ -33,10 +33,10 @@ class Waits:
         wait = self._clock.look(decide(core, self.scoring()), now)
         return None if wait is None else _row(wait, now, self._hint)
 
-    def tell(self, core: Coordinator, now: float, report: Callable[[str], None]) -> None:
+    def report(self, core: Coordinator, now: float, write: Callable[[str], None]) -> None:
         """Report a wait that is due; called about every second."""
         for line in self._lines.lines(self.row(core, now), now):
-            report(line)
+            write(line)
 
 
 class WaitLines:

@@ -94,7 +94,7 @@ def simulate_run(
     """Print what a run of this config would do. Raise SimError, one line, for what is not possible.
 
     `run_dir`: a run that is the workload. `change`: the config is that of this run except for what
-    is named here ("" = nothing); its nodes are those of the run unless `fleet` says otherwise.
+    is named here ("" = nothing); its nodes are those of the run unless `fleet` describes others.
     """
     rerun = Rerun(read_run(run_dir)) if run_dir is not None else None
     if rerun is None:

@@ -63,7 +63,7 @@ class RewardWorkers:
         """Return when the next free worker has scored it, while nodes still sample."""
         kind = self._times.kind(prompt)
         seconds = self._times.seconds(prompt, noise) * self._times.classes[kind].beside
-        return _next(self._free_at[kind], now, seconds) + self._times.told_s
+        return _next(self._free_at[kind], now, seconds) + self._times.overhead_s
 
     def all_done_at(self, now: float, responses: Iterable[Response]) -> float:
         """Return when all are scored, beginning now: one class of rewards after the other."""

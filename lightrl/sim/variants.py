@@ -31,7 +31,7 @@ class Fleet:
 
 
 def configured(settings: Settings, offload: OffloadRule = "off") -> Variant:
-    """Return what the config says; `offload`: the rule by which shared devices change sides."""
+    """Return the config's own setting; `offload`: the rule by which shared devices change sides."""
     return Variant(settings, Switches(offload=offload))
 
 
@@ -42,7 +42,7 @@ def synchronous(settings: Settings) -> Variant:
 
 
 def variants(settings: Settings, offload: OffloadRule = "off") -> dict[str, Variant]:
-    """Return each mechanism alone, then what the config says; all but the last two rows are
+    """Return each mechanism alone, then the config's own setting; all but the last two rows are
     on-policy."""
     base = synchronous(settings)
     s, off = base.settings, base.switches

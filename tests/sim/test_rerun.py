@@ -43,7 +43,7 @@ TRUTH = Scenario(
         replace(SHORT_TAIL.scaled(LIMIT), m=4.5, s_p=0.2, s_r=0.4, alpha=-3.0, beta=0.0),
         num_prompts=NUM_PROMPTS,
         prompt_tokens=30,
-        reward=RewardTimes((RewardClass(constant_s=0.004, workers=1),), told_s=0.003),
+        reward=RewardTimes((RewardClass(constant_s=0.004, workers=1),), overhead_s=0.003),
     ),
     engines={1: EngineProfile(0.012, 12.0, 1e-6, 2e-4, start_s=0.04)},
     training=Training(token_s=8e-5, step_s=0.07, shard_s=0.02),

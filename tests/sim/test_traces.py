@@ -93,7 +93,7 @@ def test_a_segment_that_cannot_be_is_refused(
 
 def test_a_segment_without_nodes_is_refused():
     trace = (TraceEvent(100.0, "a", True), TraceEvent(200.0, "a", False))
-    with pytest.raises(SimError, match="no node of the trace is there from 10 to 50 s"):
+    with pytest.raises(SimError, match="no node of the trace is present from 10 to 50 s"):
         cut(trace, 10.0, 50.0)
 
 

@@ -147,7 +147,7 @@ class RecordedRun:
             chosen = replace(
                 chosen, constant_s=0.0, median_s=median, sigma=sigma, limit_s=max(limit, MIN_STEP_S)
             )
-        return RewardTimes((chosen,), told_s=sum(r.told_s for r in seen) / max(1, alone))
+        return RewardTimes((chosen,), overhead_s=sum(r.overhead_s for r in seen) / max(1, alone))
 
 
 def read_run(folder: Path) -> RecordedRun:
@@ -215,7 +215,7 @@ def _profile(nodes: Iterable[NodeSpeeds]) -> EngineProfile:
             by_size[size] = (b + batch * response_s, s + response_s, t + tokens)
     rows = [Decoded(b / s, s, t) for _, (b, s, t) in sorted(by_size.items()) if s > 0 and t > 0]
     if not rows:
-        raise SimError("the run has sampled nothing that says how fast it is")
+        raise SimError("the run has too few samples to measure its speed")
     curve = _curve(_merged(rows))
     start_s, prefill_s = _start(starts, curve)
     return EngineProfile(

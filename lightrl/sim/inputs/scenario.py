@@ -129,14 +129,14 @@ _MIX = RewardTimes(  # math, code, judge in equal parts
             limit_s=30.0,
             workers=44,
         ),
-        # On the GPUs that sample, its layers come from the host: twice the latency, twice as many
-        # at once.
+        # On the GPUs that sample, its layers are read from the host: twice the latency, twice the
+        # workers.
         RewardClass(share=1 / 3, constant_s=3.0, workers=96, beside=2.0),
     )
 )
 
 # Published acceptance, taken low. With history: 65 to 79 % of drafted tokens (RhymeRL, arXiv
-# 2508.18588); in the first epoch 1.7 tokens come of a forward pass (Seer, table 2: no references).
+# 2508.18588); in the first epoch a forward pass gives 1.7 tokens (Seer, table 2: no references).
 # A verified token costs as much as a decoded one.
 _HISTORY = SimSpeculation(acceptance=0.65, first_acceptance=0.41, max_window=16, verify_cost=1.0)
 

@@ -100,7 +100,7 @@ def cut(
         TraceEvent(e.at_s - begin_s, e.node, e.added) for e in trace if begin_s < e.at_s <= until_s
     ]
     if not segment:
-        raise SimError(f"no node of the trace is there from {begin_s:g} to {until_s:g} s")
+        raise SimError(f"no node of the trace is present from {begin_s:g} to {until_s:g} s")
     return tuple(segment)
 
 

@@ -212,7 +212,7 @@ class RewardTimes:
     factor: NonNegativeFloat = 1.5
     seed: int = 0
     # added to the function: from a finish to its start, and back
-    told_s: NonNegativeFloat = 0.0
+    overhead_s: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         total = sum(c.share for c in self.classes)
@@ -265,7 +265,7 @@ class Workload:
     order: tuple[Drawn, ...] = ()
     # share of a step's tokens that had a gradient, by step; the mean is used for other steps
     signal: Mapping[int, float] = field(default_factory=dict[int, float])
-    # where it comes from
+    # its origin, for people
     note: str = ""
 
 
@@ -296,11 +296,11 @@ class Cursor:
 
 
 # Fitted to figure 12 and table 2 of RollPacker together, with batch-dependent decoding: 16 bars, 16
-# figures and about 12 free numbers for each of the two. What they say of a whole round holds to
-# about a tenth; single numbers do not: m and s_p trade against t0, tau against over. Almost all of
-# the risk is drawn anew with each sampling of a group (`luck`), which is what figure 12 wants of
-# put-off prompts; it is not what independent samples of one prompt would do, and may hide what a
-# retry in the measured system does differently.
+# figures and about 12 free numbers for each of the two. Figures of a whole round are right to about
+# a tenth; single numbers are not: m and s_p trade against t0, tau against over. Almost all of the
+# risk is drawn anew with each sampling of a group (`luck`), as figure 12 implies for deferred
+# prompts; independent samples of one prompt would not behave so, and it may hide a difference of a
+# retry in the measured system.
 FITTED_8K = LengthModel(
     cap=8192,
     m=6.9,
@@ -329,9 +329,9 @@ SHORT_TAIL = LengthModel()  # 8k, fitted to figure 12 alone with a constant time
 LONG_TAIL = LengthModel(
     cap=32768, m=6.547, s_p=0.495, s_r=0.146, alpha=-3.719, beta=1.5, rho=0.821, tau=1.414
 )
-# Nobody has published the lengths of RLBoost's 14B workload, only their limit and the data set,
-# OpenR1-Math. Of that its authors say that R1 solves 75 % of the problems in less than 8,000 tokens
-# and needs up to 16,000 for most of the others: a quarter is above 8,200 here and 8 % at the limit.
-# Most of the spread is the problem's (Seer, arXiv 2511.14617: siblings are of similar length); how
-# much, nobody has published.
+# The lengths of RLBoost's 14B workload are not published, only their limit and the data set,
+# OpenR1-Math. Its authors report that R1 solves 75 % of the problems in less than 8,000 tokens and
+# needs up to 16,000 for most of the others: here a quarter is above 8,200 and 8 % at the limit.
+# Most of the spread is the problem's (Seer, arXiv 2511.14617: siblings are of similar length); the
+# share is not published.
 LONG_REASONING = LengthModel(cap=14_336, m=8.5, s_p=0.65, s_r=0.40, alpha=-50.0, beta=0.0)

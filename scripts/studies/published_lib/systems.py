@@ -121,7 +121,7 @@ def systems(bars: Sequence[Bar]) -> dict[str, System]:
         System("RLHFuse, strengthened", switches=_STREAMED, rounds=8),
     ]
     both, prompts = Tail(ETA, ETA, deferred="continue"), Tail(ETA, deferred="continue")
-    rows += _rivals(
+    rows += _baselines(
         System("synchronous"),
         System("RollPacker", _BY_CLOCK, _STREAMED),
         _ours("LightRL full", both),
@@ -208,7 +208,7 @@ MOVING, STARTING_AGAIN = "three of six lost, moving", "three of six lost, starti
 RLBOOST_ROW, FULL, STRICT = "RLBoost", "LightRL, prompts", "LightRL, off"
 
 
-def beyond() -> dict[str, System]:
+def extra() -> dict[str, System]:
     """On the same preemptible instances, which come and go: RLBoost, LightRL's modes that do not
     bias lengths, and each mechanism alone on top of RLBoost, and without it, last."""
     trace = synthetic_trace(MOST, 36_000.0, UP_S, DOWN_S)
@@ -259,7 +259,7 @@ def _ours(
     )
 
 
-def _rivals(*rows: System) -> list[System]:
+def _baselines(*rows: System) -> list[System]:
     return [replace(row, epochs=True, rounds=2 * EPOCH) for row in rows]
 
 

@@ -52,8 +52,8 @@ def variants(settings: Settings, offload: OffloadRule = "off") -> dict[str, Vari
     streamed = replace(early, streaming=True)
     return {
         "synchronous": base,
-        "rewards at once": Variant(s, early),
-        "rewards at once, streaming": Variant(s, streamed),
+        "async rewards": Variant(s, early),
+        "async rewards, streaming": Variant(s, streamed),
         "offload: foreseen": Variant(s, replace(streamed, offload="foreseen")),
         "offload: window": Variant(s, replace(streamed, offload="window")),
         "migration": Variant(replace(s, migration=True), off),

@@ -88,20 +88,17 @@ class RecordedRun:
         transfer = Transfer(
             publish_s=finish_s - optimizer_s, load_s=0.0, lost_after_s=0.0, ready_s=self._ready_s()
         )
-        profile = _profile(n for s in self.counted for n in s.nodes.values())
         chunk_s = self.config.rollout.chunk_ms / 1000
-        return Scenario(workload, {1: profile}, training, transfer, chunk_s=chunk_s)
+        return Scenario(workload, {1: self._profile()}, training, transfer, chunk_s=chunk_s)
 
     def nodes(self) -> dict[str, NodeSpec]:
         """Return all nodes that sampled, each with its own speed; one that hardly did has the mean
         speed of all."""
-        mean = _profile(n for s in self.counted for n in s.nodes.values())
         specs: dict[str, NodeSpec] = {}
         for name in dict.fromkeys(name for step in self.steps for name in step.nodes):
             seen = [s.nodes[name] for s in self.steps if name in s.nodes]
             counted = [s.nodes[name] for s in self.counted if name in s.nodes]
-            own = counted if any(n.decoded for n in counted) else seen
-            profile = _profile(own) if any(n.decoded for n in own) else mean
+            profile = _profile(counted) or _profile(seen) or self._profile()
             kind = SPOT if seen[-1].preemptible else "rollout"
             specs[name] = NodeSpec(name, seen[-1].slots, kind, profile=profile)
         return specs
@@ -118,6 +115,12 @@ class RecordedRun:
             )
             for step in self.steps
         }
+
+    def _profile(self) -> EngineProfile:
+        profile = _profile(n for s in self.counted for n in s.nodes.values())
+        if profile is None:
+            raise SimError("the run has too few samples to measure its speed")
+        return profile
 
     def _ready_s(self) -> tuple[float, ...]:
         """Return the load seconds of the first node to be ready, of the second ...: means over the
@@ -202,9 +205,9 @@ def drawn_order(
     return tuple(order)
 
 
-def _profile(nodes: Iterable[NodeSpeeds]) -> EngineProfile:
-    """Return the speed of these nodes together. A step of B responses takes B x seconds / tokens,
-    as measured with about as many."""
+def _profile(nodes: Iterable[NodeSpeeds]) -> EngineProfile | None:
+    """Return the speed of these nodes together, None if they have decoded nothing. A step of B
+    responses takes B x seconds / tokens, as measured with about as many."""
     by_size: dict[int, tuple[float, float, int]] = {}
     starts: list[Start] = []
     for node in nodes:
@@ -215,7 +218,7 @@ def _profile(nodes: Iterable[NodeSpeeds]) -> EngineProfile:
             by_size[size] = (b + batch * response_s, s + response_s, t + tokens)
     rows = [Decoded(b / s, s, t) for _, (b, s, t) in sorted(by_size.items()) if s > 0 and t > 0]
     if not rows:
-        raise SimError("the run has too few samples to measure its speed")
+        return None
     curve = _curve(_merged(rows))
     start_s, prefill_s = _start(starts, curve)
     return EngineProfile(

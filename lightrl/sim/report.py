@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from lightrl.sim.inputs.scenario import Scenario
-from lightrl.sim.outcome import Outcome
+from lightrl.sim.outcome import Outcome, StepRecord
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -103,22 +103,9 @@ def figures(
     bounds = {s.step: s.bound_s(scenario.is_colocated, synchronous) for s in steps}
     step_s = fmean(s.step_s for s in steps)
     total_s = sum(s.step_s for s in steps)
-    kinds: dict[str, RoundFigures] = {}
-    for kind in dict.fromkeys(s.kind for s in steps):
-        mine = [s for s in steps if s.kind == kind]
-        kinds[kind] = RoundFigures(
-            rounds=len(mine),
-            step_s=fmean(s.step_s for s in mine),
-            rollout_s=fmean(s.rollout_s for s in mine),
-            train_s=fmean(s.train_s for s in mine),
-            weights_s=fmean(s.weights_s for s in mine),
-            bound_s=fmean(bounds[s.step] for s in mine),
-            longest_tokens=fmean(s.kept_longest for s in mine),
-            mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
-        )
     hours = {kind: seconds / HOUR_S for kind, seconds in outcome.device_s.items()}
     cost = sum(h * scenario.prices.of(kind) for kind, h in hours.items())
-    kept, true, counters = outcome.kept, outcome.launched, outcome.counters
+    kept, true = outcome.kept, outcome.launched
     return Figures(
         workload=scenario.workload.name,
         steps=len(steps),
@@ -128,7 +115,7 @@ def figures(
         share_of_bound=fmean(bounds.values()) / step_s,
         responses_per_s=sum(s.kept for s in steps) / total_s,
         tokens_per_s=outcome.trained_tokens / total_s,
-        kinds=kinds,
+        kinds=_by_kind(steps, bounds),
         devices={
             kind: {label: s / total for label, s in times.items() if s} if total else {}
             for kind, times in outcome.device_times.items()
@@ -136,9 +123,9 @@ def figures(
         },
         device_hours=hours,
         weights=_weights(outcome, scenario),
-        migrations=counters["migrations"],
-        responses_moved=counters["responses_moved"],
-        nodes_lost=counters["nodes_lost"],
+        migrations=outcome.counters["migrations"],
+        responses_moved=outcome.counters["responses_moved"],
+        nodes_lost=outcome.counters["nodes_lost"],
         preemptions=outcome.preemptions,
         sampled_tokens=outcome.sampled_tokens,
         trained_tokens=outcome.trained_tokens,
@@ -154,6 +141,23 @@ def figures(
         cost_per_step=cost / len(steps),
         tokens_per_dollar=outcome.trained_tokens / cost if cost else None,
     )
+
+
+def _by_kind(steps: Sequence[StepRecord], bounds: Mapping[int, float]) -> dict[str, RoundFigures]:
+    kinds: dict[str, RoundFigures] = {}
+    for kind in dict.fromkeys(s.kind for s in steps):
+        mine = [s for s in steps if s.kind == kind]
+        kinds[kind] = RoundFigures(
+            rounds=len(mine),
+            step_s=fmean(s.step_s for s in mine),
+            rollout_s=fmean(s.rollout_s for s in mine),
+            train_s=fmean(s.train_s for s in mine),
+            weights_s=fmean(s.weights_s for s in mine),
+            bound_s=fmean(bounds[s.step] for s in mine),
+            longest_tokens=fmean(s.kept_longest for s in mine),
+            mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
+        )
+    return kinds
 
 
 def _weights(outcome: Outcome, scenario: Scenario) -> WeightsFigures:

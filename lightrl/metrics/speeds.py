@@ -6,7 +6,7 @@ not estimates.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lightrl.core.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow
@@ -49,23 +49,34 @@ class Start(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Sums over the time in which about `batch` responses ran."""
+    """Sums over the time in which about as many responses ran."""
 
-    # mean, weighted by `response_s`
-    batch: float
+    # batch x response_s
+    weighted: float = 0.0
     # batch x seconds
-    response_s: float
-    tokens: int
+    response_s: float = 0.0
+    tokens: int = 0
+
+    @property
+    def batch(self) -> float:
+        return self.weighted / self.response_s
+
+    def plus(self, other: "Decoded") -> "Decoded":
+        return Decoded(
+            self.weighted + other.weighted,
+            self.response_s + other.response_s,
+            self.tokens + other.tokens,
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeSpeeds:
     """One node in a step. Seconds are measured by the coordinator."""
 
     slots: int
     preemptible: bool = False
-    # by batch, each in another power of two
-    decoded: list[Decoded] = field(default_factory=list[Decoded])
+    # by size of batch: see `core.speed.size_of`
+    decoded: dict[int, Decoded] = field(default_factory=dict[int, Decoded])
     starts: list[Start] = field(default_factory=list[Start])
     # of each version: from its offer until it was served
     load_s: list[float] = field(default_factory=list[float])
@@ -102,25 +113,11 @@ class StepSpeeds:
 
 
 @dataclass(slots=True)
-class NodeSums:
-    """What a node has done so far in a step."""
-
-    slots: int
-    is_preemptible: bool
-    # size of batch -> batch x response_s, response_s, tokens
-    decoded: dict[int, tuple[float, float, int]] = field(
-        default_factory=dict[int, tuple[float, float, int]]
-    )
-    starts: list[Start] = field(default_factory=list[Start])
-    load_s: list[float] = field(default_factory=list[float])
-
-
-@dataclass(slots=True)
 class _Watched:
     """A present node, and what it does."""
 
     incarnation: int
-    speed: NodeSums
+    speed: NodeSpeeds
     window: ChunkWindow = field(default_factory=ChunkWindow)
     # in the chunks of the window so far
     tokens: int = 0
@@ -143,7 +140,7 @@ class SpeedRecorder:
     def __init__(self) -> None:
         self._now = 0.0
         self._nodes: dict[str, _Watched] = {}
-        self._gone: dict[str, NodeSums] = {}  # in this step
+        self._gone: dict[str, NodeSpeeds] = {}  # in this step
         self._num_joined = self._num_nodes = 0
         self._changes: list[tuple[float, str, str]] = []
         self._drawn: list[tuple[str, int]] = []
@@ -205,7 +202,7 @@ class SpeedRecorder:
         )
         for watched in self._nodes.values():
             old = watched.speed
-            watched.speed = NodeSums(old.slots, old.is_preemptible)
+            watched.speed = NodeSpeeds(old.slots, old.preemptible)
         self._gone, self._changes, self._shard_s, self._drawn = {}, [], [], []
         self._rewards = RewardSpeed()
         open_ones = core.table.responses
@@ -237,7 +234,7 @@ class SpeedRecorder:
                 self._gone[name] = self._nodes.pop(name).speed
         for name, node in nodes.items():
             if name not in self._nodes and "rollout" in node.roles:
-                speed = self._gone.pop(name, None) or NodeSums(node.slots, node.is_preemptible)
+                speed = self._gone.pop(name, None) or NodeSpeeds(node.slots, node.is_preemptible)
                 self._nodes[name] = _Watched(node.incarnation, speed)
 
     def _leaves(self, name: str, why: str, now: float) -> None:
@@ -335,36 +332,31 @@ def _take(watched: _Watched, chunk: TokenChunk, batch: int, tokens: int, now: fl
     watched.tokens += tokens
     if found := watched.window.took(now, batch, num, tokens):
         mean_batch, step_s = found
-        size, response_s = size_of(mean_batch), step_s * watched.tokens
-        weighted, seconds, before = watched.speed.decoded.get(size, (0.0, 0.0, 0))
-        watched.speed.decoded[size] = (
-            weighted + mean_batch * response_s,
-            seconds + response_s,
-            before + watched.tokens,
-        )
+        response_s, decoded = step_s * watched.tokens, watched.speed.decoded
+        more = Decoded(mean_batch * response_s, response_s, watched.tokens)
+        size = size_of(mean_batch)
+        decoded[size] = decoded.get(size, Decoded()).plus(more)
         watched.tokens = 0
 
 
-def rows(speeds: Mapping[str, NodeSums]) -> dict[str, NodeSpeeds]:
+def rows(speeds: Mapping[str, NodeSpeeds]) -> dict[str, NodeSpeeds]:
     """Return a short row for each node, because there may be thousands: few digits, and starts that
     are spread over the step where there were many."""
     most = max(1, MAX_ALL_STARTS // max(1, len(speeds)))
     return {name: _row(speed, most) for name, speed in speeds.items()}
 
 
-def _row(speed: NodeSums, most_starts: int) -> NodeSpeeds:
+def _row(speed: NodeSpeeds, most_starts: int) -> NodeSpeeds:
     starts, num = speed.starts, min(most_starts, len(speed.starts))
     starts = [starts[k * len(starts) // num] for k in range(num)]
-    return NodeSpeeds(
-        speed.slots,
-        speed.is_preemptible,
-        [
-            Decoded(_rounded(weighted / response_s), _rounded(response_s), tokens)
-            for _, (weighted, response_s, tokens) in sorted(speed.decoded.items())
-            if response_s > 0
-        ],
-        [s._replace(seconds=_rounded(s.seconds)) for s in starts],
-        [_rounded(s) for s in speed.load_s],
+    return replace(
+        speed,
+        decoded={
+            size: Decoded(_rounded(d.weighted), _rounded(d.response_s), d.tokens)
+            for size, d in sorted(speed.decoded.items())
+        },
+        starts=[s._replace(seconds=_rounded(s.seconds)) for s in starts],
+        load_s=[_rounded(s) for s in speed.load_s],
     )
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from lightrl.metrics.speeds import MAX_ALL_STARTS, MAX_STARTS, NodeSpeeds, NodeSums, Start, rows
+from lightrl.metrics.speeds import MAX_ALL_STARTS, MAX_STARTS, Decoded, NodeSpeeds, Start, rows
 from lightrl.wire import to_json
 
 
 def a_fleet(num_nodes: int) -> dict[str, NodeSpeeds]:
     """What is told of nodes that began as often as is told of one, and decoded in three sizes."""
     starts = [Start(k / 7, 100 + k, 3, 8) for k in range(MAX_STARTS)]
-    decoded = {size: (size * size / 3, size / 7, 1000) for size in (4, 5, 6)}
-    speeds = {f"node-{k}": NodeSums(64, True, decoded, starts, [1 / 3]) for k in range(num_nodes)}
+    decoded = {size: Decoded(size * size / 3, size / 7, 1000) for size in (4, 5, 6)}
+    speeds = {f"node-{k}": NodeSpeeds(64, True, decoded, starts, [1 / 3]) for k in range(num_nodes)}
     return rows(speeds)
 
 
@@ -30,4 +30,4 @@ def test_a_step_of_a_large_fleet_is_a_short_line():
 
 
 def test_of_a_node_that_did_nothing_its_slots_are_told():
-    assert rows({"idle": NodeSums(4, False)}) == {"idle": NodeSpeeds(4)}
+    assert rows({"idle": NodeSpeeds(4, False)}) == {"idle": NodeSpeeds(4)}

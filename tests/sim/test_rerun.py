@@ -233,7 +233,7 @@ def test_a_directory_without_a_round_is_refused_in_one_line(tmp_path: Path, caps
 def test_a_start_that_takes_its_tokens_alone_takes_no_less(each_s: float):
     """What is left of it is nothing, not less than that by a rounding."""
     starts = [Start(each_s * tokens, tokens, 0, 4) for tokens in (3, 1, 7, 11)]
-    node = NodeSpeeds(8, False, [Decoded(4.0, 1.0, 100)], starts)
+    node = NodeSpeeds(8, False, {3: Decoded(4.0, 1.0, 100)}, starts)
     step = StepSpeeds(0, 9, {"a": node})
     run = RecordedRun("run", load_config(QUICKSTART), [step], {}, {0: {}})
     profile = run.nodes()["a"].profile

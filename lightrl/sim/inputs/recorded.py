@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, cast
 from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.config.schema import Config
 from lightrl.core.curve import Curve
-from lightrl.core.speed import size_of
 from lightrl.errors import SimError
 from lightrl.history import lengths
 from lightrl.metrics import sinks
@@ -208,15 +207,13 @@ def drawn_order(
 def _profile(nodes: Iterable[NodeSpeeds]) -> EngineProfile | None:
     """Return the speed of these nodes together, None if they have decoded nothing. A step of B
     responses takes B x seconds / tokens, as measured with about as many."""
-    by_size: dict[int, tuple[float, float, int]] = {}
+    by_size: dict[int, Decoded] = {}
     starts: list[Start] = []
     for node in nodes:
         starts += node.starts
-        for batch, response_s, tokens in node.decoded:
-            size = size_of(max(1, round(batch)))
-            b, s, t = by_size.get(size, (0.0, 0.0, 0))
-            by_size[size] = (b + batch * response_s, s + response_s, t + tokens)
-    rows = [Decoded(b / s, s, t) for _, (b, s, t) in sorted(by_size.items()) if s > 0 and t > 0]
+        for size, decoded in node.decoded.items():
+            by_size[size] = by_size.get(size, Decoded()).plus(decoded)
+    rows = [d for _, d in sorted(by_size.items()) if d.response_s > 0 and d.tokens > 0]
     if not rows:
         return None
     curve = _curve(_merged(rows))
@@ -231,10 +228,7 @@ def _merged(rows: Sequence[Decoded]) -> list[Decoded]:
     merged: list[Decoded] = []
     for row in rows:
         if merged and min(merged[-1].tokens, row.tokens) < MIN_TOKENS:
-            last = merged.pop()
-            total = last.response_s + row.response_s
-            batch = (last.batch * last.response_s + row.batch * row.response_s) / total
-            merged.append(Decoded(batch, total, last.tokens + row.tokens))
+            merged[-1] = merged[-1].plus(row)
         else:
             merged.append(row)
     return merged

@@ -1,5 +1,4 @@
-"""The messages that simulated nodes send. Owns the constant token buffer that all of them are
-slices of."""
+"""The messages that simulated nodes send."""
 
 import math
 from functools import lru_cache
@@ -10,16 +9,16 @@ from lightrl.messages.load import Load
 from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello, Role
 from lightrl.messages.responses import FinishReason, ResponseTokens, TokenChunk
 from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsEndpoint
-from lightrl.sim.engine import SimDelta
+from lightrl.sim.fleet.engine import SimDelta
 
 TRAINER = "trainer"
-DEVICE = "cuda"  # of all
+DEVICE = "cuda"
 IDLE = Load()
 
 
 @lru_cache(maxsize=4096)
 def blank(num_tokens: int) -> bytes:
-    """So many int32 or float32 zeros: every simulated token is token 0 with logprob 0."""
+    """Return int32 or float32 zeros: every simulated token is token 0 with logprob 0."""
     return bytes(4 * num_tokens)
 
 
@@ -47,7 +46,7 @@ def version_of(digest: str) -> int:
 
 
 def publication(policy_version: int, num_bytes: float, delta_bytes: float) -> PublishWeights:
-    """`delta_bytes`: of the difference to the version before; 0 = there is none."""
+    """`delta_bytes`: of the delta to the version before; 0 = there is none."""
     digest, deltas = digest_of(policy_version), ()
     if delta_bytes and policy_version:
         base = digest_of(policy_version - 1)
@@ -56,12 +55,12 @@ def publication(policy_version: int, num_bytes: float, delta_bytes: float) -> Pu
 
 
 def arrival(hello: Hello, num_workers: int = 0, load: Load = IDLE) -> tuple[Event, ...]:
-    """All that a node says at first. `num_workers`: of its engine, each a member of its own in a
-    broadcast group; 0 = it pulls. `load`: what its engine says of itself."""
+    """Return the events of a node that joins. `num_workers`: of its engine, each a member of a
+    broadcast group; 0 = it pulls."""
     name = hello.node
     opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
-    heard = NodeHeard(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
-    return NodeJoined(hello), opened, heard
+    heartbeat = NodeHeard(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
+    return NodeJoined(hello), opened, heartbeat
 
 
 def hello(
@@ -73,7 +72,7 @@ def hello(
     is_preemptible: bool = False,
     shares: str = "",
 ) -> Hello:
-    """A trainer's ranks begin parked; a rollout node has its devices first."""
+    """A trainer's ranks start parked; a rollout node has its devices first."""
     return Hello(
         name,
         incarnation,

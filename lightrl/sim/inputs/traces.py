@@ -1,6 +1,6 @@
-"""When nodes come and go: spot traces from files, or made up from a seed.
+"""When nodes join and leave: spot traces from files.
 
-Owns the format and its validation. A trace is a CSV file in the layout of the Bamboo traces
+A trace is a CSV file in the layout of the Bamboo traces
 (uclasystem/bamboo, NSDI 2023): rows `milliseconds,add|remove,node`, sorted by time.
 """
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.errors import SimError
-from lightrl.sim.workload import uniforms
+from lightrl.sim.inputs.workload import uniforms
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     at_s: float
     node: str
-    # else it is gone, without warning
+    # False: it is lost without warning
     added: bool
 
 
 def read_trace(path: Path) -> tuple[TraceEvent, ...]:
-    """Raises SimError with file and line number for the first row that cannot be."""
+    """Raise SimError, with file and line number, for the first invalid row."""
     text = read_text(path)
     events: list[TraceEvent] = []
     present: set[str] = set()
@@ -47,7 +47,7 @@ def read_trace(path: Path) -> tuple[TraceEvent, ...]:
 
 
 def read_text(path: Path) -> str:
-    """Raises SimError."""
+    """Raise SimError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -68,8 +68,8 @@ def _row(line: str) -> TraceEvent:
 
 
 def sample(trace: Sequence[TraceEvent], share: float, seed: int) -> tuple[TraceEvent, ...]:
-    """What becomes of this share of the nodes, at least of one; chosen by the seed and their names
-    alone. Raises SimError."""
+    """Return the events of this share of the nodes, at least of one, chosen by the seed and their
+    names. Raise SimError for a share that is not in (0, 1]."""
     if not 0 < share <= 1:
         raise SimError(f"--trace-share {share:g}: above 0, at most 1")
     nodes = sorted({e.node for e in trace}, key=lambda n: (uniforms(seed, n, "trace")[0], n))
@@ -80,10 +80,8 @@ def sample(trace: Sequence[TraceEvent], share: float, seed: int) -> tuple[TraceE
 def cut(
     trace: Sequence[TraceEvent], from_s: float | None, to_s: float | None
 ) -> tuple[TraceEvent, ...]:
-    """The segment between these seconds, which begins at 0 with the nodes that are there by then.
-
-    Whoever is there at its end stays. Raises SimError for a segment that the trace does not have.
-    """
+    """Return the segment between these seconds, shifted to begin at 0 with the nodes that are
+    present by then. Raise SimError for a segment that the trace does not have."""
     end_s = trace[-1].at_s
     for option, value in (("--trace-from", from_s), ("--trace-to", to_s)):
         if value is not None and not 0 <= value <= end_s:
@@ -102,33 +100,10 @@ def cut(
         TraceEvent(e.at_s - begin_s, e.node, e.added) for e in trace if begin_s < e.at_s <= until_s
     ]
     if not segment:
-        raise SimError(f"no node of the trace is there from {begin_s:g} to {until_s:g} s")
+        raise SimError(f"no node of the trace is present from {begin_s:g} to {until_s:g} s")
     return tuple(segment)
 
 
 def always_there(count: int) -> tuple[TraceEvent, ...]:
-    """Nodes that could go at any time, and do not."""
+    """Return preemptible nodes that are never preempted."""
     return tuple(TraceEvent(0.0, f"preemptible-{k}", True) for k in range(count))
-
-
-def synthetic_trace(
-    num_nodes: int, duration_s: float, up_s: float, down_s: float, seed: int = 0
-) -> tuple[TraceEvent, ...]:
-    """Each node by itself is there for `up_s` and away for `down_s` on average, both exponential.
-
-    At the start, each is there with the chance that it is there at any other time.
-    """
-    if num_nodes < 1 or min(duration_s, up_s, down_s) <= 0:
-        raise SimError("a synthetic trace needs at least one node and positive times")
-    events: list[TraceEvent] = []
-    for k in range(num_nodes):
-        node, at = f"spot-{k}", 0.0
-        up = uniforms(seed, node, "first")[0] < up_s / (up_s + down_s)
-        for n in range(1_000_000):
-            if n > 0 or up:
-                events.append(TraceEvent(at, node, up))
-            at -= math.log(uniforms(seed, node, n)[0]) * (up_s if up else down_s)
-            up = not up
-            if at >= duration_s:
-                break
-    return tuple(sorted(events, key=lambda e: (e.at_s, e.node)))

@@ -1,4 +1,4 @@
-"""A row that is to be simulated, what came of it, and a published figure beside it. Values only."""
+"""A row to be simulated, its result, and a published figure beside ours. Values only."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class Simulated:
     figures: Figures
     # first letters of the rounds' kinds
     kinds: str

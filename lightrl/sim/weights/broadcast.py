@@ -1,13 +1,12 @@
-"""Broadcasts among simulated machines: a group forms, its trainer sends, its members prove.
+"""Broadcasts among simulated machines: a group forms, its trainer sends, its members verify.
 
-Owns what the trainer and the members answer to the core's orders, and when. Decides nothing: who is
-a member, when a group is over and who pulls instead, the core says.
+Owns when the trainer and the members answer the core's orders. The core decides who is a member,
+when a group is over, and who pulls instead.
 
-From member to member, so that the trainer's line and those of the members carry the bytes
-once in each direction, all at the pace of the one that has least left beside the pulls. Sums are
-made beside the transfer, so only what they take longer is added. Until the trainer has sent, it
-does not train. Who misses a member waits for the core's word, which comes when the core misses it,
-too.
+The bytes go from member to member, so that each line carries them once in each direction, all at
+the pace of the line with the least bandwidth beside the pulls. Checksums are computed during the
+transfer; only the time that they take longer is added. The trainer does not train until it has
+sent. A member that waits for a lost one waits until the core detects the loss.
 """
 
 import math
@@ -23,10 +22,10 @@ from lightrl.messages.broadcasts import (
     VersionTaken,
 )
 from lightrl.messages.message import Message
-from lightrl.sim.machines import SimMachine
+from lightrl.sim.fleet.machines import SimMachine
+from lightrl.sim.fleet.messages import TRAINER
 from lightrl.sim.mechanism import Simulation
-from lightrl.sim.messages import TRAINER
-from lightrl.sim.swarm import Parcel, Swarm
+from lightrl.sim.weights.swarm import Parcel, Swarm
 
 
 class Broadcast:
@@ -39,7 +38,7 @@ class Broadcast:
         self._began_at = 0.0
         self._is_awaited = False  # the trainer waits for orders, or sends
 
-    def tell_trainer(self, message: Message) -> None:
+    def deliver_to_trainer(self, message: Message) -> None:
         match message:
             case VersionTaken(_, broadcasts):
                 self._stop()
@@ -56,7 +55,7 @@ class Broadcast:
                 pass
 
     def join(self, machine: SimMachine, message: JoinBroadcast) -> None:
-        """Members are told in the order of their ranks, after the trainer."""
+        """Members get the order by their ranks, after the trainer."""
         self._path = (*self._path, machine.spec.name)
         world, incarnation = self._world, machine.incarnation
 
@@ -67,27 +66,27 @@ class Broadcast:
         world.at(world.now + self._transfer.form_s, joined)
 
     def lose(self, name: str) -> None:
-        """It is gone: nothing goes through it any more."""
         if name in self._path:
             self._stop()
 
     def sent(self) -> None:
-        """All members have it; the sums are ready when they are on both sides."""
+        """All members have the bytes; the trainer reports its sums when they are computed."""
         world, order = self._world, self._order
-        proved_at = self._began_at + self._transfer.num_bytes / self._transfer.prove_bytes_per_s
+        verified_at = self._began_at + self._transfer.num_bytes / self._transfer.prove_bytes_per_s
 
-        def prove() -> None:
+        def report() -> None:
             if order is not None and self._order is order:
                 self._order = None
                 self._await(False)
                 sums = BroadcastSums(order.group, order.policy_version, (0,))
                 world.feed(BroadcastHeard(TRAINER, sums))
 
-        world.at(max(world.now, proved_at), prove)
+        world.at(max(world.now, verified_at), report)
 
     def _send(self, order: SendBroadcast) -> None:
         machines = self._world.machines
-        if all(machines[name].present for name in self._path[1:]):  # else some are missed soon
+        # else the core detects a loss soon
+        if all(machines[name].present for name in self._path[1:]):
             self._order, self._began_at = order, self._world.now
             parcel = Parcel(order.policy_version)
             self._swarm.send(self._world.now, self._path, parcel, self._transfer.num_bytes)

@@ -1,45 +1,42 @@
 """Nodes that pull weights from several sources and serve what they have, modelled as a fluid.
 
-Owns how far each node is. Decides nothing that the core decides: the sources of each node are
-given. Peers come before the last resort, the trainer. Quick enough for a thousand nodes. What is
-approximated:
+The core chooses the sources of each node; peers come before the last resort, the trainer. Fast
+enough for a thousand nodes. Approximations:
 
-- Buckets are infinitely small: a node relays what arrives in the moment in which it arrives, and a
-  bucket is never on its way to two nodes that could have had it from each other. What is new to
-  those who pull comes to them once, at the rate at which all complete sources of theirs send
-  together; none of them is ahead of the sum of that, and the last resort sends nothing twice to
-  nodes that have peers (the bounds of Kumar and Ross, Peer-assisted file distribution: the minimum
-  distribution time, 2006). Behind it, any node has something for any other that takes it for a
-  source.
-  Exact for many small buckets where all know each other (within 12 % for 512 buckets and up to 16
-  nodes, see tests/sim/test_swarm.py). Where 32 know 16 each, some buckets leave the trainer twice,
-  which is not seen here: 1.3 times as long for 477 buckets, 1.7 times for 120.
-- Rates hold for GRAIN of a pull, and who has all but half of that has all.
-- What a dead source owed is asked of others at once; what only nodes that are gone had got is new
-  once more.
+- Buckets are infinitely small: a node relays bytes at the moment at which they arrive, and no
+  bucket is sent to two nodes that could have had it from each other. New bytes reach the pulling
+  nodes at the rate at which all complete sources send together; no node is ahead of that sum, and
+  the last resort sends nothing twice to nodes that have peers (the bounds of Kumar and Ross,
+  Peer-assisted file distribution: the minimum distribution time, 2006). Behind it, any node has
+  something for any other that pulls from it. Exact for many small buckets where all know each other
+  (within 12 % for 512 buckets and up to 16 nodes, see tests/sim/test_swarm.py). Where 32 know 16
+  each, some buckets leave the trainer twice, which is not modelled: real pulls take 1.3 times as
+  long for 477 buckets, 1.7 times for 120.
+- Rates are constant for GRAIN of a pull, and a pull with all but half of that is complete.
+- Bytes that a lost source owed are requested from others immediately; bytes that only lost nodes
+  had are new again.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
-
-from lightrl.sim.lines import fair_rates
 
 GRAIN = 0.01
 
 
 class Parcel(NamedTuple):
-    """What can be pulled: a version, or how it differs from its base."""
+    """What can be pulled: a version, or the delta to its base."""
 
     version: int
-    # -1 = the whole
+    # -1 = the whole version
     base: int = -1
 
 
 class Arrived(NamedTuple):
-    """A node has all of it now. Bytes: those that this pull transferred, from others than the last
-    resort. The first node of a path has sent it to all behind it."""
+    """A pull is complete, or the first node of a path has sent to all others. Bytes: transferred,
+    and those from peers."""
 
     node: str
     parcel: Parcel
@@ -68,8 +65,8 @@ class _Send:
 
 
 class Swarm:
-    """The pulls under way and the nodes that hold what. Times never go back; `next_at` is when to
-    `advance` next. `sent`: bytes that each node has sent."""
+    """The current pulls, and which nodes hold which parcels. Times never decrease; call `advance`
+    at `next_at`. `sent`: bytes that each node has sent."""
 
     def __init__(self, last_resort: str) -> None:
         self.sent: dict[str, float] = {}
@@ -79,7 +76,7 @@ class Swarm:
         self._pulls: dict[str, _Pull] = {}  # by node
         self._send: _Send | None = None
         self._whole: set[tuple[str, Parcel]] = set()
-        self._new: dict[Parcel, float] = {}  # bytes that have come to those who pull
+        self._new: dict[Parcel, float] = {}  # bytes that have reached a pulling node
         self._new_rates: dict[Parcel, float] = {}
         self._sending: dict[str, float] = {}  # bytes per second, by source
         self._now = 0.0
@@ -87,12 +84,12 @@ class Swarm:
         self._is_stale = False  # all rates
 
     def add_node(self, node: str, up: float, down: float) -> None:
-        """Bytes per second of its line, in each direction."""
+        """`up`, `down`: bytes per second of its line."""
         self._up[node], self._down[node] = up, down
         self.sent.setdefault(node, 0.0)
 
     def hold(self, now: float, node: str, parcel: Parcel) -> None:
-        """It holds all of this and serves it."""
+        """The node holds all of it and serves it."""
         self._move(now)
         self._whole.add((node, parcel))
         self._is_stale = True
@@ -100,8 +97,7 @@ class Swarm:
     def pull(
         self, now: float, node: str, parcel: Parcel, num_bytes: float, sources: Sequence[str]
     ) -> None:
-        """From now on, instead of another parcel, or from these sources too; it keeps what it
-        has."""
+        """Start a pull, instead of one of another parcel, or add sources to it."""
         self._move(now)
         pull = self._pulls.get(node)
         if pull is None or pull.parcel != parcel:
@@ -110,7 +106,7 @@ class Swarm:
         self._is_stale = True
 
     def left(self, now: float, node: str, parcel: Parcel) -> float | None:
-        """Bytes of what it pulls, None if that is something else."""
+        """Return the missing bytes of a pull, None if the node does not pull this parcel."""
         self._move(now)
         pull = self._pulls.get(node)
         return pull.left if pull is not None and pull.parcel == parcel else None
@@ -124,8 +120,8 @@ class Swarm:
             self._new[pull.parcel] = max((p.num_bytes - p.left for p in others), default=0.0)
 
     def send(self, now: float, path: tuple[str, ...], parcel: Parcel, num_bytes: float) -> None:
-        """From the first node to all others, none of which serves it: each passes on to the next
-        what it gets, in the moment in which it gets it. There is one path at a time."""
+        """Send along a path: each node relays to the next what it receives. None of them serves it.
+        There is one path at a time."""
         self.end_send(now)
         self._send = _Send(path, parcel, num_bytes, num_bytes)
 
@@ -134,13 +130,13 @@ class Swarm:
         self._send, self._is_stale = None, True
 
     def lose(self, now: float, node: str) -> None:
-        """It serves and holds nothing any more; nodes that pull from it use their other sources."""
+        """Remove what it holds; nodes that pull from it use their other sources."""
         self.end_pull(now, node)
         self._whole = {(n, p) for n, p in self._whole if n != node}
         self._is_stale = True
 
     def forget(self, before: int) -> None:
-        """Nobody will ask for parcels of versions before this one."""
+        """Remove parcels of versions before this one."""
         self._whole = {(n, p) for n, p in self._whole if p.version >= before}
         pulled = {pull.parcel for pull in self._pulls.values()}
         self._new = {p: b for p, b in self._new.items() if p.version >= before or p in pulled}
@@ -222,8 +218,8 @@ class Swarm:
             self._new_rates.setdefault(pull.parcel, 0.0)
 
     def _sources(self, node: str, pull: _Pull) -> list[str]:
-        """Those who send to it: peers that have something, and the last resort while no peer has
-        it."""
+        """Return the nodes that send to it: peers that have something, and the last resort while no
+        peer has everything."""
         senders: list[str] = []
         a_peer_has_all = False
         for source in pull.sources:
@@ -243,7 +239,7 @@ class Swarm:
     def _from_whole(
         self, flows: Sequence[tuple[str, str]], rates: Sequence[float], once: bool
     ) -> dict[Parcel, float]:
-        """Sum of what comes from those who have all of it; `once`: of each source, not flow."""
+        """Return the rates from complete sources; `once`: of each source, not flow."""
         total: dict[Parcel, float] = {}
         seen: set[tuple[str, Parcel]] = set()
         for (source, node), rate in zip(flows, rates, strict=True):
@@ -252,3 +248,41 @@ class Swarm:
                 seen.add(key)
                 total[key[1]] = total.get(key[1], 0.0) + rate
         return total
+
+
+def fair_rates(
+    flows: Sequence[Sequence[str]], up: Mapping[str, float], down: Mapping[str, float]
+) -> list[float]:
+    """Return the rate of each flow in bytes per second. A flow goes from its first node to its
+    last, through those between, at one rate. `up` and `down`: bandwidth of each node's line.
+
+    Rates are max-min fair, which TCP connections of equal round trips approximate, found by
+    progressive filling (Bertsekas and Gallager, Data Networks, 2nd edition 1992, section 6.5.2):
+    all flows grow together until a line is full, whose flows keep their rate then. In O(n log n):
+    the share of a line only grows while other lines fill up, so a stale entry of the heap is always
+    too early, never too late.
+    """
+    members: dict[tuple[bool, str], list[int]] = {}
+    crossed = [[*((True, n) for n in f[:-1]), *((False, n) for n in f[1:])] for f in flows]
+    for k, lines in enumerate(crossed):
+        for line in lines:
+            members.setdefault(line, []).append(k)
+    left = {line: (up if line[0] else down)[line[1]] for line in members}
+    growing = {line: len(flows) for line, flows in members.items()}
+    heap = [(left[line] / growing[line], line) for line in members]
+    heapify(heap)
+    rates = [math.nan] * len(flows)
+    while heap:
+        share, line = heappop(heap)
+        if not growing[line]:
+            continue
+        if (grown := max(0.0, left[line]) / growing[line]) > share:
+            heappush(heap, (grown, line))
+            continue
+        for k in members[line]:
+            if math.isnan(rates[k]):
+                rates[k] = grown
+                for full in crossed[k]:
+                    left[full] -= grown
+                    growing[full] -= 1
+    return rates

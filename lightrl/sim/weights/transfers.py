@@ -1,9 +1,9 @@
 """New weights on their way to the machines of a simulated fleet: published, pulled or broadcast,
 loaded.
 
-Owns which machine is at which version and what that has cost. Decides nothing: the core says who
-gets which version from which sources and over which differences, a scenario's `Transfer` how long
-that takes. How bytes get from one to another: `swarm.py`. Groups that are sent to: `broadcast.py`.
+Owns which version each machine has and what the transfers took. The core decides who gets which
+version from which sources and deltas; a scenario's `Transfer` has the rates. How bytes move:
+`swarm.py`; broadcast groups: `broadcast.py`.
 """
 
 import math
@@ -16,11 +16,11 @@ from lightrl.core.weight_sources import MAX_CHAIN
 from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady
-from lightrl.sim.broadcast import Broadcast
-from lightrl.sim.machines import SimMachine
+from lightrl.sim.fleet.machines import SimMachine
+from lightrl.sim.fleet.messages import TRAINER, digest_of, publication, version_of
 from lightrl.sim.mechanism import Simulation
-from lightrl.sim.messages import TRAINER, digest_of, publication, version_of
-from lightrl.sim.swarm import Arrived, Parcel, Swarm
+from lightrl.sim.weights.broadcast import Broadcast
+from lightrl.sim.weights.swarm import Arrived, Parcel, Swarm
 
 
 @dataclass(slots=True)
@@ -30,10 +30,10 @@ class _Inbound:
     machine: SimMachine
     version: int
     began_at: float
-    # by which it comes; "" = it is pulled
+    # of the broadcast; "" = it is pulled
     group: str = ""
     sources: tuple[str, ...] = ()
-    # and their bytes: still to be pulled, in this order
+    # with their bytes: still to be pulled, in this order
     parcels: deque[tuple[Parcel, float]] = field(default_factory=deque[tuple[Parcel, float]])
     # transferred
     num_bytes: float = 0.0
@@ -46,21 +46,21 @@ class Transfers:
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self._transfer = transfer = world.scenario.transfer
-        self._is_colocated = world.scenario.training.placement == "colocated"
+        self._is_colocated = world.scenario.is_colocated
         self._swarm = Swarm(TRAINER)
         self._swarm.add_node(TRAINER, transfer.sender_bytes_per_s, math.inf)
         for name in world.machines:
             down = transfer.receiver_bytes_per_s
             self._swarm.add_node(name, transfer.relay_bytes_per_s or down, down)
-        self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the event at hand
+        self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the current event
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
         self._broadcast = Broadcast(world, self._swarm)
-        self._ranked, self._ranks = -1, list[float]()  # of this version: what is left
+        self._ready_version, self._ready_s = -1, list[float]()  # measured times not used yet
         self._next_at = math.inf  # of the newest entry in the world's heap
-        self._is_planning = False  # there is another one, to find out about the next
+        self._is_planned = False  # `_plan_next` is in the world's heap
 
     def publish(self, version: int) -> None:
-        """The trainer holds it from now on, and how it differs from the one before; it says so."""
+        """The trainer holds a version, and the delta to the one before, and announces it."""
         now, swarm, transfer = self._world.now, self._swarm, self._transfer
         swarm.forget(version - MAX_CHAIN)
         swarm.hold(now, TRAINER, Parcel(version))
@@ -69,12 +69,12 @@ class Transfers:
         self._world.feed(WeightsPublished(TRAINER, message))
 
     def num_workers(self, machine: SimMachine) -> int:
-        """Of its engine, that can be members of a group, unless it takes turns; a version without
-        bytes is not sent."""
-        can_be = self._transfer.num_bytes and self._world.settings.broadcast != "off"
-        return int(can_be and not machine.spec.parallel)
+        """Return the workers of its engine that can join a broadcast group: none for an engine that
+        takes turns with other sizes, or without bytes to send."""
+        can_join = self._transfer.num_bytes and self._world.settings.broadcast != "off"
+        return int(can_join and not machine.spec.parallel)
 
-    def tell(self, machine: SimMachine, message: Message) -> None:
+    def deliver(self, machine: SimMachine, message: Message) -> None:
         match message:
             case PublishWeights(policy_version):
                 machine.loading = policy_version
@@ -88,20 +88,20 @@ class Transfers:
             case _:
                 pass
 
-    def tell_trainer(self, message: Message) -> None:
-        self._broadcast.tell_trainer(message)
+    def deliver_to_trainer(self, message: Message) -> None:
+        self._broadcast.deliver_to_trainer(message)
         self._plan()
 
     def begin(self) -> None:
-        """All that were told of a version in one breath begin together."""
+        """Begin all transfers that were offered by the current event."""
         if not self._offered:
             return
         offered, self._offered = self._offered, []
         for machine, message in offered:
             inbound = self._inbound.get(machine.spec.name)
-            comes = (inbound.version, inbound.group) if inbound is not None else None
-            if inbound is not None and comes == (message.policy_version, message.group):
-                self._hear(inbound, message)
+            current = (inbound.version, inbound.group) if inbound is not None else None
+            if inbound is not None and current == (message.policy_version, message.group):
+                self._add_sources(inbound, message)
                 continue
             if not machine.engine.running:
                 machine.engine.hold(self._world.now, "weights")
@@ -116,7 +116,7 @@ class Transfers:
         self._plan()
 
     def confirm(self, machine: SimMachine, version: int) -> WeightsReady:
-        """Its engine serves this version; what it says of that."""
+        """Return the report of a machine whose engine serves this version."""
         name, now = machine.spec.name, self._world.now
         inbound = self._inbound.pop(name, None) or _Inbound(machine, version, now)
         self._swarm.end_pull(now, name)
@@ -137,7 +137,6 @@ class Transfers:
         )
 
     def end(self) -> None:
-        """What the trainer has sent."""
         self._swarm.advance(self._world.now)
         self._world.outcome.weights.trainer_bytes += self._swarm.sent[TRAINER]
 
@@ -150,17 +149,14 @@ class Transfers:
         if message.group:
             self._swarm.end_pull(world.now, name)
             world.at(world.now, lambda: self._stop(inbound))
-            return
-        transfer = self._transfer
-        if transfer.num_bytes and not machine.is_with_trainer(self._is_colocated):
+        elif self._transfer.num_bytes and not machine.is_with_trainer(self._is_colocated):
             inbound.parcels = self._parcels(machine, message)
-            self._hear(inbound, message)
-            return
-        proof_s = transfer.num_bytes / transfer.file_bytes_per_s if world.switches.proves else 0.0
-        world.at(world.now + proof_s, lambda: self._load(inbound))
+            self._add_sources(inbound, message)
+        else:
+            world.at(world.now + self._transfer.verify_file_s, lambda: self._load(inbound))
 
     def _parcels(self, machine: SimMachine, message: PublishWeights) -> deque[tuple[Parcel, float]]:
-        """The differences to what it holds or has begun to pull, else the whole version."""
+        """Return the deltas to what it holds or pulls, else the whole version."""
         whole = Parcel(message.policy_version), float(message.num_bytes)
         chain = deque(
             (Parcel(version_of(d.target), version_of(d.base)), float(d.num_bytes))
@@ -177,11 +173,10 @@ class Transfers:
         chain.appendleft((Parcel(base), float(message.num_bytes)))
         return chain
 
-    def _hear(self, inbound: _Inbound, message: PublishWeights) -> None:
-        """Its sources; or more of them, while it pulls."""
+    def _add_sources(self, inbound: _Inbound, message: PublishWeights) -> None:
         sources = tuple(s.node for s in message.sources)
         if not self._transfer.relays:
-            sources = tuple(s for s in sources if s == TRAINER) or (TRAINER,)
+            sources = (TRAINER,)
         inbound.sources = tuple(dict.fromkeys((*inbound.sources, *sources)))
         if inbound.parcels:
             self._pull(inbound)
@@ -192,13 +187,13 @@ class Transfers:
         self._swarm.pull(self._world.now, name, parcel, num_bytes, inbound.sources)
 
     def _plan(self) -> None:
-        """After anything that changes who sends what, once for all that happens now."""
-        if not self._is_planning and self._transfer.num_bytes:
-            self._is_planning = True
+        """Schedule the next step of the swarm, once for all changes at this time."""
+        if not self._is_planned and self._transfer.num_bytes:
+            self._is_planned = True
             self._world.at(self._world.now, self._plan_next)
 
     def _plan_next(self) -> None:
-        self._is_planning = False
+        self._is_planned = False
         at = self._swarm.next_at()
         if at < self._next_at:
             self._next_at = at
@@ -213,10 +208,10 @@ class Transfers:
             if arrived.node == TRAINER:
                 self._broadcast.sent()
             else:
-                self._take(self._inbound[arrived.node], arrived)
+                self._pulled(self._inbound[arrived.node], arrived)
         self._plan()
 
-    def _take(self, inbound: _Inbound, arrived: Arrived) -> None:
+    def _pulled(self, inbound: _Inbound, arrived: Arrived) -> None:
         inbound.parcels.popleft()
         inbound.num_bytes += arrived.num_bytes
         inbound.peer_bytes += arrived.peer_bytes
@@ -231,61 +226,61 @@ class Transfers:
         )
         self._load(inbound)
 
-    def _load(self, inbound: _Inbound) -> None:
-        world = self._world
-        if not self._is_wanted(inbound):
-            return
-        # Those who can have it from here need not wait until it is loaded.
-        self._serve(inbound.machine, inbound.version)
-        self._stop(inbound)
-        world.at(world.now + self._loading_s(inbound), lambda: self._loaded(inbound))
+    # Load
 
-    def _loading_s(self, inbound: _Inbound) -> float:
-        """As many nodes as were measured take what each of those took, in an order that is drawn
-        anew for each version; of more or fewer, as large a share takes as long."""
+    def _load(self, inbound: _Inbound) -> None:
+        if self._is_current(inbound):
+            # peers can pull it before it is loaded
+            self._serve(inbound.machine, inbound.version)
+            self._stop(inbound)
+            loaded_at = self._world.now + self._load_s(inbound)
+            self._world.at(loaded_at, lambda: self._loaded(inbound))
+
+    def _load_s(self, inbound: _Inbound) -> float:
+        """Return the seconds of a load. Measured times are dealt out to the nodes, in another order
+        for each version; more or fewer nodes get the same distribution."""
         machine, measured = inbound.machine, sorted(self._transfer.ready_s)
-        if machine.comes_ready:
-            machine.comes_ready = False
+        if machine.joins_ready:
+            machine.joins_ready = False
             return 0.0
         if not measured:
             return self._transfer.loading_s
-        if inbound.version != self._ranked:
+        if inbound.version != self._ready_version:
             num = sum(m.present for m in self._world.machines.values())
             places = [(k + 0.5) / num * len(measured) for k in range(num)]
-            self._ranks = [measured[int(place)] for place in places]
-            random.Random(inbound.version).shuffle(self._ranks)
-            self._ranked = inbound.version
-        return self._ranks.pop() if self._ranks else measured[-1]
+            self._ready_s = [measured[int(place)] for place in places]
+            random.Random(inbound.version).shuffle(self._ready_s)
+            self._ready_version = inbound.version
+        return self._ready_s.pop() if self._ready_s else measured[-1]
 
     def _serve(self, machine: SimMachine, version: int) -> None:
-        """On the trainer's machine the line is the trainer's, which serves it already."""
+        """Let peers pull it. On the trainer's machine the trainer serves it already."""
         if not machine.is_with_trainer(self._is_colocated):
             self._swarm.hold(self._world.now, machine.spec.name, Parcel(version))
 
     def _stop(self, inbound: _Inbound) -> None:
-        """The engine stops for it; what it was at resumes under the new version."""
+        """Stop the engine; its responses resume under the new version."""
         world, machine = self._world, inbound.machine
-        if not self._is_wanted(inbound):
+        if not self._is_current(inbound):
             return
-        deltas = machine.engine.give_up(world.now)
-        chunk = machine.chunk(deltas) if deltas else None
+        deltas = machine.engine.abort_all(world.now)
         machine.engine.hold(world.now, "weights")
-        if chunk is not None:
-            world.feed(TokensArrived(machine.spec.name, chunk))
+        if deltas:
+            world.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
 
     def _received(self, inbound: _Inbound) -> None:
-        """By broadcast, in place, and the sums agree."""
-        if self._is_wanted(inbound):
+        """The broadcast is complete, and the sums agree."""
+        if self._is_current(inbound):
             self._world.outcome.weights.add_broadcast(self._world.now - inbound.began_at)
             self._world.confirm(inbound.machine, inbound.version)
 
     def _loaded(self, inbound: _Inbound) -> None:
         machine = inbound.machine
-        if self._is_wanted(inbound) and machine.asleep:
+        if self._is_current(inbound) and machine.asleep:
             machine.loading, machine.holds = -1, inbound.version
-        elif self._is_wanted(inbound):
+        elif self._is_current(inbound):
             self._world.confirm(machine, inbound.version)
 
-    def _is_wanted(self, inbound: _Inbound) -> bool:
-        """Neither has the machine gone, nor is there a newer version on its way to it."""
+    def _is_current(self, inbound: _Inbound) -> bool:
+        """False if the machine has left, or gets a newer version."""
         return self._inbound.get(inbound.machine.spec.name) is inbound

@@ -1,18 +1,17 @@
 """The rollout engine of one node as a formula: what it decodes, when, and where its time goes.
 
-Owns what decodes, waits and lies in the KV cache; what a step costs is in engine_profile.py. Must
-not know the core, the clock of the world or other nodes: it is told the time and says when it wants
-to be called again.
+It gets the time as an argument and returns when to call it again; it knows neither the core nor
+other nodes. What a step costs: `inputs/hardware.py`.
 
-All running responses decode in lock step, so one token clock per node tells how far each of them
-is, and the next finish is the head of a heap. k tokens for each of B responses that hold S tokens
-of context take (k steps, each sees the context that the ones before it have made)
+All running responses decode in lock step, so one token clock per node says how far each of them is,
+and the next finish is the head of a heap. k tokens for each of B responses that hold S tokens of
+context take (k steps, each reads the context that the ones before it have made)
 
     (k * t0 * (1 + B (1 + w v) / half_batch) + kappa * (k S + B k (k - 1) / 2)) / E        seconds
 
-where E tokens come of one forward pass with speculation (window w, v = price of a verified token
-against a decoded one); without it w = 0, E = 1. Cost is proportional to the number of chunks, not
-of tokens.
+where E tokens come of one forward pass with speculation (window w, v = cost of a verified token
+relative to a decoded one); without it w = 0, E = 1. The cost of simulating is proportional to the
+number of chunks, not of tokens.
 """
 
 import heapq
@@ -21,11 +20,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lightrl.sim.engine_profile import EngineProfile
+from lightrl.sim.inputs.hardware import EngineProfile
 
 INFINITE = math.inf
 NEVER = 1 << 62  # tokens
-PROMPT_BATCH = 16  # with so few left, a finish is told at once; else with the next chunk
+PROMPT_BATCH = 16  # a finish is sent immediately with so few running; else with the next chunk
 MAX_CHUNK = 64  # tokens; large batches send less often
 FINISHED_SHARE = 5  # as of real engines: a finish waits at most chunk_s / 5
 
@@ -51,8 +50,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class SimDelta:
-    """New tokens of one response: `count` of them from `offset` on; `finished` None while it goes
-    on."""
+    """`count` new tokens of one response, from `offset` on; `finished` is None while it runs."""
 
     response: str
     attempt: int
@@ -63,19 +61,21 @@ class SimDelta:
 
 @dataclass(slots=True)
 class SimEngine:
-    """Call `step` at `next_at`; every other call may change `next_at`. `times` sums to the time it
-    lived."""
+    """Call `step` at `next_at`; every other call may change `next_at`. `times` sums to the time
+    that has passed, times `width`."""
 
     profile: EngineProfile
     slots: int
     chunk_tokens: int
     now: float
-    # else tokens are told only when a response has finished
+    # False: tokens are sent only when a response has finished
     streams: bool = True
     prompt_batch: int = PROMPT_BATCH
-    # as real engines send: a chunk at the latest after so many seconds, a finish after a fifth of
-    # that; 0 = by tokens and `prompt_batch` alone
+    # as real engines send: a chunk after this many seconds, a finish after a fifth of that; 0 = by
+    # tokens and `prompt_batch` alone
     chunk_s: float = 0.0
+    # machines that work as one
+    width: int = 1
     next_at: float = INFINITE
     # state -> seconds
     times: dict[str, float] = field(default_factory=dict[str, float])
@@ -83,9 +83,9 @@ class SimEngine:
     # sampled here
     num_tokens: int = 0
     prefilled_tokens: int = 0
-    # what having no work is called at the moment
+    # the current state of an engine without work
     idle_label: str = "idle"
-    # what keeps the machine from decoding: loading, training, ...
+    # the current state of a machine that cannot decode: weights, train, ...
     held: str | None = None
     # oldest first
     running: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
@@ -98,10 +98,10 @@ class SimEngine:
     _context: int = 0
     # clock of the next chunk
     _chunk_at: int = 0
-    # and not sent yet
+    # finished and not sent
     _finished: list[Attempt] = field(default_factory=list[Attempt])
-    # clock at which they are, whatever else is due
-    _told_at: int = NEVER
+    # clock at which they are sent at the latest
+    _finished_due: int = NEVER
     _ends: list[tuple[int, int, Attempt]] = field(default_factory=list[tuple[int, int, Attempt]])
     _order: int = 0
     # k tokens take _linear k + _square k^2 seconds
@@ -111,7 +111,7 @@ class SimEngine:
         default_factory=dict[int, tuple[float, float]]
     )
 
-    # What the world asks of it
+    # Calls of the world
 
     def add(self, now: float, attempts: Iterable[Attempt]) -> None:
         self._advance(now)
@@ -122,7 +122,7 @@ class SimEngine:
         self._plan(now)
 
     def abort(self, now: float, response: str, number: int) -> None:
-        """Gives up attempt `number` if it is here; tokens that were not sent are lost."""
+        """Abort attempt `number` if it is here; tokens that were not sent are lost."""
         self._advance(now)
         attempt = self.running.get(response)
         if attempt is not None and attempt.number == number:
@@ -135,22 +135,22 @@ class SimEngine:
         self._plan(now)
 
     def step(self, now: float) -> list[SimDelta]:
-        """What happened by `next_at`: all new tokens, if any response finished or a chunk is
-        due."""
+        """Return all new tokens if a chunk is due at `next_at`, or the finished responses if they
+        are."""
         self._advance(now)
         self._finish(now)
         deltas: list[SimDelta] = []
-        if self._chunk_at <= self._clock or (self._finished and self._is_at_once):
+        if self._chunk_at <= self._clock or (self._finished and self._sends_immediately):
             deltas = self._flush()
-        elif self._told_at <= self._clock:
-            deltas = self._tell_finished()
+        elif self._finished_due <= self._clock:
+            deltas = self._send_finished()
         self._make_room(now)
         self._admit(now)
         self._plan(now)
         return deltas
 
-    def give_up(self, now: float) -> list[SimDelta]:
-        """All that runs or waits here ends, and is sent as far as it came."""
+    def abort_all(self, now: float) -> list[SimDelta]:
+        """Abort all responses and return their tokens so far."""
         self._advance(now)
         self._finish(now)
         deltas = self._flush(everything=True)
@@ -161,39 +161,38 @@ class SimEngine:
         return deltas
 
     def clear(self, now: float) -> None:
-        """All that runs or waits here is gone."""
+        """Drop all responses."""
         self._advance(now)
         for attempt in list(self.running.values()):
             self._evict(now, attempt)
         self.waiting.clear()
-        self._tell_finished()  # nobody
+        self._send_finished()  # dropped
         self._plan(now)
 
     def hold(self, now: float, label: str | None) -> None:
-        """The machine does something else from now on; None = it decodes again. Nothing may run."""
+        """Count the time from now on as `label`; None = decoding or idle. Nothing may run."""
         self._advance(now)
         self.held = label
 
-    def adopt(self, now: float, profile: EngineProfile) -> None:
-        """Another speed from now on."""
+    def set_profile(self, now: float, profile: EngineProfile) -> None:
         self._advance(now)
         self.profile = profile
         self._forwards.clear()
         self._plan(now)
 
     def account(self, now: float) -> None:
-        """Brings `times` up to date."""
+        """Bring `times` up to date."""
         self._advance(now)
         self._plan(now)
 
     # How time passes
 
     def _advance(self, now: float) -> None:
-        """Moves the token clock, and the account of times, to `now`."""
+        """Move the token clock and `times` to `now`."""
         elapsed = now - self.now
         if elapsed > 0:
             label = "decode" if self.running else self.held or self.idle_label
-            self.times[label] = self.times.get(label, 0.0) + elapsed
+            self._count(label, elapsed)
             self.now = now
         if not self.running or now <= self._at:
             return
@@ -208,9 +207,9 @@ class SimEngine:
             self._clock += k
             self._context += k * batch
             self.num_tokens += k * batch
-            self._rate()
+            self._update_rate()
 
-    def _rate(self) -> None:
+    def _update_rate(self) -> None:
         batch = len(self.running)
         forward = self._forwards.get(batch)
         if forward is None:
@@ -227,8 +226,8 @@ class SimEngine:
         return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * self._square * seconds)))
 
     def _plan(self, now: float) -> None:
-        """Says when to be called again: a finish, a chunk, a full cache."""
-        if self._finished and (self._is_at_once or self._told_at <= self._clock):
+        """Set `next_at`: a finish, a chunk, or a full cache."""
+        if self._finished and (self._sends_immediately or self._finished_due <= self._clock):
             self.next_at = now
             return
         if not self.running:
@@ -236,15 +235,15 @@ class SimEngine:
             return
         ends = self._ends
         while ends[0][2].order != ends[0][1]:
-            heapq.heappop(ends)  # it was given up
-        self._rate()
-        until = min(ends[0][0], self._chunk_at, self._told_at) - self._clock
+            heapq.heappop(ends)  # aborted
+        self._update_rate()
+        until = min(ends[0][0], self._chunk_at, self._finished_due) - self._clock
         batch = len(self.running)
         if self.profile.kv_tokens and batch > 1:
             until = min(until, max(0, self.profile.kv_tokens - self._context) // batch)
         self.next_at = max(now, self._at + self._seconds(max(0, until)))
 
-    # What is where
+    # What runs
 
     def _tokens(self, attempt: Attempt) -> int:
         if attempt.order < 0:
@@ -252,61 +251,53 @@ class SimEngine:
         return attempt.tokens0 + self._clock - attempt.since
 
     def _finish(self, now: float) -> None:
-        """What has all its tokens decodes no more; it is sent with the next chunk."""
+        """Remove responses that have all their tokens; they are sent with the next chunk."""
         ends, clock = self._ends, self._clock
         while ends and (ends[0][0] <= clock or ends[0][2].order != ends[0][1]):
             _, order, attempt = heapq.heappop(ends)
             if attempt.order == order:
-                # rounding: others left just now
+                # of rounding: others left at the same time
                 surplus = self._tokens(attempt) - attempt.final_tokens
                 self._evict(now, attempt)
                 self.num_tokens -= surplus
                 attempt.tokens0 -= surplus
                 self._finished.append(attempt)
-                if self.chunk_s and self._told_at == NEVER:
+                if self.chunk_s and self._finished_due == NEVER:
                     # the step that ended it counts
                     more = math.ceil(self.chunk_s / FINISHED_SHARE / self._linear) - 1
-                    self._told_at = clock + max(0, more)
+                    self._finished_due = clock + max(0, more)
 
     @property
-    def _is_at_once(self) -> bool:
-        """What has finished waits for nothing."""
+    def _sends_immediately(self) -> bool:
         return len(self.running) <= (0 if self.chunk_s else self.prompt_batch)
 
     def _chunk(self) -> int:
-        """Tokens of each response from one chunk to the next."""
+        """Return the tokens of each response between two chunks."""
         if self.chunk_s:
-            self._rate()
+            self._update_rate()
             return max(1, min(self.chunk_tokens, math.ceil(self.chunk_s / self._linear)))
         return max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
 
-    def _tell_finished(self) -> list[SimDelta]:
+    def _send_finished(self) -> list[SimDelta]:
         deltas: list[SimDelta] = []
-        for attempt in self._finished:
-            sent, reason = attempt.sent, "length" if attempt.truncated else "stop"
-            deltas.append(
-                SimDelta(attempt.response, attempt.number, sent, attempt.tokens0 - sent, reason)
-            )
+        for a in self._finished:
+            reason = "length" if a.truncated else "stop"
+            deltas.append(SimDelta(a.response, a.number, a.sent, a.tokens0 - a.sent, reason))
         self._finished.clear()
-        self._told_at = NEVER
+        self._finished_due = NEVER
         return deltas
 
     def _flush(self, everything: bool = False) -> list[SimDelta]:
-        """All tokens that were not sent."""
-        deltas, clock = self._tell_finished(), self._clock
-        self._chunk_at = clock + self._chunk()
-        if not (self.streams or everything):
-            return deltas
-        for attempt in self.running.values():
-            held, sent = attempt.tokens0 + clock - attempt.since, attempt.sent
-            if held > sent:
-                deltas.append(SimDelta(attempt.response, attempt.number, sent, held - sent, None))
-                attempt.sent = held
-        for attempt in self.waiting:
-            held, sent = attempt.tokens0, attempt.sent
-            if held > sent:
-                deltas.append(SimDelta(attempt.response, attempt.number, sent, held - sent, None))
-                attempt.sent = held
+        """Return all tokens that were not sent."""
+        deltas = self._send_finished()
+        self._chunk_at = self._clock + self._chunk()
+        if self.streams or everything:
+            for attempt in (*self.running.values(), *self.waiting):
+                held, sent = self._tokens(attempt), attempt.sent
+                if held > sent:
+                    new = held - sent
+                    deltas.append(SimDelta(attempt.response, attempt.number, sent, new, None))
+                    attempt.sent = held
         return deltas
 
     def _evict(self, now: float, attempt: Attempt) -> None:
@@ -314,11 +305,12 @@ class SimEngine:
         del self.running[attempt.response]
         self._context -= attempt.prompt_tokens + held
         attempt.tokens0, attempt.order = held, -1
-        if not self.running:
-            self._unspend(now)
+        if not self.running and self._at > now:  # the rest of the prefill does not happen
+            self._count_prefill(now - self._at)
+            self._at = now
 
     def _make_room(self, now: float) -> None:
-        """Preempts the youngest while the cache cannot take one more token of each (as vLLM
+        """Preempt the youngest while the cache cannot hold one more token of each (as vLLM
         does)."""
         capacity = self.profile.kv_tokens
         while capacity and len(self.running) > 1 and self._context + len(self.running) > capacity:
@@ -328,7 +320,7 @@ class SimEngine:
             self.num_preemptions += 1
 
     def _admit(self, now: float) -> None:
-        """Starts what waits, in order, as slots and cache allow; its context is computed anew."""
+        """Start what waits, in order, as slots and cache allow, and prefill its context."""
         capacity, tokens, prompts = self.profile.kv_tokens, 0, set[str]()
         if not self.waiting:
             return
@@ -340,36 +332,29 @@ class SimEngine:
             if capacity and self.running and not fits:
                 break
             self.waiting.popleft()
-            if attempt.prompt in prompts:
-                context -= attempt.prompt_tokens
+            tokens += attempt.tokens0 if attempt.prompt in prompts else context
             prompts.add(attempt.prompt)
-            tokens += context
             self._order += 1
             attempt.order, attempt.since = self._order, self._clock
             self.running[attempt.response] = attempt
-            self._context += attempt.prompt_tokens + attempt.tokens0
+            self._context += context
             ends = self._clock + attempt.final_tokens - attempt.tokens0
             heapq.heappush(self._ends, (ends, self._order, attempt))
         if tokens:
             seconds = tokens * self.profile.prefill_s
             if was_idle:
                 self._at = now
-                self._chunk_at = self._clock + (
-                    self._chunk() if self.chunk_s else self.chunk_tokens
-                )
+                chunk = self._chunk() if self.chunk_s else self.chunk_tokens
+                self._chunk_at = self._clock + chunk
                 seconds += self.profile.start_s
             self._at += seconds
-            self._spend(seconds)
+            self._count_prefill(seconds)
             self.prefilled_tokens += tokens
 
-    def _spend(self, seconds: float) -> None:
-        """Prefill is part of the time in which something runs: it is moved from one account to the
-        other."""
-        self.times["prefill"] = self.times.get("prefill", 0.0) + seconds
-        self.times["decode"] = self.times.get("decode", 0.0) - seconds
+    def _count(self, label: str, seconds: float) -> None:
+        self.times[label] = self.times.get(label, 0.0) + self.width * seconds
 
-    def _unspend(self, now: float) -> None:
-        """Nothing runs any more; prefill that was still to come does not happen."""
-        if self._at > now:
-            self._spend(now - self._at)
-            self._at = now
+    def _count_prefill(self, seconds: float) -> None:
+        """Prefill is part of the time in which responses run, which counts as decode."""
+        self._count("prefill", seconds)
+        self._count("decode", -seconds)

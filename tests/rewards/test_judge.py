@@ -214,8 +214,6 @@ def test_a_field_that_nobody_fills_is_refused() -> None:
         (f"http://{socket.gethostname()}:8000/v1", "", True),
         ("http://10.1.2.3:8000/v1", "", False),
         ("http://10.1.2.3:8000/v1", "10.1.2.3", True),
-        ("http://10.1.2.3:8000/v1", "example.com, 10.0.0.0/8", True),
-        ("http://10.1.2.3:8000/v1", "192.168.0.0/16", False),
         ("http://judge.example.com/v1", ".example.com", True),
         ("http://judge.example.com:8000/v1", "judge.example.com:8000", True),
         ("http://judge.example.com/v1", "other.com", False),
@@ -223,7 +221,6 @@ def test_a_field_that_nobody_fills_is_refused() -> None:
     ],
 )
 def test_which_judges_are_asked_without_a_proxy(monkeypatch, url, no_proxy, is_direct):
-    """httpx itself knows neither networks nor that this machine needs no proxy."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

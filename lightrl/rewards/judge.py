@@ -8,13 +8,11 @@ import asyncio
 import random
 import re
 import socket
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
 from urllib.request import proxy_bypass
 
 import httpx
 
+from lightrl.config.reward import Judge
 from lightrl.errors import RewardError
 from lightrl.rewards.answers import answer_text
 from lightrl.rewards.base import Sample
@@ -42,37 +40,24 @@ _NUMBER = re.compile(f"-?{_UNSIGNED}")
 class JudgeReward:
     """An asynchronous reward function. `await check()` before the first call.
 
-    `retries`: of a call, after overload, time-outs and broken connections, with pauses that double,
-    or as long as the endpoint requires.
+    A call is retried after overload, time-outs and broken connections, with pauses that double, or
+    as long as the endpoint requires.
     """
 
     def __init__(
-        self,
-        url: str,
-        model: str,
-        prompt: str = DEFAULT_PROMPT,
-        key: str = "",
-        concurrency: int = 16,
-        retries: int = 5,
-        timeout_s: float = 60.0,
-        options: Mapping[str, Any] = MappingProxyType({}),
+        self, judge: Judge, key: str = "", timeout_s: float = 60.0, workers: int = 1
     ) -> None:
-        """`url`: up to and with /v1. `concurrency`: of `turns`. `options`: further fields of the
-        request, as temperature.
-
-        Raises RewardError for a prompt with unknown fields.
-        """
-        if unknown := [f for f in _FIELD.findall(prompt) if f not in FIELDS]:
+        """`workers`: processes that share `judge.concurrency`. Raises RewardError for a prompt with
+        unknown fields."""
+        self._prompt = judge.prompt or DEFAULT_PROMPT
+        if unknown := [f for f in _FIELD.findall(self._prompt) if f not in FIELDS]:
             raise RewardError(
                 f"reward.judge.prompt: unknown field {{{unknown[0]}}}; the fields are {{prompt}}, "
                 "{response} and {answer}"
             )
-        self._url = f"{url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._prompt = prompt
-        self._options = options
-        self._retries = retries
-        self.turns = asyncio.Semaphore(concurrency)
+        self._judge = judge
+        self._url = f"{judge.url.rstrip('/')}/chat/completions"
+        self.turns = asyncio.Semaphore(judge.concurrency // workers)
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None  # of the event loop of the calls
@@ -101,11 +86,11 @@ class JudgeReward:
         text = _FIELD.sub(lambda field: str(values[field[1]]), self._prompt)
         if self._client is None:
             self._client = self._new_client()
-        for attempt in range(self._retries + 1):
+        for attempt in range(self._judge.retries + 1):
             try:
                 return self._within(score_of(await self._ask(self._client, text)))
             except (httpx.TransportError, _Refused) as e:
-                if attempt == self._retries or (isinstance(e, _Refused) and not e.passes):
+                if attempt == self._judge.retries or (isinstance(e, _Refused) and not e.passes):
                     raise RewardError(f"judge: {_reason(e)}") from None
                 asked_s = e.wait_s if isinstance(e, _Refused) else 0.0
             await asyncio.sleep(max(asked_s, pause_s(attempt, random.random())))
@@ -119,10 +104,10 @@ class JudgeReward:
     async def _ask(self, client: httpx.AsyncClient, text: str) -> str:
         """The reply. Raises httpx.HTTPError and _Refused."""
         request = {
-            "model": self._model,
+            "model": self._judge.model,
             "messages": [{"role": "user", "content": text}],
             "temperature": 0.0,
-            **self._options,
+            **self._judge.options,
         }
         response = await client.post(self._url, json=request)
         if response.status_code != httpx.codes.OK:

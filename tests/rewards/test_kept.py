@@ -96,7 +96,7 @@ def test_a_resumed_run_scores_by_its_copy_and_names_what_changed(tmp_path):
     assert 'reward.source = "files"' in line
     taken, line = kept.sources([name], place, is_anew=True)
     assert taken[f"{tmp_path}/helper.py"] == b"def worth(): return 2.0\n"
-    assert line.endswith("what is there now scores from here on")
+    assert line.endswith("the new files score from here on")
     assert kept.sources([name], place, is_anew=False) == (taken, "")
 
 

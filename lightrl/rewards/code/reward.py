@@ -1,7 +1,7 @@
-"""The reward "code": does the program in a response pass the tests of its row?
+"""The reward "code": whether the program in a response passes the tests of its row.
 
-Owns how a program is found in a response, how long a test may take and what a row is worth. What it
-runs, it runs in sandboxes. Must not look into them.
+Owns the program in a response, the time limit of a test and the reward of a row. Programs and
+assertions run in sandboxes only.
 """
 
 import json
@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightrl.config.reward import LONGEST_TEST_S
+from lightrl.errors import RewardError
 from lightrl.rewards.base import SLOWEST, Sample
 from lightrl.rewards.code.asserts import names_apart
-from lightrl.rewards.code.cases import AssertCase, Case, InputCase, cases_of, check_cases
+from lightrl.rewards.code.cases import LAYOUTS, AssertCase, Case, InputCase, cases_of
 from lightrl.rewards.code.compare import same_text, same_value
 from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
 
 # RollPacker, arXiv 2509.21009, section 4.3: min(max(2 s, 1.5 x the anchor), 30 s).
 SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
-# Of the time for a response, what is left for the last program's end: a call that takes all of it
-# has no score, and one that says which tests have failed has.
+# Of the time for a response, reserved for the end of the last program: a call beyond its limit has
+# no score, one with failed tests has.
 MARGIN, MARGIN_S = 0.1, 2.0
 
 _FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -34,8 +35,8 @@ class CodeReward:
     `timeout_s`: of all tests of a response together. Figures: `timeouts` (0 or 1), of a right
     answer `slowest_s`, seconds of its slowest test, and `passed`, the share, if `partial`.
 
-    Keeps nothing from one call to the next: a score does not depend on which worker makes it. The
-    limit of a test follows from `sample.slowest_s`, which the coordinator keeps for the whole run.
+    Calls share no state, so that a score does not depend on the worker. The limit of a test follows
+    from `sample.slowest_s`, which the coordinator keeps for the whole run.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class CodeReward:
     def __call__(self, sample: Sample) -> dict[str, float]:
         """Raises RewardError if the row has no tests."""
         cases = cases_of(sample.answer, sample.row)
-        check_cases(cases)
+        if not cases:
+            raise RewardError(f"code: the row has no tests: expected {LAYOUTS}")
         limit_s = time_limit(sample.slowest_s)
         ends_at = time.monotonic() + self._timeout_s - min(MARGIN_S, MARGIN * self._timeout_s)
         slowest_s, program, passed, timeouts = 0.0, program_of(sample.response), 0, 0
@@ -77,16 +79,15 @@ class CodeReward:
 
 
 def time_limit(anchor_s: float | None) -> float:
-    """Seconds for one test, from those of the slowest right answer so far; the longest if there was
-    none."""
+    """Seconds for one test, from those of the slowest right answer so far, if there was one."""
     if anchor_s is None:
         return LONGEST_S
     return min(max(SHORTEST_S, FACTOR * anchor_s), LONGEST_S)
 
 
 def program_of(response: str) -> str:
-    """The last fenced block that says it is Python, else the last that says nothing of what it is,
-    else the whole response."""
+    """The last fenced block marked as Python, else the last without a mark, else the whole
+    response."""
     blocks = _FENCED.findall(response)
     for named in (_PYTHON, {""}):
         if found := [text for kind, text in blocks if kind.lower() in named]:

@@ -1,6 +1,6 @@
 """Prompt, answer and id of a row in the layouts of verl, TRL, SkyRL and GSM8K. Pure.
 
-Knows no files, templates or tokens.
+Must not use files, templates or tokens.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The input of a reward function, and how its answer is read.
 
-Owns `Sample`, the interface of a function to its caller, and the rules for a score. Must not know
+Owns `Sample`, the interface of a function to its caller, and the rules for a score. Must not use
 processes, pipes or the tokenizer. Recognised functions are in signatures.py.
 """
 

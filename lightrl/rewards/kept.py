@@ -22,11 +22,11 @@ from lightrl.system import files
 FOLDER = "rewards"  # in a run directory; the whole path of each file is below it
 
 
-def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict[str, bytes], str]:
+def sources(functions: Iterable[str], folder: Path, is_new: bool) -> tuple[dict[str, bytes], str]:
     """Absolute path -> content of the modules of "path.py:function"s, from the copy in `folder` if
     there is one; and a line about files that have changed since, or "".
 
-    `is_anew`: the copy is replaced by the files. Raises RewardError if it cannot be written or
+    `is_new`: the copy is replaced by the files. Raises RewardError if it cannot be written or
     read.
     """
     now = dict(_read(functions))
@@ -35,7 +35,7 @@ def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict
         changed = sorted(path for path, source in kept.items() if now.get(path) != source)
         more = f" and {len(changed) - 1} more" if changed[1:] else ""
         line = f"{changed[0]}{more} changed since the run began: " if changed else ""
-        if kept and not is_anew:
+        if kept and not is_new:
             used = f'the copy in {folder} scores; reward.source = "files" takes the new files'
             return kept, line and line + used
         draft = folder.with_name(f".{folder.name}.draft")

@@ -212,7 +212,7 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
 
 
 def conversation(sample: Sample, columns: Columns) -> Any:
-    """The prompt as TRL's functions know it: text, or the messages that the model was given."""
+    """The prompt in TRL's form: text, or the messages of the model's input."""
     column = prompt_column(sample.row, columns.prompt_key)
     prompt = messages_of(column, sample.row.get(column, sample.prompt))
     if isinstance(prompt, str) and columns.as_chat:

@@ -298,8 +298,8 @@ class _Worker:
         for each in job.answers:
             ids = unpack_i32(each.token_ids)
             text = self._decode(ids)
-            said = text, answer, row, ids, each.finish_reason, job.slowest_s
-            samples.append(Sample(job.prompt_text, *said))
+            finish, slowest_s = each.finish_reason, job.slowest_s
+            samples.append(Sample(job.prompt_text, text, answer, row, ids, finish, slowest_s))
         return samples
 
     def _log_traceback(self) -> None:

@@ -1,6 +1,6 @@
-"""What a test needs of the program, as the test alone says it: the response has no part in it.
+"""The names that an assertion takes from the program, and whether it needs the program's process.
 
-Must not run anything.
+A function of the assertion alone: the response has no influence. Must not run anything.
 """
 
 import ast

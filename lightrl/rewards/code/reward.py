@@ -9,11 +9,13 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lightrl.config.reward import LONGEST_TEST_S
 from lightrl.errors import RewardError
 from lightrl.rewards.base import SLOWEST, Sample
+from lightrl.rewards.code import link
 from lightrl.rewards.code.asserts import names_apart
 from lightrl.rewards.code.cases import LAYOUTS, AssertCase, Case, InputCase, cases_of
 from lightrl.rewards.code.compare import same_text, same_value
@@ -25,6 +27,7 @@ SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
 # no score, one with failed tests has.
 MARGIN, MARGIN_S = 0.1, 2.0
 
+_LINK = Path(link.__file__).read_text()
 _FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = frozenset({"python", "python3", "py"})
 
@@ -103,12 +106,14 @@ def run_case(sandbox: Sandbox, program: str, case: Case, time_s: float) -> tuple
         written = outcome.output.decode(errors="replace")
         return outcome, outcome.has_finished and same_text(written, case.expected)
     if isinstance(case, AssertCase):
-        token = secrets.token_hex(8)  # nothing of the response knows it
-        test = {"mode": "test", "test": case.code, "names": names_apart(case.code), "token": token}
-        if test["names"] is None:
+        token = secrets.token_hex(8)  # not in the process of the program
+        names = names_apart(case.code)
+        test = {"mode": "test", "test": case.code, "token": token, "names": names, "link": _LINK}
+        if names is None:
             outcome = sandbox.run(request | test | {"mode": "together"}, time_s)
         else:
-            outcome = sandbox.run(test, time_s, served=request | {"mode": "serve"})
+            served = request | {"mode": "serve", "link": _LINK}
+            outcome = sandbox.run(test, time_s, served=served)
         return outcome, outcome.has_finished and outcome.output == token.encode()
     call = {"mode": "call", "function": case.function, "arguments": case.arguments}
     outcome = sandbox.run(request | call, time_s)

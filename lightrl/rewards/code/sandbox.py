@@ -1,7 +1,7 @@
 """Sandboxes for programs of responses: bubblewrap, resource limits, and a limit of time.
 
-Owns what a program can see and use. What runs inside is `inside.py`. Must not know what a program
-is for, nor run anything of it here.
+Owns the view of a program and its limits; `inside.py` is what runs inside. Must not run anything of
+a program here.
 """
 
 import contextlib
@@ -173,8 +173,8 @@ class Sandbox:
 
 
 def _walls(limits: Limits, packages: Sequence[str]) -> list[str]:
-    """The command that makes a sandbox. Started by root, root makes it and the program is nobody,
-    who has a user namespace so that only processes inside count for its limit."""
+    """The command that makes a sandbox. If root starts it, the program runs as the user nobody, in
+    a user namespace so that only processes inside count for its limit."""
     command = shutil.which("bwrap")
     if command is None:
         raise RewardError(

@@ -130,22 +130,12 @@ class WorkerProcess:
                     self._started.pop(number, None)  # the limit is that of a call
                     self._started[number] = asyncio.get_running_loop().time()
                     self._watch()
-                case Scored(number, verdicts, duration_s):
+                case Scored(number, results):
+                    del self.jobs[number]
                     self._started.pop(number, None)
-                    self._typical_s += (max(duration_s, 1e-5) - self._typical_s) / 8
-                    return [
-                        RewardResult(
-                            job.response,
-                            job.attempt,
-                            v.reward,
-                            v.metrics,
-                            v.text,
-                            duration_s / len(verdicts),
-                            v.failure,
-                            v.extras,
-                        )
-                        for job, v in zip(self.jobs.pop(number), verdicts, strict=True)
-                    ]
+                    duration_s = max(sum(r.duration_s for r in results), 1e-5)
+                    self._typical_s += (duration_s - self._typical_s) / 8
+                    return list(results)
                 case other:
                     raise RewardError(f"{self.name}: unexpected {other}")
 
@@ -219,7 +209,9 @@ async def _start_child(name: str, log: Path, reward: Reward) -> RewardChild:
 
 def _job(number: int, jobs: Jobs) -> worker.Job:
     one = jobs[0]
-    answers = tuple(worker.Answer(encode(j.tokens), j.finish_reason) for j in jobs)
+    answers = tuple(
+        worker.Answer(j.response, j.attempt, encode(j.tokens), j.finish_reason) for j in jobs
+    )
     row = to_json(one.row)
     where = one.step, one.epoch, one.slowest_s
     return worker.Job(number, one.prompts, one.prompt_text, row, answers, *where)

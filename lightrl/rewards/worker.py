@@ -22,6 +22,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards import kept
 from lightrl.rewards.base import Columns, RewardFunction, Sample, TrainerState
 from lightrl.rewards.builtin import load_function
+from lightrl.rewards.jobs import RewardResult
 from lightrl.rewards.load import distinct_names
 from lightrl.rewards.score import Score, one_line, score
 from lightrl.system.child import Pipe
@@ -66,6 +67,8 @@ class Setup:
 class Answer:
     """A response."""
 
+    response: str
+    attempt: int
     # int32
     token_ids: bytes
     finish_reason: str
@@ -119,23 +122,11 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Of one response. `failure` "" = `reward` is a score; else why there is none, in one line."""
-
-    reward: float | None
-    metrics: dict[str, float]
-    extras: dict[str, str]
-    text: str
-    failure: str
-
-
-@dataclass(frozen=True, slots=True)
 class Scored:
-    """A job is done: one verdict for each of its responses."""
+    """A job is done."""
 
     number: int
-    verdicts: tuple[Verdict, ...]
-    duration_s: float
+    results: tuple[RewardResult, ...]
 
 
 WorkerCommand: TypeAlias = Setup | ScoreJobs
@@ -284,12 +275,21 @@ class _Worker:
         except Exception as e:  # a row or a tokenizer of the user's
             self._log_traceback()
             scores = [Score(failure=one_line(e)) for _ in texts]
-        duration_s = time.perf_counter() - began[0] if began else 0.0
-        verdicts = tuple(
-            Verdict(s.reward, s.metrics, s.extras, text[:MAX_TEXT], s.failure)
-            for s, text in zip(scores, texts, strict=True)
+        duration_s = (time.perf_counter() - began[0] if began else 0.0) / len(texts)
+        results = tuple(
+            RewardResult(
+                a.response,
+                a.attempt,
+                s.reward,
+                s.metrics,
+                text[:MAX_TEXT],
+                duration_s,
+                s.failure,
+                s.extras,
+            )
+            for a, s, text in zip(job.answers, scores, texts, strict=True)
         )
-        self._pipe.send(Scored(job.number, verdicts, duration_s))
+        self._pipe.send(Scored(job.number, results))
 
     def _samples(self, job: Job, answer_key: str) -> list[Sample]:
         row = from_json(job.row, dict[str, Any])

@@ -80,6 +80,24 @@ builtins.compile = lambda *a, **k: (lambda: 0).__code__
 json.dumps = lambda o, **k: '{}'
 def add(a, b): return 9
 """,
+    "names that the test does not take from it": """
+import __main__
+real = __main__.load_link
+def load_link(source):
+    module = real(source)
+    class Link(module.Link):
+        def __init__(self, socket, operations):
+            defined = operations["defined"]
+            more = {"abs": lambda *a: 0.0, "all": lambda *a: True, "math": Yes, "isclose": yes}
+            operations["defined"] = lambda names: {**defined(names), **more, "Counter": yes}
+            super().__init__(socket, operations)
+    module.Link = Link
+    return module
+__main__.load_link = load_link
+yes = lambda *a: True
+class Yes: isclose = staticmethod(yes)
+def add(a, b): return 9
+""",
     "a trace": """
 import sys, threading
 sys.settrace(lambda *a: None)

@@ -82,7 +82,8 @@ def run_apart(request: dict[str, Any]) -> None:
     link = module.Link(socket, module.FOR_PROGRAMS)
     names: dict[str, Any] = {"__name__": "test"}
     exec(PRELUDE, names)
-    found = link.ask("defined", request["names"])
+    answer = link.ask("defined", request["names"])
+    found = {name: answer[name] for name in request["names"] if name in answer}  # and no others
     names.update(found)
 
     def look_up(name: str) -> Any:

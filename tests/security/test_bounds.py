@@ -381,11 +381,9 @@ def test_holders_are_read_as_they_are_written():
 # No pickle
 
 
-# Inside the sandbox of the reward "code", where the test and the response are in processes of their
-# own, and nothing leaves it so (tests/rewards/test_assertions.py); and a column of a data set, of
-# which only strings, numbers and lists are taken (tests/rewards/test_code.py).
-EXEMPT = {("harness.py", "exec"), ("tester.py", "exec"), ("tester.py", "pickle")}
-EXEMPT |= {("cases.py", "pickle")}
+# Inside a sandbox of the reward "code" (tests/rewards/test_sandbox.py); and a column of a data set,
+# of which only strings, numbers and lists are taken (tests/rewards/test_code.py).
+EXEMPT = {("inside.py", "exec"), ("cases.py", "pickle")}
 
 
 def test_nothing_in_the_package_unpickles():

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from lightrl.rollout.fetched import obtain, run_in_thread
 from lightrl.weights.machine.local import LocalVersion, close_version
 from lightrl.weights.machine.store import Store
 from lightrl.weights.pull.fetch import Wanted
-from lightrl.weights.pull.transfer import Pull
+from lightrl.weights.pull.transfer import Pull, PullStats
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 
@@ -35,14 +35,6 @@ DELTA_TIMEOUT_S = 5.0  # without a byte of a delta, after which the version is p
 
 # a pull from the sources of the offer
 MakePull = Callable[[PublishWeights, Wanted, Path], Pull]
-
-
-@dataclass(slots=True)
-class DeltaStats:
-    """The deltas that were pulled for one version."""
-
-    num_bytes: int = 0
-    peer_bytes: int = 0
 
 
 class Deltas:
@@ -65,10 +57,10 @@ class Deltas:
 
     @contextlib.asynccontextmanager
     async def patch(
-        self, offer: PublishWeights, held: Sequence[LocalVersion], stats: DeltaStats
+        self, offer: PublishWeights, held: Sequence[LocalVersion], pulls: list[PullStats]
     ) -> AsyncIterator["Patch | None"]:
         """What makes the version of one that is held, with all deltas here; None if the version is
-        to be pulled."""
+        to be pulled. `pulls` gets the stats of each delta."""
         self._serve_kept(offer.policy_version)
         if not self.is_faster(offer, offer.num_bytes, held):
             yield None
@@ -79,7 +71,7 @@ class Deltas:
         try:
             patch: Patch | None = None
             try:
-                files = [await self._get(link, offer, stats) for link in chain]
+                files = [await self._get(link, offer, pulls) for link in chain]
                 patch = await run_in_thread(_open_patch, descriptor, chain, files, offer.num_bytes)
             except (WeightsError, OSError) as e:
                 version = offer.policy_version
@@ -93,15 +85,15 @@ class Deltas:
             await run_in_thread(version.close)
         self._kept.clear()
 
-    async def _get(self, link: DeltaOffer, offer: PublishWeights, stats: DeltaStats) -> VersionFile:
+    async def _get(
+        self, link: DeltaOffer, offer: PublishWeights, pulls: list[PullStats]
+    ) -> VersionFile:
         """A delta from this machine, or from those who have it."""
         wanted = Wanted(offer.policy_version, link.digest, link.num_bytes, link.manifest_bytes)
 
         async def pull_to(path: Path) -> VersionFile:
             pull = self._make_pull(offer, wanted, path)
-            pulled = await pull.run()
-            stats.num_bytes += pulled.num_bytes
-            stats.peer_bytes += pulled.peer_bytes
+            pulls.append(await pull.run())
             return pull.file
 
         if link.digest not in self._kept:

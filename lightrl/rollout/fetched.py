@@ -37,7 +37,6 @@ class Fetched:
     # the trainer in this process serves it
     is_own: bool
     stats: PullStats = NOTHING_PULLED
-    seconds: float = 0.0
     delta_bytes: int = 0  # of what was pulled
     # of adapters: the version that they adapt, held for the whole run
     base: LocalVersion | None = None
@@ -89,7 +88,7 @@ def confirmation(
     return replace(
         ready,
         num_bytes=fetched.stats.num_bytes,
-        pull_s=fetched.seconds,
+        pull_s=fetched.stats.seconds,
         peer_bytes=fetched.stats.peer_bytes,
         delta_bytes=fetched.delta_bytes,
     )

@@ -29,9 +29,8 @@ from lightrl.messages.weights import (
     WeightsSource,
 )
 from lightrl.rollout.base import BaseVersion
-from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, DeltaStats
+from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas
 from lightrl.rollout.fetched import (
-    NOTHING_PULLED,
     Announced,
     Fetched,
     are_same,
@@ -44,7 +43,7 @@ from lightrl.system.child import is_for_lack
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
 from lightrl.weights.pull.fetch import Wanted
-from lightrl.weights.pull.transfer import Pull, PullLimits
+from lightrl.weights.pull.transfer import Pull, PullLimits, PullStats
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 
@@ -272,31 +271,30 @@ class NodeWeights:
                 again = Fetched(offer, known.version, known.is_own, base=base)
                 self._serve(again)  # for its tickets
                 return again
-        stats, delta_stats = NOTHING_PULLED, DeltaStats()
+        pulls, delta_pulls = list[PullStats](), list[PullStats]()
 
         async def pull_to(path: Path) -> VersionFile:
-            nonlocal stats
             newest = self.wanted if self.wanted and are_same(self.wanted, offer) else offer
             pull = self._make_pull(newest, wanted_of(newest), path, self._note_progress)
             held = self._held_versions()
             self._pull = pull
             self._uses_deltas = self._deltas.is_faster(newest, newest.num_bytes, held)
             try:
-                async with self._deltas.patch(newest, held, delta_stats) as patch:
-                    stats = await pull.run(patch)
+                async with self._deltas.patch(newest, held, delta_pulls) as patch:
+                    pulls.append(await pull.run(patch))
             finally:
                 self._pull = None
             return pull.file
 
         version, is_own = await obtain(self._store, wanted_of(offer), pull_to)
-        seconds, delta_bytes = time.monotonic() - begin, delta_stats.num_bytes
-        fetched = Fetched(offer, version, is_own, stats, seconds, delta_bytes, base)
-        if stats is NOTHING_PULLED:
+        delta_bytes = sum(p.num_bytes for p in delta_pulls)
+        num_bytes = delta_bytes + sum(p.num_bytes for p in pulls)
+        peer_bytes = sum(p.peer_bytes for p in (*pulls, *delta_pulls))
+        stats = PullStats(num_bytes, time.monotonic() - begin, peer_bytes)
+        fetched = Fetched(offer, version, is_own, stats, delta_bytes, base)
+        if not pulls:  # else it is served already
             self._serve(fetched)
-            return fetched
-        num_bytes, peer_bytes = stats.num_bytes + delta_bytes, delta_stats.peer_bytes
-        total = replace(stats, num_bytes=num_bytes, peer_bytes=stats.peer_bytes + peer_bytes)
-        return replace(fetched, stats=total)
+        return fetched
 
     async def _announce(self, offer: PublishWeights) -> Announced:
         """Pull the manifest of a version that comes by broadcast."""

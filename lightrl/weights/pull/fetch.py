@@ -83,16 +83,11 @@ class Fetch:
         self.trouble = ""  # the last, with the source that made it
         self._timeout_s = timeout_s
         self._progress_at = time.monotonic()
-        self._transfers: set[Transfer] = set()
         self._num_missing = swarm.num_buckets
-        self._is_over = False
+        self.is_over = False
         self._manifest: Manifest | None = None
         self._file = -1
         self._partial: Partial | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
 
     def open(self, manifest: Manifest, file: int, partial: Partial | None) -> None:
         """Start with this file, which is closed by `close`."""
@@ -136,7 +131,7 @@ class Fetch:
             assert self._manifest is not None
             buffer = memoryview(bytearray(CHUNK_BYTES))
             for bucket in missing[first::HASH_THREADS]:
-                if not self._is_over:
+                if not self.is_over:
                     patch.make(self._manifest, bucket, buffer, self._write)
                     self.note_right([bucket])
 
@@ -146,20 +141,20 @@ class Fetch:
     def end(self, why: str) -> None:
         """The pull has failed: all streams stop soon."""
         with self.lock:
-            if not self._is_over:
-                self.failure, self._is_over = why, True
+            if not self.is_over:
+                self.failure, self.is_over = why, True
             self.lock.notify_all()
 
     def look_after(self) -> None:
         """Call this often: steals slow transfers, and ends a pull that has waited too long."""
         with self.lock:
             now = time.monotonic()
-            for transfer in self._transfers:
+            for transfer in self.swarm.in_flight:
                 if transfer.received:
                     self._progress_at = max(self._progress_at, transfer.last_at)
                 if self.swarm.is_overdue(transfer, now):
                     self.swarm.steal(transfer, now)
-            why = "" if self._is_over else self._why_hopeless(now)
+            why = "" if self.is_over else self._why_hopeless(now)
             self.lock.notify_all()  # pauses end
         if why:
             self.end(why)
@@ -175,13 +170,13 @@ class Fetch:
                 if self._partial is not None:
                     self._partial.verified(bucket)
             self._progress_at = time.monotonic()
-            self._is_over |= self._num_missing == 0
+            self.is_over |= self._num_missing == 0
             self.lock.notify_all()
 
     def note_progress(self) -> bool:
         """Returns whether the pull is still running."""
         self._progress_at = time.monotonic()
-        return not self._is_over
+        return not self.is_over
 
     def note_trouble(self, source: Source, e: Exception | str, *, is_refusal: bool = False) -> None:
         """A source has failed and is not asked for a moment: with jitter, as the nodes of a run
@@ -212,7 +207,7 @@ class Fetch:
     def _why_hopeless(self, now: float) -> str:
         sources = self.swarm.sources
         last = f"; last {self.trouble}" if self.trouble else ""
-        if sources and all(s.is_dropped for s in sources) and not self._transfers:
+        if sources and all(s.is_dropped for s in sources) and not self.swarm.in_flight:
             return f"no source serves it{last}"
         if now - self._progress_at > self._timeout_s:
             return f"nothing arrived for {self._timeout_s:g} s{last}"
@@ -222,7 +217,7 @@ class Fetch:
         """Wait for something to do; None at the end."""
         with self.lock:
             while True:
-                if self._is_over:
+                if self.is_over:
                     return None
                 now = time.monotonic()
                 if (chosen := self.swarm.choose(now)) is not None:
@@ -231,7 +226,6 @@ class Fetch:
             source, bucket = chosen
             start, end = bucket_range(bucket, self.wanted.num_bytes)
             transfer = self.swarm.begin(source, bucket, end - start, now)
-            self._transfers.add(transfer)
         if self._partial is not None and source.has == EVERYTHING:
             self._partial.getting(bucket)
         return transfer
@@ -254,11 +248,10 @@ class Fetch:
             if sign != BUSY and not source.is_bad:
                 idle[source], sock = sock, None
         except (OSError, EOFError) as e:
-            if not transfer.is_stolen and not self._is_over:
+            if not transfer.is_stolen and not self.is_over:
                 self.note_trouble(source, e, is_refusal=isinstance(e, EOFError))
         finally:
             with self.lock:
-                self._transfers.discard(transfer)
                 self.received[source.node] += transfer.received
                 self.swarm.end(transfer, time.monotonic(), is_whole=is_whole)
                 self.lock.notify_all()
@@ -343,7 +336,7 @@ class Fetch:
 
     def _require(self, transfer: Transfer, since: float) -> None:
         """Raises TimeoutError if this transfer is not worth waiting for."""
-        if transfer.is_stolen or self._is_over or time.monotonic() - since > IDLE_LIMIT_S:
+        if transfer.is_stolen or self.is_over or time.monotonic() - since > IDLE_LIMIT_S:
             raise TimeoutError("timed out")
 
     def _write(self, data: memoryview, position: int) -> None:

@@ -77,7 +77,7 @@ class Swarm:
         self.todo = (1 << num_buckets) - 1  # neither here nor in flight
         self.sources: list[Source] = []  # the origin last
         self._streams = streams
-        self._in_flight: set[Transfer] = set()
+        self.in_flight: set[Transfer] = set()
         self._random = Random(seed)
         self._num_stolen: dict[int, int] = {}  # by bucket
         self._typical_s = 0.0  # that a bucket takes
@@ -106,14 +106,14 @@ class Swarm:
         self.todo &= ~(1 << bucket)
         source.num_streams += 1
         transfer = Transfer(source, bucket, size, now, now)
-        self._in_flight.add(transfer)
+        self.in_flight.add(transfer)
         return transfer
 
     def end(self, transfer: Transfer, now: float, *, is_whole: bool) -> None:
         """A transfer has ended; unless the bucket is whole, it is to be asked for again."""
         source = transfer.source
         source.num_streams -= 1
-        self._in_flight.discard(transfer)
+        self.in_flight.discard(transfer)
         if is_whole:
             self._typical_s = 0.75 * self._typical_s + 0.25 * (now - transfer.begun_at)
             source.rate = transfer.rate(now)
@@ -168,7 +168,7 @@ class Swarm:
 
     def _patience_s(self, now: float) -> float:
         """A line that is slow for this node is slow for others."""
-        begun_at = min((t.begun_at for t in self._in_flight), default=now)
+        begun_at = min((t.begun_at for t in self.in_flight), default=now)
         return max(PATIENCE_S, 4 * self._typical_s, 2 * (now - begun_at))
 
     def _any(self, buckets: int) -> int:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "lightrl-run-"
 STALE_S = 600.0  # how long the folder of a dead run is kept, for daemons that start again
 POLL_S = 0.05  # for a lock
-STOPPED_S = 10.0  # without a byte, after which a node does not wait for the one that pulls
+STOPPED_S = 30.0  # without a byte, after which a node does not wait for the one that pulls
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 
 

@@ -361,9 +361,9 @@ class NodeWeights:
         await self._sweep()
 
     async def _sweep(self) -> None:
-        """Partial downloads of what is wanted stay."""
+        """Partial downloads of what is wanted, and not served yet, stay."""
         wanted = set[str]()
-        if self.wanted is not None:
+        if self.wanted is not None and not self._is_served(self.wanted):
             wanted = {self.wanted.digest, self.wanted.base.digest if self.wanted.base else ""}
         await run_in_thread(self._store.sweep, wanted)
 

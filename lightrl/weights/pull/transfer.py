@@ -194,7 +194,7 @@ class Pull:
             self._fetch.end("cancelled")
             await self._stop(work)
             if not is_done and self._server is not None:
-                self._server.retire(self._wanted.digest)
+                await self._server.retire(self._wanted.digest, 0.0)
         if not is_done:
             raise WeightsError(f"{self._about}: {self._fetch.failure}")
 

@@ -29,7 +29,6 @@ MAX_DELTAS = 256  # in a chain
 MAX_TRAINERS = 4096  # nodes that train together
 MAX_PARTS = 1 << 16  # of their devices
 MAX_RELAYED_BYTES = 192 << 20  # of a frame from one of them to another
-MAX_SUMS = 16  # of a broadcast
 MAX_METRICS = 4096
 MAX_ROWS = 1 << 16  # of a list that is shown
 MAX_EVALS = 1 << 14  # of a run

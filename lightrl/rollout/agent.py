@@ -24,7 +24,6 @@ from lightrl.engine.base import (
 )
 from lightrl.engine.start import EngineChild, resolve_engine, start_engine
 from lightrl.errors import EngineError, EngineUnusable, first_error
-from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
 from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
@@ -42,7 +41,6 @@ from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.weights.broadcast.rendezvous import GroupJoined
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 
@@ -192,7 +190,7 @@ class RolloutAgent:
 
     def handle(
         self,
-        message: Generate | Abort | PublishWeights | JoinBroadcast | BroadcastSums | Release | Wake,
+        message: Generate | Abort | PublishWeights | Release | Wake,
     ) -> None:
         """Takes a message of the coordinator."""
         match message:
@@ -205,10 +203,6 @@ class RolloutAgent:
             case PublishWeights():
                 self._member.offered(message)
                 self._weights.offer(message)
-            case JoinBroadcast():
-                self._member.join(message)
-            case BroadcastSums():
-                self._member.take_sums(message)
             case Abort(attempts):
                 self._kept.forget(attempts)
                 if self.state is not EngineState.STARTING:
@@ -271,7 +265,7 @@ class RolloutAgent:
                 tasks.create_task(orders.run(started), name="orders")
                 for owes, limit_s in (
                     (self._engine_owes, node.patience_s),
-                    (self._engine_owes_soon, member.patience_s),
+                    (lambda: member.is_ending, member.patience_s),
                     (self._engine_owes_start, node.patience_s),
                     (self._engine_owes_devices, node.grace_s),
                 ):
@@ -297,7 +291,7 @@ class RolloutAgent:
         self.num_workers, self.device = 0, ""
         if was_ours:
             self._refuse(self._turns.refusal or reason)
-        self._member.ended(reason)
+        self._member.ended()
 
     def _refuse(self, reason: str) -> None:
         """What is wanted here is not served."""
@@ -305,21 +299,10 @@ class RolloutAgent:
             self._send(WeightsFailed(wanted.policy_version, reason[:MAX_TEXT]))
 
     def _engine_owes(self) -> bool:
-        """Tokens, or whether it has loaded a version. Not while it waits for others, nor while it
-        has less time than for these."""
+        """Tokens, or that it has loaded a version; not while it receives one by broadcast."""
         if self.state in IS_LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
-        return (
-            self.state is EngineState.SERVING
-            and bool(self._running)
-            and not self._member.is_joining
-        )
-
-    def _engine_owes_soon(self) -> bool:
-        """Whether it has joined a group, or how what it was to receive has ended."""
-        if self.state in IS_LOADING:
-            return self._member.is_ending or self._member.is_joining_first
-        return self._member.is_joining
+        return self.state is EngineState.SERVING and bool(self._running)
 
     def _engine_owes_start(self) -> bool:
         """Others wait for its devices. A start that is cut short would be begun again at every
@@ -376,8 +359,6 @@ class RolloutAgent:
                     logger.debug("the engine woke in %.2f s", seconds)
                 case EngineFailed(reason, None, is_unusable):
                     raise EngineUnusable(reason) if is_unusable else EngineError(reason)
-                case GroupJoined() as joined:
-                    self._member.joined(joined)
                 case EngineFailed() as failed:
                     self.move(EngineChange.LOAD_FAILED)
                     if not failed.is_dropped:

@@ -54,11 +54,11 @@ class NodeWeights:
         coordinator_host: str,
         send: Callable[[Message], None],
         serves: Callable[[], tuple[int, str] | None],
-        on_broadcast_failed: Callable[[str, str], None],
+        on_broadcast_failed: Callable[[PublishWeights, str], None],
     ) -> None:
         """`serves`: version and digest that the engine has loaded, if it serves now.
-        `on_broadcast_failed(group, reason)`: a version that comes by broadcast could not be
-        announced."""
+        `on_broadcast_failed(offer, reason)`: the manifest of a version that comes by broadcast
+        could not be pulled."""
         self.wanted: PublishWeights | None = None  # the newest version offered
         self.progress: WeightsProgress | None = None  # of the one that is pulled
         self._node = node
@@ -177,7 +177,7 @@ class NodeWeights:
 
     def _fail(self, offer: PublishWeights, reason: str) -> None:
         if offer.group:
-            self._on_broadcast_failed(offer.group, reason)
+            self._on_broadcast_failed(offer, reason)
         else:
             self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from lightrl.core.events import TokensArrived, WeightsPublished
 from lightrl.core.weight_sources import MAX_CHAIN
-from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
+from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.sim.broadcast import Broadcast
@@ -54,7 +54,7 @@ class Transfers:
             self._swarm.add_node(name, transfer.relay_bytes_per_s or down, down)
         self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the event at hand
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
-        self._broadcast = Broadcast(world, self._swarm)
+        self._broadcast = Broadcast(world, self._swarm, self._plan, self._received)
         self._ranked, self._ranks = -1, list[float]()  # of this version: what is left
         self._next_at = math.inf  # of the newest entry in the world's heap
         self._is_planning = False  # there is another one, to find out about the next
@@ -75,22 +75,14 @@ class Transfers:
         return int(can_be and not machine.spec.parallel)
 
     def tell(self, machine: SimMachine, message: Message) -> None:
-        match message:
-            case PublishWeights(policy_version):
-                machine.loading = policy_version
-                self._offered.append((machine, message))
-            case JoinBroadcast():
-                self._broadcast.join(machine, message)
-            case BroadcastSums(group):
-                inbound = self._inbound.get(machine.spec.name)
-                if inbound is not None and inbound.group == group:
-                    self._world.at(self._world.now, lambda: self._received(inbound))
-            case _:
-                pass
+        if isinstance(message, PublishWeights):
+            machine.loading = message.policy_version
+            self._offered.append((machine, message))
 
     def tell_trainer(self, message: Message) -> None:
-        self._broadcast.tell_trainer(message)
-        self._plan()
+        if isinstance(message, VersionTaken):
+            self._broadcast.tell_trainer(message)
+            self._plan()
 
     def begin(self) -> None:
         """All that were told of a version in one breath begin together."""
@@ -100,7 +92,7 @@ class Transfers:
         for machine, message in offered:
             inbound = self._inbound.get(machine.spec.name)
             comes = (inbound.version, inbound.group) if inbound is not None else None
-            if inbound is not None and comes == (message.policy_version, message.group):
+            if inbound is not None and comes == (message.policy_version, _group(message)):
                 self._hear(inbound, message)
                 continue
             if not machine.engine.running:
@@ -145,10 +137,11 @@ class Transfers:
 
     def _begin(self, machine: SimMachine, message: PublishWeights) -> None:
         world, name, version = self._world, machine.spec.name, message.policy_version
-        inbound = _Inbound(machine, version, world.now, message.group)
+        inbound = _Inbound(machine, version, world.now, _group(message))
         self._inbound[name] = inbound
-        if message.group:
+        if message.group is not None:
             self._swarm.end_pull(world.now, name)
+            self._broadcast.join(machine, message.group)
             world.at(world.now, lambda: self._stop(inbound))
             return
         transfer = self._transfer
@@ -273,9 +266,9 @@ class Transfers:
         if chunk is not None:
             world.feed(TokensArrived(machine.spec.name, chunk))
 
-    def _received(self, inbound: _Inbound) -> None:
-        """By broadcast, in place, and the sums agree."""
-        if self._is_wanted(inbound):
+    def _received(self, group: str) -> None:
+        """The members of this group have their version, in place."""
+        for inbound in [i for i in self._inbound.values() if i.group == group]:
             self._world.outcome.weights.add_broadcast(self._world.now - inbound.began_at)
             self._world.confirm(inbound.machine, inbound.version)
 
@@ -289,3 +282,8 @@ class Transfers:
     def _is_wanted(self, inbound: _Inbound) -> bool:
         """Neither has the machine gone, nor is there a newer version on its way to it."""
         return self._inbound.get(inbound.machine.spec.name) is inbound
+
+
+def _group(message: PublishWeights) -> str:
+    """The name of the group by which a version comes; "" = it is pulled."""
+    return message.group.name if message.group is not None else ""

@@ -37,13 +37,13 @@ def _addresses() -> Iterator[tuple[str, str]]:
                 yield name, socket.inet_ntoa(_REQUEST.unpack(reply[: _REQUEST.size])[2][2:6])
 
 
-def own_host() -> str:
-    """The address that this machine uses towards others; nothing is sent. Loopback only if there is
-    no other."""
+def own_host(towards: str = "192.0.2.1") -> str:
+    """The address that this machine uses towards another one, by default towards any; nothing is
+    sent. Loopback only if there is no other, or `towards` is on this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # a documentation address: routed like the rest of the world
-            probe.connect(("192.0.2.1", 9))
+            # the default is a documentation address: routed like the rest of the world
+            probe.connect((towards, 9))
             return probe.getsockname()[0]
         except OSError:  # no route out of here
             pass

@@ -22,7 +22,7 @@ BRIEF: dict[Phase, float] = {"proving": 0.1, "patching": 0.01}
 # Seen on one node: the one that is hit, or any if that is no rollout node.
 ON_NODE: tuple[Phase, ...] = (
     *("pulling", "patching", "loading"),
-    *("forming", "sending", "proving"),
+    *("forming", "sending"),
 )
 
 Kinds = dict[str, tuple[Phase, ...]]
@@ -43,7 +43,7 @@ _PULL: Kinds = {
 PHASES: dict[Way, Kinds] = {
     "pull": _PULL,
     "delta": dict.fromkeys(_PULL, ("patching", "patching", "pulling")),
-    "broadcast": dict.fromkeys(_PULL, ("forming", "sending", "proving")),
+    "broadcast": dict.fromkeys(_PULL, ("forming", "sending")),
 }
 TARGETS = {"trainer": "trainer-0", "rank": "trainer-0", "head": "head"}
 

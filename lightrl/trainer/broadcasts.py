@@ -15,8 +15,6 @@ from lightrl.config.schema import Config
 from lightrl.errors import WeightsError
 from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, VersionTaken
 from lightrl.messages.message import Message
-from lightrl.system.addresses import WILDCARD
-from lightrl.system.interfaces import own_host
 from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
 from lightrl.trainer.rank_processes import Ranks
 from lightrl.weights.broadcast.membership import UNWANTED, Membership, transfer_limit_s
@@ -40,9 +38,10 @@ class Broadcasts:
         send: Callable[[Message], None],
         changed: asyncio.Event,
     ) -> None:
-        """Members meet on `host`, an address of this machine. `send` reaches the coordinator, if it
-        listens; `changed` is set when there is something new to do, or nothing more to wait for."""
-        self._host = own_host() if host == WILDCARD else host
+        """Members meet on `host`, an address of this machine; 0.0.0.0 = all. `send` reaches the
+        coordinator, if it listens; `changed` is set when there is something new to do, or nothing
+        more to wait for."""
+        self._host = host
         self._send = send
         self._changed = changed
         self._timeout_s = config.weights.timeout_s  # of the members

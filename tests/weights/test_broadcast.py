@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.system.addresses import join_address
+from lightrl.system.addresses import is_loopback, join_address
+from lightrl.system.interfaces import interface_of, own_host
+from lightrl.weights.broadcast import group as groups
 from lightrl.weights.broadcast.group import form, listen
 from lightrl.weights.broadcast.membership import UNWANTED
 from lightrl.weights.broadcast.transfer import receive, send
@@ -61,6 +63,55 @@ def pair(timeout_s=20.0):
         finally:
             other.abort("the test is over")
             first.result().abort("the test is over")
+
+
+@pytest.fixture
+def listened(monkeypatch):
+    """The addresses at which the members' backends listen."""
+    hosts, make = [], groups._gloo
+
+    def spied(store, rank, world, timeout, host):
+        hosts.append(host)
+        return make(store, rank, world, timeout, host)
+
+    monkeypatch.setattr(groups, "_gloo", spied)
+    return hosts
+
+
+def formed(*reached_at):
+    """All members of a group, one for each address by which rank 0 is reached, and that one."""
+    world = 1 + len(reached_at)
+    store = listen("0.0.0.0", world, 20.0)
+    addresses = [join_address(host, store.port) for host in ("0.0.0.0", *reached_at)]
+    with ThreadPoolExecutor(world) as pool:
+        found = [
+            pool.submit(form, membership(rank, world, at), "cpu", None if rank else store)
+            for rank, at in enumerate(addresses)
+        ]
+        return [member.result(SOON_S) for member in found]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_members_listen_where_those_of_other_machines_reach_them(listened, order):
+    if is_loopback(there := own_host()):
+        pytest.skip("this machine has no address but loopback")
+    members = formed(*[HOST, there][::order])
+    assert listened == [there] * 3
+    for member in members:
+        member.abort("the test is over")
+
+
+def test_a_group_of_one_machine_stays_on_loopback(listened):
+    members = formed(HOST, HOST)
+    assert listened == [HOST] * 3
+    for member in members:
+        member.abort("the test is over")
+
+
+def test_interfaces_are_found_by_their_addresses():
+    assert interface_of("127.0.0.1") == interface_of("localhost") == "lo"
+    assert interface_of("0.0.0.0") is None
+    assert interface_of("no such host.") is None
 
 
 def names(group, manifest, is_unwanted=None):

@@ -9,6 +9,7 @@ failure elsewhere by an error, by the time limit, or from the coordinator (`is_u
 Imports torch; daemons must not import this.
 """
 
+import atexit
 import concurrent.futures
 import os
 import queue
@@ -31,12 +32,14 @@ from torch.distributed import (
 )
 
 from lightrl.errors import WeightsError, first_line
-from lightrl.system.addresses import split_known
+from lightrl.system.addresses import WILDCARD, is_loopback, split_known
 from lightrl.system.interfaces import interface_of, own_host
 from lightrl.weights.broadcast.membership import UNWANTED, IsUnwanted, Membership
 
 Result = TypeVar("Result")
 
+# At the end of a process: a thread that ends gloo just then would abort the process.
+JOIN_S = 1.0
 LOOK_S = 0.1  # between two looks at whether the transfer is still wanted
 IN_FLIGHT = 4  # buckets that are passed on while the next ones arrive
 # Without these NCCL's threads end the process when an operation fails or takes too long.
@@ -63,7 +66,8 @@ class Group:
         self._tag = 0
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="broadcast").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="broadcast")
+        self._thread.start()
 
     def submit(self, operation: Callable[[], Result]) -> "Future[Result]":
         """Run `operation` in the group's thread, after those before it."""
@@ -99,6 +103,7 @@ class Group:
             return
         self.over = why
         self._jobs.put(None)
+        atexit.register(self._thread.join, JOIN_S)
         if self._backend is not None and self.device.type == "cuda":  # this ends its kernels
             _aborted.append(self._backend)
             with suppress(RuntimeError):
@@ -143,8 +148,13 @@ class Group:
         if store is None:
             store = TCPStore(host, port, group.world, timeout=timeout, wait_for_workers=False)
         members = PrefixStore(group.name, store)
+        if group.rank > 0:
+            members.set(f"host-{group.rank}", host)
+        else:
+            members.set("host", _common_host(host, members, group.world))
+        own = own_host(members.get("host").decode())
         make = _gloo if group.backend == "gloo" else _nccl
-        self._backend = make(members, group.rank, group.world, timeout, own_host(host))
+        self._backend = make(members, group.rank, group.world, timeout, own)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -163,9 +173,18 @@ class Group:
         self._backend = None
 
 
+def _common_host(host: str, members: PrefixStore, world: int) -> str:
+    """The address of rank 0's machine that all members can reach: the one at which it listens, or
+    if it listens at all of them, one by which members reach it; loopback only if all use that."""
+    if host != WILDCARD:
+        return host
+    hosts = [members.get(f"host-{rank}").decode() for rank in range(1, world)]
+    return min(hosts, key=is_loopback)
+
+
 def listen(host: str, world: int, timeout_s: float) -> TCPStore:
-    """Rank 0's store, which listens on this address of the machine only, on a free port. Raises
-    WeightsError."""
+    """Rank 0's store, which listens on this address of the machine only, 0.0.0.0 = all, on a free
+    port. Raises WeightsError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family, backlog=world)

@@ -48,7 +48,6 @@ Tokens: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
 Bits: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES // 32)]
 Relayed: TypeAlias = Annotated[bytes, Meta(max_length=MAX_RELAYED_BYTES)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-UInt64: TypeAlias = Annotated[int, Meta(ge=0)]
 # not negative, and written down as int32
 Int32: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]  # of the policy; a step, too

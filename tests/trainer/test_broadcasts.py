@@ -110,11 +110,12 @@ def file_of(coordinator, version):
 
 
 async def require_received(orders, pipe, version):
-    """It came as it lies in its file."""
+    """It came as it lies in its file, and rank 0 has reported so."""
     file = file_of(orders.coordinator, version)
     pipe.send(file)
     expected = await asyncio.to_thread(Path(file.path).read_bytes)
     assert await said(pipe) == hashlib.sha256(expected).hexdigest()
+    await until(lambda: orders.coordinator.trainer._broadcasts._over is None)
 
 
 def run(coordinator_of, script):

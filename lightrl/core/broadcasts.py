@@ -1,107 +1,135 @@
-"""What the trainer and the members of a broadcast group are told, and who must pull instead.
+"""Which nodes receive a version by broadcast, in which group, and which nodes must pull instead.
 
-Owns the group of the moment and what was said of it; who is a member, and who is none any more, is
-decided in `broadcast_groups.py`. `fleet.py` sends a version to members as to any other node, but
-only after all of them have joined. A member is no source, since it gets no file. Groups are not in
-the journal: a core that was restored has none, and its nodes send another hello.
+Owns the current group, which of its members still need the version, and which nodes are excluded. A
+group lives for many versions; its members are decided again only when a version is published. A
+node that joins between two versions pulls, and no group waits for it. Any failure ends the group:
+each member without the version pulls it, and the next version opens a new group. A process that was
+in MAX_FAILURES failed broadcasts in a row is excluded: the member that reported the failure, or all
+that still needed the version if the trainer did or the next version came first.
 
-Only a group that forms has a deadline here. To send may take long, and who stands still meanwhile
-is found out by others, who all say so here:
-
-- The trainer: its ranks have a limit by the size of the version (trainer/broadcasts.py). It goes on
-  when all is sent, waits for no member, and has a lease as any node.
-- An engine that receives: nothing moves, or nobody says what was sent, for weights.timeout_s.
-- An engine that hangs: the ranks, for which nothing moves. If they had sent all, its node, in
-  little more than weights.timeout_s (rollout/broadcast.py); the trainer and all others go on.
-- A node that gets no manifest: its pull, after weights.timeout_s. One that says nothing: its lease.
-- Whoever is late for another reason: the next boundary, to which others bring the run.
+A member is no source, since it gets no file. Groups are not in the journal: a restored core has
+none, and its nodes send another hello. Only an opening has a deadline here. The trainer and the
+members limit the rest themselves and report a failure (weights/broadcast/membership.py); a silent
+node loses its lease.
 """
 
-from lightrl.core.broadcast_groups import MAX_FAILURES, BroadcastGroups, Candidate, Phase, choose
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
 from lightrl.core.commands import Outbox
-from lightrl.core.events import BroadcastNews
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
 from lightrl.core.weight_sources import PULLING, WeightSources
 from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
+    Backend,
+    BroadcastGroup,
+    BroadcastOrder,
+    BroadcastStatus,
     VersionTaken,
 )
 
-FORMING_TIMEOUTS = 2  # times the time limit of members, who say before it why they are not there
-UNREACHABLE = "cannot reach the trainer"
-PULLS = ": from now on it pulls all weights"
+MAX_FAILURES = 3
+OPENING_TIMEOUTS = 2  # times weights.timeout_s; the trainer may be busy with another broadcast
 IS_UP = {NodeState.JOINING, NodeState.READY, *PULLING}
+
+
+class Phase(StrEnum):
+    # there is no group
+    NONE = "none"
+    # the trainer was asked where members can meet
+    OPENING = "opening"
+    # a version is on its way; a new group forms first
+    SENDING = "sending"
+    # all members have the version
+    STANDING = "standing"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The members by name. `first_ranks[i]` is the rank of the first worker of `members[i]`; the
+    trainer has rank 0. Example: Group(("rollout-0",), (17,), (1,), 2, "gloo")"""
+
+    members: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    first_ranks: tuple[int, ...]
+    world: int
+    backend: Backend
 
 
 class Broadcasts:
     def __init__(
         self, settings: Settings, nodes: dict[str, Node], sources: WeightSources, outbox: Outbox
     ) -> None:
-        self.groups = BroadcastGroups(settings.num_ranks)
+        self.phase = Phase.NONE
+        self.group: Group | None = None  # None if and only if the phase is NONE
+        self.name = ""  # of the group; "" until it is opened
+        self.receiving: set[str] = set()  # members that do not have the version
+        self.num_groups = 0
+        self.num_sent = 0  # versions that all members have got
+        self.num_lost = 0  # groups that a lost or late member, or a failure, has ended
+        self._address = ""
         self._settings = settings
         self._nodes = nodes
         self._sources = sources
         self._outbox = outbox
-        self._formed_by = 0.0  # the group that forms, or it is over
-        self._num_known = 0  # nodes that had joined at the last boundary
-        self._is_sent = False  # the version, by the word of the trainer
+        self._open_until = 0.0
+        self._num_known = 0  # nodes that had joined when the last version was published
 
     @property
     def deadline(self) -> float | None:
         """When `expire` is to be called."""
-        is_open = self.groups.phase in {Phase.OPENING, Phase.FORMING}
-        return self._formed_by if is_open else None
-
-    @property
-    def sending(self) -> str:
-        """The group by which members get the version now; "" = they are to wait."""
-        return self.groups.name if self.groups.phase is Phase.SENDING else ""
+        return self._open_until if self.phase is Phase.OPENING else None
 
     def stage(self, node: Node) -> str:
-        """How far its version is: "forming", "sending" or "proving"; "" if none comes so."""
+        """How far its version is: "forming" or "sending"; "" if none comes by broadcast."""
         if not node.receives:
             return ""
-        return ("proving" if self._is_sent else "sending") if self.sending else "forming"
+        return "sending" if self.phase is Phase.SENDING else "forming"
 
-    # At the boundary
+    def place_of(self, name: str) -> BroadcastGroup | None:
+        """A receiving node's place in the group; None while it has to wait."""
+        if self.phase is not Phase.SENDING or self.group is None:
+            return None
+        rank = self.group.first_ranks[self.group.members.index(name)]
+        return BroadcastGroup(self.name, self._address, rank, self.group.world, self.group.backend)
+
+    # When a version is published
 
     def begin(self, policy_version: int, now: float) -> None:
-        """A new version is published: decides who gets it by broadcast, and tells the trainer. The
-        last one is for nobody but who evaluates it."""
+        """Decide which nodes receive a new version, and send the trainer its order. The last
+        version is only for nodes that evaluate it."""
         trainer = self._nodes.get(self._sources.trainer or "")
         if trainer is None:
             return
-        self._release(self.groups.receiving)
-        self._is_sent = False
+        if self.receiving:  # the version before is still on its way
+            self._count_failure(self.receiving)
+            self._end()
         is_last = policy_version >= self._settings.num_steps
-        self.groups.trained_by(trainer.name, trainer.incarnation)
-        candidates = [] if is_last else self._candidates(policy_version - 1)
-        is_cuda, mode = trainer.device.startswith("cuda"), self._settings.broadcast
+        chosen = [] if is_last else self._choose(trainer, policy_version - 1)
         self._num_known = max((n.number + 1 for n in self._nodes.values()), default=0)
-        self.groups.at_boundary(*choose(candidates, trainer.host, is_cuda, mode))
-        for name in self.groups.receiving:
-            self._nodes[name].receives = True
-            self._sources.update(self._nodes[name])
+        wanted = _group_of(trainer, chosen)
+        if wanted is None or wanted != self.group:
+            self._end(is_failure=False)
+        if wanted is not None:
+            self.phase = Phase.SENDING if wanted == self.group else Phase.OPENING
+            self.num_groups += self.phase is Phase.OPENING
+            self.group, self.receiving = wanted, set(wanted.members)
+            self._open_until = now + OPENING_TIMEOUTS * self._settings.weights_timeout_s
+        for node in chosen:
+            node.receives = True
+            self._sources.update(node)
         self.taken(trainer.name, policy_version)
-        if self.groups.phase is Phase.OPENING and self.groups.epoch is not None:
-            self._formed_by = now + FORMING_TIMEOUTS * self._settings.weights_timeout_s
-            self._outbox.send(trainer.name, OpenBroadcast(self.groups.epoch.number))
-        elif self.sending:
-            self._outbox.send(trainer.name, SendBroadcast(self.sending, policy_version))
 
     def taken(self, trainer: str, policy_version: int) -> None:
-        """The trainer waits for this word, also on a version that it publishes again."""
+        """Send the trainer the message it waits for, also on a version that it publishes again."""
         if self._settings.broadcast == "off" or policy_version >= self._settings.num_steps:
             return
-        is_sent, wants = self.groups.phase is not Phase.NONE, self._wants_delta(policy_version)
-        self._outbox.send(trainer, VersionTaken(policy_version, is_sent, wants))
+        order = None
+        if self.receiving and self.group is not None:
+            order = BroadcastOrder(self.name, self.group.world, self.group.backend)
+        wants = self._wants_delta(policy_version)
+        self._outbox.send(trainer, VersionTaken(policy_version, wants, order))
 
     def _wants_delta(self, policy_version: int) -> bool:
         """Whether a node that pulls has the version before, or is at it."""
@@ -114,133 +142,143 @@ class Broadcasts:
             for n in self._nodes.values()
         )
 
-    def _candidates(self, before: int) -> list[Candidate]:
-        """Rollout nodes that serve the version before, or have come since, and will stay: one that
-        still loads the version before may stand still, and a group would wait for it. None while
-        nobody knows where the trainer serves the manifest. The trainer's own node reads what it has
-        published."""
-        trainer = self._sources.trainer
-        if trainer not in self._sources.endpoints:
+    def _choose(self, trainer: Node, before: int) -> list[Node]:
+        """The members, by name: rollout nodes that serve the version before, or have joined since,
+        and will stay. A node that still loads the version before may not move, and a group would
+        wait for it. None while the trainer's address is not known, from which members pull the
+        manifest.
+
+        "auto": idle nodes, so that none stops that could generate, and not those of the trainer's
+        machine, which map the version's file. "always": these as well, but not with NCCL, where two
+        processes of one device cannot be two members.
+        """
+        mode = self._settings.broadcast
+        if mode == "off" or trainer.name not in self._sources.endpoints:
             return []
-        return [
-            Candidate(
-                n.name,
-                n.incarnation,
-                n.host,
-                n.num_workers,
-                is_busy=bool(n.running),
-                is_cuda=n.device.startswith("cuda"),
-            )
+        found = [
+            n
             for n in self._nodes.values()
             if n.num_workers
             and n.state in IS_UP
             and (n.policy_version == before or n.number >= self._num_known)
             and "rollout" in n.roles
-            and n.name != trainer
+            and n is not trainer
             and not (n.is_preemptible or n.shares)
-            and not self.groups.excludes(n.name, n.incarnation)
+            and n.broadcast_failures < MAX_FAILURES
+            and (mode == "always" or not (n.running or n.host == trainer.host))
         ]
+        if _backend(trainer, found) == "nccl":
+            found = [n for n in found if n.host != trainer.host]
+        return sorted(found, key=lambda n: n.name)
 
-    # What they say. Each returns the nodes that must be offered the version now.
+    # What happens to the group. Each returns the nodes that must be sent the version now.
 
-    def on_message(self, name: str, message: BroadcastNews) -> list[str]:
+    def on_status(self, name: str, status: BroadcastStatus) -> list[str]:
+        """Handle a report of the trainer or of a member."""
         is_trainer = name == self._sources.trainer
-        match message:
-            case BroadcastOpened() if is_trainer:
-                return self._opened(name, message)
-            case BroadcastJoined(group):
-                return self._joined(group, None if is_trainer else name)
-            case BroadcastSums(group, policy_version, _) if is_trainer:
-                if (group, policy_version) == (self.sending, self._sources.policy_version):
-                    self._is_sent = True
-                    for member in sorted(self.groups.receiving):
-                        self._outbox.send(member, message)
-            case BroadcastFailed(group, reason, is_unreachable):
-                epoch, is_open = self.groups.epoch, self.groups.phase is Phase.OPENING
-                is_member = epoch is not None and name in epoch.members
-                if group == self.groups.name and (is_trainer or (is_member and not is_open)):
-                    return self._fail(name, reason, is_unreachable)
-                if is_unreachable and self.groups.exclude_late(group, name):
-                    self._outbox.warn(f"{name} {UNREACHABLE}{PULLS}")
-            case _:
-                pass  # only a trainer says that
+        is_opening = self.phase is Phase.OPENING
+        if is_trainer and is_opening and status.policy_version == self._sources.policy_version:
+            if status.reason:
+                return self._fail(name, status.reason)
+            self.phase, self.name, self._address = Phase.SENDING, status.group, status.address
+            return sorted(self.receiving)
+        is_member = self.group is not None and name in self.group.members
+        if status.reason and self.name == status.group and (is_trainer or is_member):
+            return self._fail(name, status.reason)
         return []
-
-    def _opened(self, trainer: str, opened: BroadcastOpened) -> list[str]:
-        if (epoch := self.groups.opened(opened.epoch, opened.group)) is None:
-            return []
-        if opened.reason or not opened.group:
-            return self._fail(trainer, opened.reason)
-        ranks = ((trainer, 0), *zip(epoch.members, epoch.first_ranks, strict=True))
-        for name, rank in ranks:
-            place = rank, epoch.num_ranks, epoch.world
-            join = JoinBroadcast(opened.group, opened.address, *place, epoch.backend)
-            self._outbox.send(name, join)
-        return []
-
-    def _joined(self, group: str, name: str | None) -> list[str]:
-        version, trainer = self._sources.policy_version, self._sources.trainer
-        if version is None or trainer is None or not self.groups.joined(group, name):
-            return []
-        self._outbox.send(trainer, SendBroadcast(group, version))
-        return sorted(self.groups.receiving)
 
     def confirmed(self, node: Node, is_by_broadcast: bool) -> list[str]:
         """This node serves the version."""
         if not node.receives:
             return []
-        if not (self.sending and is_by_broadcast):
+        if not (self.phase is Phase.SENDING and is_by_broadcast):
             return self._fail(node.name, "has the version already")
         node.receives = False
-        self.groups.received(node.name)
+        self.receiving.discard(node.name)
+        if not self.receiving and self.group is not None:
+            self.phase = Phase.STANDING
+            self.num_sent += 1
+            for name in self.group.members:
+                self._nodes[name].broadcast_failures = 0
         return []
 
     def refused(self, name: str, reason: str) -> list[str]:
-        """This node cannot serve what it was to get, or says hello again, or leaves."""
-        epoch = self.groups.epoch
-        return self._fail(name, reason) if epoch is not None and name in epoch.members else []
+        """This node cannot serve the version, or says hello again, or leaves."""
+        is_member = self.group is not None and name in self.group.members
+        return self._fail(name, reason) if is_member else []
 
     def lost(self, name: str, is_trainer: bool, reason: str = "lost") -> list[str]:
-        """This process has gone, or the trainer's has to say anew where it stands."""
-        epoch, is_awaited = self.groups.epoch, bool(self.groups.receiving)
-        owed = self.groups.lost(name, is_trainer)
-        is_over = epoch is not None and self.groups.epoch is None
-        if epoch is not None and is_over:
-            self._outbox.warn(f"broadcast group {epoch.number} is over: {name} {reason}")
-        # also where it was the only one to whom it was to be sent
-        return self._over(owed, tells_trainer=is_over and is_awaited and not is_trainer)
+        """This process has ended, or the trainer's reports its state again. Another process of the
+        trainer may reach nodes that the one before did not."""
+        if is_trainer:
+            for node in self._nodes.values():
+                node.broadcast_failures = 0
+        if self.group is None or not (is_trainer or name in self.group.members):
+            return []
+        self._outbox.warn(f"broadcast group {self.num_groups} is over: {name} {reason}")
+        return self._over(is_trainer)
 
     def expire(self, now: float) -> list[str]:
-        """A group that does not come about is over: its members wait for it."""
+        """End a group that the trainer does not open in time."""
         if self.deadline is None or now < self.deadline:
             return []
-        limit_s = FORMING_TIMEOUTS * self._settings.weights_timeout_s
-        return self._fail("", f"not formed within {limit_s:g} s")
+        limit_s = OPENING_TIMEOUTS * self._settings.weights_timeout_s
+        return self._fail("", f"not opened within {limit_s:g} s")
 
-    def _fail(self, name: str, reason: str, is_unreachable: bool = False) -> list[str]:
-        """`name` is a member, or else nobody is to blame."""
-        epoch = self.groups.epoch
-        if epoch is None:
+    def _fail(self, name: str, reason: str) -> list[str]:
+        """A member or the trainer reports a failure; "" = a deadline."""
+        if self.group is None:
             return []
-        owed = self.groups.fail(name, is_unreachable)
         who = f"{name}: " if name else ""
-        self._outbox.warn(f"broadcast group {epoch.number} is over: {who}{reason}")
-        node = self._nodes.get(name)
-        if node is not None and self.groups.excludes(name, node.incarnation):
-            why = UNREACHABLE if is_unreachable else f"ended {MAX_FAILURES} groups"
-            self._outbox.warn(f"{name} {why}{PULLS}")
-        return self._over(owed, tells_trainer=bool(owed))
+        self._outbox.warn(f"broadcast group {self.num_groups} is over: {who}{reason}")
+        if self.receiving:
+            self._count_failure({name} if name in self.group.members else self.receiving)
+        return self._over()
 
-    def _over(self, owed: set[str], tells_trainer: bool) -> list[str]:
-        """Those that were receiving pull, and the trainer need not wait."""
-        self._release(owed)
+    def _count_failure(self, names: set[str]) -> None:
+        for node in (self._nodes[name] for name in sorted(names)):
+            node.broadcast_failures += 1
+            if node.broadcast_failures == MAX_FAILURES:
+                what = f"was in {MAX_FAILURES} failed broadcasts in a row"
+                self._outbox.warn(f"{node.name} {what}: from now on it pulls all weights")
+
+    def _over(self, is_trainer_lost: bool = False) -> list[str]:
+        """The receiving members pull, and the trainer stops sending."""
+        is_awaited, owed = bool(self.receiving), self._end()
         version, trainer = self._sources.policy_version, self._sources.trainer
-        if tells_trainer and version is not None and trainer is not None:
+        if is_awaited and version is not None and trainer is not None and not is_trainer_lost:
             self.taken(trainer, version)
-        return sorted(name for name in owed if name in self._nodes)
+        return owed
 
-    def _release(self, names: set[str]) -> None:
-        for name in names:
-            if (node := self._nodes.get(name)) is not None:
-                node.receives = False
-                self._sources.update(node)
+    def _end(self, is_failure: bool = True) -> list[str]:
+        owed = sorted(name for name in self.receiving if name in self._nodes)
+        self.num_lost += is_failure and self.group is not None
+        self.phase, self.group, self.name, self._address = Phase.NONE, None, "", ""
+        self.receiving = set()
+        for name in owed:
+            self._nodes[name].receives = False
+            self._sources.update(self._nodes[name])
+        return owed
+
+
+def _backend(trainer: Node, members: Sequence[Node]) -> Backend:
+    is_cuda = all(n.device.startswith("cuda") for n in (trainer, *members))
+    return "nccl" if is_cuda else "gloo"
+
+
+def _group_of(trainer: Node, members: Sequence[Node]) -> Group | None:
+    """The group of these members; None if there are none."""
+    first_ranks: list[int] = []
+    world = 1
+    for member in members:
+        first_ranks.append(world)
+        world += member.num_workers
+    if not members:
+        return None
+    return Group(
+        tuple(n.name for n in members),
+        tuple(n.incarnation for n in members),
+        tuple(first_ranks),
+        world,
+        _backend(trainer, members),
+    )

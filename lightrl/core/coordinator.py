@@ -21,7 +21,7 @@ from lightrl.core.deadlines import earliest
 from lightrl.core.ending import Ending
 from lightrl.core.engine_sizes import EngineSizes
 from lightrl.core.events import (
-    BroadcastHeard,
+    BroadcastReported,
     CheckpointWritten,
     DrainRequested,
     EndpointOpened,
@@ -146,8 +146,8 @@ class Coordinator:
                 self.fleet.open_endpoint(name, endpoint)
             case SourceReported(name, report):
                 self.fleet.report_bad_source(name, report)
-            case BroadcastHeard(name, message):
-                self.fleet.on_broadcast(name, message)
+            case BroadcastReported(name, status):
+                self.fleet.on_broadcast(name, status)
             case WeightsConfirmed(name, ready):
                 self._confirm(name, ready)
             case WeightsRefused(name, failed):

@@ -4,12 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightrl.core.state import DrawnPrompt
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-)
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
 from lightrl.messages.sharing import Parked, Released
@@ -118,15 +113,12 @@ class SourceReported:
     report: BadSource
 
 
-BroadcastNews: TypeAlias = BroadcastOpened | BroadcastJoined | BroadcastSums | BroadcastFailed
-
-
 @dataclass(frozen=True, slots=True)
-class BroadcastHeard:
-    """What the trainer or a member says of a broadcast group."""
+class BroadcastReported:
+    """The trainer or a member reports on a broadcast."""
 
     node: str
-    message: BroadcastNews
+    status: BroadcastStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +205,7 @@ Event: TypeAlias = (
     | WeightsPublished
     | EndpointOpened
     | SourceReported
-    | BroadcastHeard
+    | BroadcastReported
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained

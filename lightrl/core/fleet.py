@@ -12,7 +12,6 @@ from statistics import fmean
 
 from lightrl.core.broadcasts import Broadcasts
 from lightrl.core.commands import Admit, Outbox
-from lightrl.core.events import BroadcastNews
 from lightrl.core.gain import Gain
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
@@ -20,6 +19,7 @@ from lightrl.core.speed import Speed
 from lightrl.core.state import RESTING, Node, NodeState
 from lightrl.core.trainers import Trainers
 from lightrl.core.weight_sources import PULLING, PublishedVersion, WeightSources, version_of
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.weights import (
     BadSource,
@@ -351,9 +351,9 @@ class Fleet:
             self._outbox.warn(f"{name}: {what}: {report.reason}")
             self._send_new_sources([name])
 
-    def on_broadcast(self, name: str, message: BroadcastNews) -> None:
-        """Handle a message of the trainer or of a member about a broadcast group."""
-        self._send_sources_to(self.broadcasts.on_message(name, message))
+    def on_broadcast(self, name: str, status: BroadcastStatus) -> None:
+        """Handle a report of the trainer or of a member about a broadcast."""
+        self._send_sources_to(self.broadcasts.on_status(name, status))
 
     def expire_broadcast(self) -> None:
         self._send_sources_to(self.broadcasts.expire(self.now))
@@ -378,8 +378,8 @@ class Fleet:
             or (node.is_asleep and self.sources.serves_newest(node))
         ):
             return
-        group = self.broadcasts.sending if node.receives else ""
-        if node.receives and (only_news or not group):
+        group = self.broadcasts.place_of(node.name) if node.receives else None
+        if node.receives and (only_news or group is None):
             return  # its group is not open yet, or sends it
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)

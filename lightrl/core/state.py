@@ -371,6 +371,7 @@ class Node:
     weights_failures: int = 0
     has_file: bool = True  # of its policy_version: others can pull from it
     receives: bool = False  # the version on its way, by broadcast
+    broadcast_failures: int = 0  # in a row
     # of its engine, each a member of a broadcast group; 0 = none that can receive
     num_workers: int = 0
     is_preemptible: bool = False  # may be taken away at any moment

@@ -12,6 +12,7 @@ from itertools import filterfalse, islice
 
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
+from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.messages.weights import (
     BadSource,
     Canary,
@@ -217,11 +218,11 @@ class WeightSources:
     # What a node is sent
 
     def message_for(
-        self, node: Node, only_news: bool = False, group: str = ""
+        self, node: Node, only_news: bool = False, group: BroadcastGroup | None = None
     ) -> PublishWeights | None:
         """The message by which a node gets the published version; None while there is no source, or
-        with `only_news` if it was sent all of them. `group`: the broadcast group by which it gets
-        all but the manifest."""
+        with `only_news` if it was sent all of them. `group`: its place in the broadcast group by
+        which it gets all but the manifest."""
         published = self._published
         if published is None or not published.is_described:
             return None

@@ -14,13 +14,7 @@ from lightrl.config.schema import Config
 from lightrl.daemon.admission import require_shared, require_size, write_model_files
 from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
-from lightrl.messages.broadcasts import (
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
-    VersionTaken,
-)
+from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello, Role
@@ -159,29 +153,12 @@ class Roles:
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it. In a
-        broadcast group the trainer's ranks come first."""
+        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
         match message:
-            case (
-                TrainShard()
-                | Give()
-                | Park()
-                | VersionTaken()
-                | OpenBroadcast()
-                | SendBroadcast()
-                | JoinBroadcast(rank=0)
-            ):
+            case TrainShard() | Give() | Park() | VersionTaken():
                 if self._trainer is not None:
                     self._trainer.handle(message)
-            case (
-                Generate()
-                | Abort()
-                | PublishWeights()
-                | JoinBroadcast()
-                | BroadcastSums()
-                | Release()
-                | Wake()
-            ):
+            case Generate() | Abort() | PublishWeights() | Release() | Wake():
                 if self._rollout is not None:
                     self._rollout.handle(message)
             case TrainerSet() | TrainerRelay():

@@ -13,10 +13,8 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
-                   BroadcastOpened BroadcastJoined BroadcastSums BroadcastFailed
-                   TrainerRelay Released Parked
+                   BroadcastStatus TrainerRelay Released Parked
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
-                   OpenBroadcast JoinBroadcast SendBroadcast BroadcastSums
                    TrainerSet TrainerRelay Release Wake Give Park
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
@@ -24,16 +22,7 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
 from typing import TypeAlias
 
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
-    VersionTaken,
-)
+from lightrl.messages.broadcasts import BroadcastStatus, VersionTaken
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate, TokenChunk
 from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
@@ -65,13 +54,7 @@ Message: TypeAlias = (
     | BadSource
     | WeightsFailed
     | VersionTaken
-    | OpenBroadcast
-    | BroadcastOpened
-    | JoinBroadcast
-    | BroadcastJoined
-    | SendBroadcast
-    | BroadcastSums
-    | BroadcastFailed
+    | BroadcastStatus
     | TrainerSet
     | TrainerRelay
     | Release

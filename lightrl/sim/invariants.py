@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightrl.core import race, rounds
+from lightrl.core.broadcasts import Phase
 from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
 from lightrl.core.state import (
     OVER,
@@ -118,16 +119,20 @@ def _sources(core: "Coordinator") -> None:
 
 
 def _broadcast(core: "Coordinator") -> None:
-    """Who waits for a group is a member of the one that there is; all of its processes are
-    there."""
-    fleet, groups = core.fleet, core.fleet.broadcasts.groups
-    groups.check()
+    """A node that receives is a member of the one group; all members are present."""
+    fleet, broadcasts = core.fleet, core.fleet.broadcasts
+    group, phase = broadcasts.group, broadcasts.phase
     receiving = {n.name for n in fleet.nodes.values() if n.receives}
-    _require(receiving == groups.receiving, "some wait for a group, and it is not for them")
-    if groups.epoch is None:
+    _require(receiving == broadcasts.receiving, "some wait for a group, and it is not for them")
+    _require((group is None) == (phase is Phase.NONE), f"a group that is {phase}")
+    is_open = phase in {Phase.SENDING, Phase.STANDING}
+    _require(bool(broadcasts.name) == is_open, f"a group with a name is {phase}")
+    is_under_way = phase in {Phase.OPENING, Phase.SENDING}
+    _require(bool(receiving) == is_under_way, f"some receive from a group that is {phase}")
+    if group is None:
         return
     _require(fleet.sources.trainer in fleet.nodes, "a group without a trainer")
-    for name, incarnation in zip(groups.epoch.members, groups.epoch.incarnations, strict=True):
+    for name, incarnation in zip(group.members, group.incarnations, strict=True):
         node = fleet.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             raise InvariantViolation(f"{name} is a member, but not there")

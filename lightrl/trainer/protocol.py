@@ -3,10 +3,10 @@
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
     daemon -> rank   StartRank Accumulate UpdateWeights ClearStep FinishStep ParkRank EncodeDelta
-                     Save OpenGroup JoinGroup SendWeights LeaveGroup
+                     Save OpenGroup SendWeights LeaveGroup
     rank -> daemon   RankStarted Accumulated Computing Updated Cleared RankParked Published
-                     StepFinished DeltaMade Staged Saved SaveFailed Exported GroupOpened GroupJoined
-                     WeightsSent RankFailed
+                     StepFinished DeltaMade Staged Saved SaveFailed Exported GroupOpened WeightsSent
+                     RankFailed
 
 All ranks get the same commands in the same order, so that their collectives line up; of Accumulate
 the ranks of one replica do, and others get their own meanwhile. A rank answers in the
@@ -19,10 +19,7 @@ from typing import TypeAlias
 
 from lightrl.messages.responses import FinishReason
 from lightrl.messages.weights import Canary
-from lightrl.weights.broadcast.rendezvous import (
-    GroupJoined,
-    JoinGroup,
-)
+from lightrl.weights.broadcast.membership import Membership
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec
 
@@ -170,16 +167,17 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """To rank 0: listen on `host` for the members of a broadcast group, which it then joins;
-    answered by GroupOpened. Example: OpenGroup("10.0.0.1")."""
+    """To rank 0: listen on `host` for the members of a broadcast group; answered by GroupOpened.
+    Example: OpenGroup("10.0.0.1", Membership(...))."""
 
     host: str
+    membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
 class SendWeights:
-    """Send this rank's rows of a published version to the group of this name; answered by
-    WeightsSent."""
+    """To rank 0: send a published version to the group of this name, which forms first if it was
+    just opened; answered by WeightsSent."""
 
     file: VersionFile
     group: str
@@ -187,8 +185,8 @@ class SendWeights:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """What the rank does, or is a member of, for broadcasts is over: it stops listening, forming or
-    sending at once, and tells the other members. No answer but that of the command that it ends."""
+    """To rank 0: stop listening, forming or sending, and leave the group. No answer but that of the
+    command that it ends."""
 
 
 RankCommand: TypeAlias = (
@@ -201,7 +199,6 @@ RankCommand: TypeAlias = (
     | EncodeDelta
     | Save
     | OpenGroup
-    | JoinGroup
     | SendWeights
     | LeaveGroup
 )
@@ -329,7 +326,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class GroupOpened:
-    """Where its members meet. `error`: why nowhere, in one line."""
+    """The members of the group meet at this address. `error`: why not, in one line."""
 
     address: str
     error: str | None = None
@@ -337,9 +334,8 @@ class GroupOpened:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSent:
-    """The sums over this rank's rows. `error`: why the group is over, in one line."""
+    """The version was sent. `error`: why not, in one line; the group is over."""
 
-    sums: tuple[int, ...]
     error: str | None = None
 
 
@@ -370,7 +366,6 @@ RankEvent: TypeAlias = (
     | SaveFailed
     | Exported
     | GroupOpened
-    | GroupJoined
     | WeightsSent
     | RankFailed
 )

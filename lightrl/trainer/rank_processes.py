@@ -43,7 +43,6 @@ from lightrl.trainer.protocol import (
     StartRank,
     WeightsSent,
 )
-from lightrl.weights.broadcast.rendezvous import GroupJoined
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several m
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 # takes as long as a download does, or has a limit of its own
-UNHURRIED = {RankStarted, GroupOpened, GroupJoined, WeightsSent}
+UNHURRIED = {RankStarted, GroupOpened, WeightsSent}
 
 
 class Ranks:
@@ -236,34 +235,24 @@ class Ranks:
         asked = range(len(self)) if ranks is None else ranks
         return [await self.reply(rank, *kinds) for rank in asked]
 
-    async def answers(
-        self,
-        kind: type[Reply],
-        over: asyncio.Future[str],
-        limit_s: float,
-        grace_s: float,
-        ranks: Sequence[int] | None = None,
-    ) -> list[Reply]:
-        """One of each of these ranks, of all by default, to what they do for a broadcast.
+    async def answer(
+        self, kind: type[Reply], over: asyncio.Future[str], limit_s: float, grace_s: float
+    ) -> Reply:
+        """Rank 0's reply to a command for a broadcast.
 
-        They are told to leave the group when `over` says why, or after `limit_s`. Raises
-        WeightsError with the reason once they have answered then, RanksLost when one says nothing
-        for `grace_s` more.
+        The rank is told to leave its group when `over` says why, or after `limit_s`. Raises
+        WeightsError with the reason once it has answered then, RanksLost when it does not within
+        `grace_s` more.
         """
-        asked = range(len(self)) if ranks is None else ranks
-        replies = [asyncio.ensure_future(self.reply(rank, kind)) for rank in asked]
-        answering = asyncio.gather(*replies)
+        answering = asyncio.ensure_future(self.reply(0, kind))
         try:
             if await _any_done({answering, over}, limit_s) and not over.done():
                 return answering.result()
             why = over.result() if over.done() else f"no {kind.__name__} within {limit_s:g} s"
-            logger.info("the ranks are told to leave their broadcast group: %s", why)
-            self.tell(LeaveGroup())
+            logger.info("rank 0 is told to leave its broadcast group: %s", why)
+            self.send(0, LeaveGroup())
             if not await _any_done({answering}, grace_s):
-                silent = next(
-                    r for r, reply in zip(asked, replies, strict=True) if not reply.done()
-                )
-                name = self._ranks[silent].name
+                name = self._ranks[0].name
                 raise RanksLost(f"{name} hangs: no {kind.__name__} when it was to leave its group")
             answering.result()
             raise WeightsError(why)

@@ -25,7 +25,7 @@ from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.trainer.broadcasts import Broadcasts, Order
+from lightrl.trainer.broadcasts import Broadcasts
 from lightrl.trainer.checkpoint.start_point import where_to_start
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
@@ -106,7 +106,7 @@ class Trainer:
         """The last version is published; a checkpoint may still be written."""
         return self._done >= self._config.eval.last_step(self._config.train.steps)
 
-    def handle(self, message: TrainShard | VersionTaken | Give | Park | Order) -> None:
+    def handle(self, message: TrainShard | VersionTaken | Give | Park) -> None:
         self.devices.hear(message)
         if self._state in UNHEARD:
             return
@@ -300,13 +300,13 @@ class Trainer:
     async def _accumulate(self, ranks: Ranks, step: Step) -> bool:
         """All groups of the step; False: stopped before they had come."""
         while True:
-            while not (step.can_go_on or self._begins_anew or self._broadcasts.has_orders):
+            while not (step.can_go_on or self._begins_anew or self._broadcasts.has_order):
                 if self._is_stopping and not (step.is_busy or step.awaits_devices):
                     await step.begin_anew()  # what is saved are the weights of the last step
                     return False
                 self._changed.clear()
                 await self._changed.wait()
-            if self._broadcasts.has_orders:
+            if self._broadcasts.has_order:
                 await step.settle()
                 await self._broadcasts.perform(ranks, self._file)
             elif self._begins_anew or step.is_begun_anew:

@@ -281,7 +281,7 @@ def test_in_these_worlds_everything_does_happen():
         totals["told_again"] += world.num_told_again
         totals["told_without_trainer"] += world.num_without_trainer
         totals["late_endpoints"] += world.num_late_endpoints
-        groups = world.core.fleet.broadcasts.groups
+        groups = world.core.fleet.broadcasts
         totals["broadcasts"] += groups.num_sent
         totals["broadcasts_lost"] += groups.num_lost
         totals["by_broadcast"] += world.broadcasts.num_received

@@ -10,7 +10,7 @@ from lightrl.core import trainer_feed
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
-    BroadcastHeard,
+    BroadcastReported,
     DrainRequested,
     EndpointOpened,
     Event,
@@ -469,7 +469,7 @@ class World:
         self.to_train.clear()
         self.untaken.clear()
         self.broadcasts.forget("t")
-        said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastHeard
+        said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastReported
         self.past = [e for e in self.past if not isinstance(e, said)]
         self.sharing.orders.pop("t", None)
         self.sharing.given = set()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from lightrl.messages.broadcasts import BroadcastFailed, JoinBroadcast
 from lightrl.messages.nodes import Bye, Drain, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
 from lightrl.messages.sharing import Release, Released, Wake
@@ -329,16 +328,6 @@ def test_a_node_that_sleeps_can_be_sent_away(tmp_path: Path):
             assert (bye.reason, bye.ok) == ("enough", True)
             async with asyncio.timeout(DEADLINE_S):
                 assert await daemon.wait() == 0
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.e2e
-def test_it_is_a_member_of_no_broadcast_group(tmp_path: Path):
-    async def scenario():
-        async with awake_node(tmp_path) as (head, _):
-            head.send(JoinBroadcast("g", "127.0.0.1:1", 1, 1, 2, "gloo"))
-            assert (await head.expect(BroadcastFailed)).group == "g"
 
     asyncio.run(scenario())
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightrl.trainer.protocol import Computing, FinishStep, RankCommand, RankEvent, StartRank
 from lightrl.trainer.rank.emulated import EmulatedRank
 from lightrl.trainer.rank.main import serve
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.membership import IsUnwanted
 
 SLOW_TARGET = "tests.support.slow_rank:main"
 LATE_S = 0.7

@@ -80,7 +80,7 @@ class Coordinator:
                 if self._expects_position or version > self._stands_at:
                     self._expects_position, self._stands_at = False, version
                     if self.says_taken and version < self.config.train.steps:
-                        self.trainer.handle(VersionTaken(version, False, True))
+                        self.trainer.handle(VersionTaken(version, wants_delta=True))
                     if happens is None and version < self.config.train.steps:
                         self.feed(version)
             case StepDone(step):

@@ -146,7 +146,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
             case PublishWeights(version, digest, deltas=()):
                 digests.append(digest)
                 published.put_nowait(version)
-                trainer.handle(VersionTaken(version, broadcasts=False, wants_delta=True))
+                trainer.handle(VersionTaken(version, wants_delta=True))
             case StepDone():
                 done.append(message.metrics)
 

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrl.errors import TrainerError
 from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S, join_alone
-from lightrl.weights.broadcast.pieces import rows
 
 COMPUTED = {"cuda": torch.bfloat16}  # in which a kind of device computes; others in float32
 
@@ -128,7 +127,9 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
     if not isinstance(tensor, DTensor):
         return 0, length
     mesh = tensor.device_mesh
-    first, end = rows(length, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    chunk = -(-length // mesh.size(mesh.ndim - 1))  # as torch.chunk and so FSDP2 divide rows
+    first, end = min(rank * chunk, length), min((rank + 1) * chunk, length)
     if (here := tensor.to_local().shape[0]) != end - first:
         raise TrainerError(f"a rank has {here} of {length} rows instead of {first} to {end}")
     return first, end

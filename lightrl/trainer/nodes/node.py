@@ -12,7 +12,6 @@ from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.sharing import Give, Park
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
-from lightrl.trainer.broadcasts import Order
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.follower import Follower
 from lightrl.trainer.saves import Saves
@@ -57,7 +56,7 @@ class TrainerNode:
         return self._trainer is not None and self._trainer.all_steps_done
 
     def handle(
-        self, message: TrainShard | VersionTaken | Give | Park | Order | TrainerSet | TrainerRelay
+        self, message: TrainShard | VersionTaken | Give | Park | TrainerSet | TrainerRelay
     ) -> None:
         match message:
             case TrainerSet(leader, followers) if leader == self._name:

@@ -70,7 +70,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.rank.main import finished, require_step, serve
 from lightrl.trainer.rank.meeting import Meeting
-from lightrl.weights.broadcast.rendezvous import GroupJoined, IsUnwanted, JoinGroup
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.version.manifest import VersionFile
@@ -164,10 +164,8 @@ class EmulatedRank:
                     yield from self._save(Path(path), export)
             case OpenGroup():
                 yield GroupOpened("", NO_WEIGHTS)
-            case JoinGroup(place=place):
-                yield GroupJoined(place.name, NO_WEIGHTS)
             case SendWeights():
-                yield WeightsSent((), NO_WEIGHTS)
+                yield WeightsSent(NO_WEIGHTS)
             case LeaveGroup():
                 pass
             case StartRank():

@@ -33,7 +33,7 @@ from lightrl.trainer.model.policy import OF_FAMILIES, Policy, load_served, shard
 from lightrl.trainer.protocol import Published, RankCommand, RankEvent, RankStarted, StartRank
 from lightrl.trainer.rank.main import serve
 from lightrl.trainer.rank.rank import BASE_FOLDER
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher, Shard
 from lightrl.weights.version.manifest import VersionFile

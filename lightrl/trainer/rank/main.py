@@ -28,7 +28,7 @@ from lightrl.trainer.protocol import (
     StartRank,
     StepFinished,
 )
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.membership import IsUnwanted
 
 logger = logging.getLogger(__name__)
 

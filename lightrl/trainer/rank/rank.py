@@ -55,7 +55,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank import canary
 from lightrl.trainer.rank.main import Report, finished, require_step, reuse_memory, serve
 from lightrl.trainer.rank.sender import Sender
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher
 from lightrl.weights.version.manifest import VersionFile
@@ -177,7 +177,7 @@ class Rank:
                 problem = self.saver.begin(Path(path), self._saved(), export)
                 self._staging_s += time.monotonic() - begun
                 yield Staged(path, problem or None)
-            case OpenGroup() | JoinGroup() | SendWeights():
+            case OpenGroup() | SendWeights():
                 yield self._sender.perform(command, is_unwanted)
             case LeaveGroup():
                 self._sender.leave("the trainer has left it")

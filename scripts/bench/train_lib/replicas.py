@@ -141,7 +141,7 @@ async def _fed(config: Config, folder: Path, groups: list[TrainGroup]) -> list[D
         nonlocal begun
         match message:
             case PublishWeights(version):
-                trainer.handle(VersionTaken(version, broadcasts=False, wants_delta=False))
+                trainer.handle(VersionTaken(version, wants_delta=False))
                 if version == 0:
                     begun = (perf_counter(), cpu_s())
                     feed(0, 0)

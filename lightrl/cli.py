@@ -158,12 +158,10 @@ def resume(
 
     config = prepare(targets[0] if targets else None, overrides, from_checkpoint)
     if roles:
-        from lightrl.devices.plan import require_room
+        from lightrl.launch.checks import required
         from lightrl.launch.local import in_foreground
-        from lightrl.launch.preflight import require_here
 
-        require_here(config, roles)
-        require_room(config, roles, slots)
+        config = required(config, roles, slots, is_resumed=True)
         exit_with(in_foreground(config, _coordinator(config, options), resume=True))
     else:
         _whole_run(config, no_tui, resume=True)
@@ -291,16 +289,10 @@ def _foreground(config: "Config | None", key: Path | None, options: "DaemonOptio
             raise typer.BadParameter("--role coordinator needs a CONFIG")
         if join:
             raise typer.BadParameter("a coordinator does not --join another one")
-        from lightrl.devices.plan import require_room
-        from lightrl.launch.initial import settled
-        from lightrl.launch.preflight import require_files, require_here, require_new
-
-        require_files(config)
-        config = settled(config)
-        require_here(config, roles)
-        require_new(config)
-        require_room(config, roles, options.slots)
+        from lightrl.launch.checks import required
         from lightrl.launch.local import in_foreground
+
+        config = required(config, roles, options.slots)
 
         exit_with(in_foreground(config, _coordinator(config, options)))
     elif not join:
@@ -339,35 +331,34 @@ def _coordinator(config: "Config", options: "DaemonOptions") -> Callable[[Path],
 
 def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> None:
     from lightrl.config.run_file import to_toml
-    from lightrl.devices.driver import look
-    from lightrl.devices.plan import assigned
     from lightrl.devices.plan import describe as describe_devices
-    from lightrl.launch.initial import begins_with, settled
-    from lightrl.launch.plan import describe, device_notes, here
-    from lightrl.launch.preflight import require_files, require_here
+    from lightrl.errors import RewardError
+    from lightrl.launch.checks import Setup, judge
+    from lightrl.launch.initial import begins_with
+    from lightrl.launch.plan import describe, here
     from lightrl.launch.weights_plan import describe as describe_weights
-    from lightrl.launch.weights_plan import notes
 
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
-    require_files(config)
-    config = settled(config)
-    require_here(config, roles)
+    setup = Setup(config, roles, slots)
+    notes = [found.text for found in judge(setup, "up") if found.is_note]
+    assert setup.config is not None
+    config = setup.config
     devices = describe_devices(config, roles, slots)
-    machine = look()
-    found = assigned(config, machine, roles, slots)
     local = here(config, roles, slots)
-    weights = [*describe_weights(local, machine), *notes(config, found)]
-    lines = describe(local, devices, weights, roles).split("\n")
+    lines = describe(local, devices, describe_weights(local, setup.machine), roles).split("\n")
     labels = ("begins with", "", "")
     lines += [f"{a:12}{line}" for a, line in zip(labels, begins_with(config), strict=False)]
-    lines += [f"{'note':12}{note}" for note in device_notes(config, found, roles)]
+    lines += [f"{'note':12}{note}" for note in notes if note not in devices]
     show([*to_toml(config).split("\n"), *lines])
-    if not roles or "coordinator" in roles:
-        from lightrl.launch.first_rows import describe as describe_rewards
-
-        for line in describe_rewards(config):
-            show([line])
+    refused: list[str] = []
+    for found in judge(setup, "dry-run"):
+        if found.is_note and found.verdict == "fail":
+            refused.append(found.text)
+        else:
+            show([f"{'note' if found.is_note else found.subject:12}{found.text}"])
+    if refused:
+        raise RewardError(refused[0])
 
 
 def _expanded(word: str) -> str:

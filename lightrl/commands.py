@@ -207,11 +207,11 @@ def data(
 
 def check(settings: Settings = None) -> None:
     """Verify this machine, and a CONFIG if one is given, and say what to do."""
-    from lightrl.launch.check import findings
+    from lightrl.launch.checks import Setup, judge
 
-    config = arguments.config(settings or [])
+    setup = Setup(arguments.config(settings or []))
     failed = False
-    for finding in findings(config):
+    for finding in judge(setup, "check"):
         failed |= finding.verdict == "fail"
         show([f"{finding.verdict:5} {finding.subject:14} {finding.text}"])
     exit_with(int(failed))

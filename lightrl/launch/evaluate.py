@@ -22,14 +22,14 @@ from lightrl.config.schema import Config
 from lightrl.coordinator import samples
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
+from lightrl.launch.checks import Setup
 from lightrl.launch.daemons import RunFailed
 from lightrl.launch.eval_config import evaluation
 from lightrl.launch.eval_report import Progress, as_json, last_lines, result_of, table
 from lightrl.launch.eval_target import EvalTarget, find_target
 from lightrl.launch.local import LocalRun
-from lightrl.launch.preflight import require_files, require_here
 from lightrl.launch.report import repeated_warnings, stop_reason
-from lightrl.launch.run import cancel, configure_log, find_gpus, to_its_end
+from lightrl.launch.run import cancel, configure_log, judged, to_its_end
 from lightrl.system.files import replacing
 from lightrl.system.json_lines import read_rows
 from lightrl.system.output import never_fail, print_error, print_lines, show
@@ -61,12 +61,15 @@ async def evaluate(checkpoint: str, options: EvalOptions) -> int:
         _require_free(file)
     with temporary_folder("eval") as folder:
         config = evaluation(target, options.config, options.overrides, options.sets, folder)
-        require_files(config)
-        require_here(config)
-        for line in _notes(target, config):
+        setup = Setup(config, starts=True)
+        found = await judged(setup, tell)
+        assert setup.config is not None
+        config = setup.config
+        gpus = [finding.text for finding in found if finding.is_note and finding.subject == "gpu"]
+        for line in (*_notes(target, config), *gpus):
             tell(line)
         try:
-            return await _evaluate(target, config, options, tell)
+            return await _evaluate(target, setup, options, tell)
         except RunFailed as e:
             raise _with_logs(e, config.run_dir / "logs") from None
 
@@ -107,13 +110,12 @@ def _shown(path: str) -> str:
 
 
 async def _evaluate(
-    target: EvalTarget, config: Config, options: EvalOptions, tell: Callable[[str], None]
+    target: EvalTarget, setup: Setup, options: EvalOptions, tell: Callable[[str], None]
 ) -> int:
+    assert setup.config is not None
+    config = setup.config
     configure_log(config)
-    gpus = await find_gpus(config, tell)
-    for note in gpus.notes:
-        tell(note)
-    local = LocalRun(config, resume=False, report=tell, gpus=gpus)
+    local = LocalRun(config, resume=False, report=tell, gpus=setup.gpus)
     progress = Progress()
     try:
         interrupted = await to_its_end(local, _live(local, progress, tell), tell)

@@ -206,7 +206,6 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
             f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: "
             "no group runs at once; raise rollout.slots or rollout.nodes"
         )
-    yield from key_notes(config)
     responses = config.train.prompts_per_step * config.rollout.group_size
     if config.train.engine != "emulated":
         yield from _overlap_notes(config, responses)

@@ -16,17 +16,13 @@ from lightrl.client.address import relative
 from lightrl.client.find_run import final_snapshot
 from lightrl.config.schema import Config
 from lightrl.core.state import RunState
-from lightrl.devices.assign import Assignment
-from lightrl.devices.plan import for_run
 from lightrl.errors import ConfigError
+from lightrl.launch.checks import Finding, Setup, judge
 from lightrl.launch.daemons import RunFailed
-from lightrl.launch.initial import begins_with, settled
+from lightrl.launch.initial import begins_with
 from lightrl.launch.local import LocalRun, join_lines
-from lightrl.launch.plan import device_notes, key_notes
-from lightrl.launch.preflight import require_files, require_here, require_new
 from lightrl.launch.report import print_progress, repeated_warnings, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
-from lightrl.launch.weights_plan import notes
 from lightrl.log import LogSettings, configure_file
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import never_fail, print_lines
@@ -44,20 +40,17 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     never_fail()
     if config.eval.checkpoint:
         raise ConfigError("eval.checkpoint: is for lightrl eval CHECKPOINT CONFIG; leave it out")
-    if not resume:
-        require_files(config)
-        config = settled(config)
-        require_new(config)
-    require_here(config)
+    setup = Setup(config, starts=True, is_resumed=resume)
+    notes = [finding.text for finding in await judged(setup, print_lines) if finding.is_note]
+    assert setup.config is not None
+    config = setup.config
     configure_log(config)
-    gpus = await find_gpus(config, print_lines)
-    said = (*notes(config, gpus), *key_notes(config), *device_notes(config, gpus))
-    for note in (*gpus.notes, *said):
+    for note in notes:
         print_lines(note)
     if not resume and (lines := list(begins_with(config))):
         print_lines("; ".join([f"begins with {lines[0]}", *lines[1:]]))
     later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, resume, later.append if tui else print_lines, gpus)
+    local = LocalRun(config, resume, later.append if tui else print_lines, setup.gpus)
     try:
         interrupted = await to_its_end(local, _live(local, tui), print_lines)
     finally:
@@ -97,10 +90,10 @@ async def to_its_end(
     return reason == "interrupted"
 
 
-async def find_gpus(config: Config, tell: Callable[[str], None]) -> Assignment:
-    """For all daemons of the run that are to be here. Raises ConfigError, one line."""
+async def judged(setup: Setup, tell: Callable[[str], None]) -> list[Finding]:
+    """The findings before a start. Raises LightRLError, one line, if it is refused."""
     return await retry_on_resource_limit(
-        lambda: in_thread(for_run, config), "the search for devices", tell
+        lambda: in_thread(lambda: list(judge(setup, "up"))), "the checks before the start", tell
     )
 
 

@@ -194,11 +194,8 @@ def _staleness(config: Config) -> str:
 def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]:
     launched, launched_each = config.launched
     if num_prompts and num_prompts < launched:
-        what = (
-            "a short round launches"
-            if launched > config.train.prompts_per_step
-            else "one step takes"
-        )
+        is_short = launched > config.train.prompts_per_step
+        what = "a short round launches" if is_short else "one step takes"
         where = "data.path holds" if config.data.path else "data.sets hold"
         yield f"{where} fewer prompts ({num_prompts:,}) than {what} ({launched:,})"
     if 0 < slots < launched_each:
@@ -206,15 +203,16 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
             f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: "
             "no group runs at once; raise rollout.slots or rollout.nodes"
         )
-    responses = config.train.prompts_per_step * config.rollout.group_size
-    if config.train.engine != "emulated":
-        yield from _overlap_notes(config, responses)
-    if config.round.tail_batching == "off":
-        for key in sorted(config.round.model_fields_set & {"eta", "race", "deferred"}):
-            if (value := getattr(config.round, key)) != type(config.round).model_fields[
-                key
-            ].default:
-                yield f"round.{key} = {value} has no effect without round.tail_batching"
+    train = config.train
+    if train.engine == "emulated" or config.run.deterministic:
+        return
+    tokens = train.prompts_per_step * config.rollout.group_size * config.max_trained_length
+    if tokens < train.max_tokens_per_gpu * (train.world // train.replicas):
+        yield (
+            f"train.max_tokens_per_gpu = {train.max_tokens_per_gpu:,}: a step has at most "
+            f"{tokens:,} tokens and fills no micro-batch on every rank, so that it is trained when "
+            "its round is over; a smaller one lets both overlap"
+        )
 
 
 def _rollout(config: Config, slots: int) -> str:
@@ -279,101 +277,96 @@ def _optimizer(optim: Optim) -> str:
 def key_notes(config: Config) -> Iterator[str]:
     """Keys that have no effect, or hardly the one that was meant."""
     if config.run.deterministic:
-        yield from _determinism_notes(config)
-    if config.train.engine != "emulated":
-        yield from _algorithm_notes(config)
-        yield from _optimizer_notes(config)
-        yield from _sync_notes(config.train)
+        yield from (f"run.deterministic does not cover {what}" for what in _not_repeated(config))
+    if config.train.deterministic is False and config.run.deterministic:
+        yield "train.deterministic = false cannot act: run.deterministic includes it"
+    if config.train.engine != "emulated" and config.train.optim.lr > HIGH_LR:
+        yield (
+            f"{config.shown('train.optim.lr')}: AdamW moves every weight by about as much in one "
+            "update, which soon destroys a model; 1e-6 is usual, 1e-5 to 1e-4 for adapters"
+        )
     if config.rollout.top_p < 1 or config.rollout.top_k:
         yield "rollout.top_p, top_k: tokens that they leave out are never sampled, nor explored"
-    if config.train.mini_batches == 1 and config.train.mini_batch_order != "random":
-        yield (
-            f"train.mini_batch_order = {config.train.mini_batch_order!r} cannot act: a step is one "
-            "update with train.mini_batches = 1"
-        )
-    surplus = config.launched[0] - config.train.prompts_per_step
-    steps_left = config.train.steps - 1 - config.async_.max_staleness
-    if surplus > max(0, steps_left) * config.train.prompts_per_step:
-        yield (
-            f"round.tail_batching cannot act: after a short round train.steps = "
-            f"{config.train.steps} are too few to train what it puts off"
-        )
+    for key, why in without_effect(config):
+        yield f"{key} cannot act: {why}"
+
+
+def without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys, with their values, that cannot act, and why."""
+    train, rounds, shown = config.train, config.round, config.shown
+    if train.engine != "emulated":
+        yield from _of_training(config)
+    if train.mini_batches == 1 and train.mini_batch_order != "random":
+        yield shown("train.mini_batch_order"), "a step is one update with train.mini_batches = 1"
+    surplus = config.launched[0] - train.prompts_per_step
+    steps_left = train.steps - 1 - config.async_.max_staleness
+    if surplus > max(0, steps_left) * train.prompts_per_step:
+        few = f"{shown('train.steps')} are too few to train what it puts off"
+        yield "round.tail_batching", f"after a short round {few}"
+    for key in sorted(rounds.model_fields_set & {"eta", "race", "deferred"}):
+        default = type(rounds).model_fields[key].default
+        if rounds.tail_batching == "off" and getattr(rounds, key) != default:
+            yield shown(f"round.{key}"), "there are no short rounds without round.tail_batching"
     for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
+        yield f"rollout.engine_args: {key}", "there are no adapters with model.lora.rank = 0"
+
+
+def _of_training(config: Config) -> Iterator[tuple[str, str]]:
+    train, algorithm, shown = config.train, config.algorithm, config.shown
+    optim = train.optim
+    keys = [k for k in ("clip_low", "clip_high") if getattr(algorithm, k) is not None]
+    keys += ["clip_dual"] if algorithm.clip_dual else []
+    what = f"algorithm.{' and '.join(keys)}" if keys else ""
+    if not keys and algorithm.name in CLIP:  # by which it differs from others
+        what = f"{shown('algorithm.name')}: its clipping"
+    if what and train.mini_batches == 1 and algorithm.old_logprobs == "trainer":
         yield (
-            f"rollout.engine_args: {key} cannot act: there are no adapters with model.lora.rank = 0"
+            what,
+            "a step is one update, and its ratios to the weights before it are all 1; raise "
+            "train.mini_batches, or set algorithm.old_logprobs = 'rollout'",
         )
+    if algorithm.clip_dual and algorithm.name == "cispo":
+        yield "algorithm.clip_dual", "cispo clips the weight of a token, not its loss"
+    if algorithm.kl_type != "k3" and not algorithm.kl_coef:
+        yield shown("algorithm.kl_type"), "there is no penalty with algorithm.kl_coef = 0"
+    if optim.schedule == "constant" and optim.min_lr_ratio:
+        yield "train.optim.min_lr_ratio", "train.optim.schedule = 'constant'"
+    is_new = not config.checkpoint.initial_load_path
+    if optim.schedule != "constant" and optim.warmup_steps >= train.steps and is_new:
+        why = f"all of {shown('train.steps')} are train.optim.warmup_steps"
+        yield shown("train.optim.schedule"), why
+    if train.sync == "last" and train.world == 1:
+        yield shown("train.sync"), "there is one rank, and nothing to sum over ranks"
+    elif train.sync != "auto" and train.world == train.replicas > 1:
+        each = f"each of {shown('train.replicas')} is one rank"
+        yield shown("train.sync"), f"{each}, and replicas meet once an update"
 
 
-def _determinism_notes(config: Config) -> Iterator[str]:
-    """What a run that is to repeat bit for bit does not repeat."""
-    but = "run.deterministic does not cover"
+def _not_repeated(config: Config) -> Iterator[str]:
+    """What a run that should repeat bit for bit does not repeat, and why."""
     if config.round.tail_batching != "off" and config.round.race == "clock":
-        yield f"{but} round.race = 'clock': which responses are trained depends on timing"
+        yield "round.race = 'clock': which responses are trained depends on timing"
     if config.continues:
-        yield f"{but} round.deferred = 'continue': how far a response came depends on timing"
-    if most := config.async_.max_staleness:
-        yield f"{but} async.max_staleness = {most}: what samples a token depends on timing"
+        yield "round.deferred = 'continue': how far a response came depends on timing"
+    if config.async_.max_staleness:
+        ahead = config.shown("async.max_staleness")
+        yield f"{ahead}: what samples a token depends on timing"
     if "judge" in (functions := config.reward_functions):
-        yield f"{but} the reward 'judge': its model may answer the same question differently"
+        yield "the reward 'judge': its model may answer the same question differently"
     tests = f", nor tests of 'code' that take {LONGEST_TEST_S:g} s" if "code" in functions else ""
-    limit = f"reward.timeout_s = {config.reward.timeout_s:g}"
-    yield f"{but} time-outs of rewards ({limit}): a slow call has no score{tests}"
-    if config.train.deterministic is False:
-        yield "train.deterministic = false cannot act: run.deterministic includes it"
+    limit = config.shown("reward.timeout_s")
+    yield f"time-outs of rewards ({limit}): a slow call has no score{tests}"
 
 
 def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -> Iterator[str]:
-    """Keys that have no effect on the devices here, of which `gpus` says who gets which."""
+    """Keys that have no effect on the devices here. `gpus`: who gets which."""
     train = config.train
     is_on_cpu = not gpus.ranks and (not roles or "trainer" in roles)
+    on_cpu = "cannot act: ranks here have no GPU, and"
     if train.offload != "none" and train.engine != "emulated" and is_on_cpu:
-        yield (
-            f"train.offload = {train.offload!r} cannot act: ranks here have no GPU, and all is in "
-            "the memory of the host"
-        )
+        yield f"{config.shown('train.offload')} {on_cpu} all is in the memory of the host"
     if train.deterministic is True and (is_on_cpu or train.engine == "emulated"):
-        yield (
-            "train.deterministic = true cannot act: ranks here have no GPU, and sums on a CPU have "
-            "one order"
-        )
-
-
-def _overlap_notes(config: Config, responses: int) -> Iterator[str]:
-    most, budget = responses * config.max_trained_length, config.train.max_tokens_per_gpu
-    ranks = config.train.world // config.train.replicas
-    if most < budget * ranks and not config.run.deterministic:
-        yield (
-            f"train.max_tokens_per_gpu = {budget:,}: a step has at most {most:,} tokens and fills "
-            "no micro-batch on every rank, so that it is trained when its round is over; a smaller "
-            "one lets both go on at once"
-        )
-
-
-def _sync_notes(train: Train) -> Iterator[str]:
-    if train.sync == "last" and train.world == 1:
-        yield "train.sync = 'last' cannot act: there is one rank, and nothing to sum over ranks"
-    elif train.sync != "auto" and train.world == train.replicas > 1:
-        yield (
-            f"train.sync = {train.sync!r} cannot act: each of train.replicas = {train.replicas} is "
-            "one rank, and replicas meet once an update"
-        )
-
-
-def _optimizer_notes(config: Config) -> Iterator[str]:
-    train, optim = config.train, config.train.optim
-    if optim.lr > HIGH_LR:
-        yield (
-            f"train.optim.lr = {optim.lr:g}: AdamW moves every weight by about as much in one "
-            "update, which soon destroys a model; 1e-6 is usual, 1e-5 to 1e-4 for adapters"
-        )
-    if optim.schedule == "constant":
-        if optim.min_lr_ratio:
-            yield "train.optim.min_lr_ratio cannot act: train.optim.schedule = 'constant'"
-    elif optim.warmup_steps >= train.steps and not config.checkpoint.initial_load_path:
-        yield (
-            f"train.optim.schedule = {optim.schedule!r} cannot act: all of train.steps = "
-            f"{train.steps:,} are train.optim.warmup_steps"
-        )
+        yield f"train.deterministic = true {on_cpu} sums on a CPU have one order"
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -398,27 +391,6 @@ def _weights(config: Config, is_float32: bool) -> str:
         return "no importance weights"
     low, high = bounds
     return f"importance weights of {f'{low:g} to' if low else 'at most'} {high:g}"
-
-
-def _algorithm_notes(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    keys = [k for k in ("clip_low", "clip_high") if getattr(algorithm, k) is not None]
-    keys += ["clip_dual"] if algorithm.clip_dual else []
-    what = f"algorithm.{' and '.join(keys)}" if keys else ""
-    if not keys and algorithm.name in CLIP:  # by which it differs from others
-        what = f"algorithm.name = {algorithm.name!r}: its clipping"
-    if what and config.train.mini_batches == 1 and algorithm.old_logprobs == "trainer":
-        yield (
-            f"{what} cannot act: a step is one update, and its ratios to the weights before it are "
-            "all 1; raise train.mini_batches, or set algorithm.old_logprobs = 'rollout'"
-        )
-    if algorithm.clip_dual and algorithm.name == "cispo":
-        yield "algorithm.clip_dual cannot act: cispo clips the weight of a token, not its loss"
-    if algorithm.kl_type != "k3" and not algorithm.kl_coef:
-        yield (
-            f"algorithm.kl_type = {algorithm.kl_type!r} cannot act: there is no penalty with "
-            "algorithm.kl_coef = 0"
-        )
 
 
 def _evaluation(config: Config) -> Iterator[str]:

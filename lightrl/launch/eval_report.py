@@ -1,6 +1,6 @@
-"""What `lightrl eval` says: progress while it goes on, a table for people, JSON for machines.
+"""The result of `lightrl eval`: a table for people, JSON for machines.
 
-Reads snapshots and what the run has left; starts and stops nothing.
+Reads what the run has left; starts and stops nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config.schema import Config
-from lightrl.core.state import OVER, RunState
 from lightrl.errors import LightRLError
 from lightrl.launch.eval_target import EvalTarget
-from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
-from lightrl.metrics.display import aligned, count, duration
+from lightrl.metrics.display import aligned
 from lightrl.wire import from_json, to_json
 
-LINE_EVERY_S, SAME_EVERY_S = 2.0, 20.0
 EVAL_SECONDS = "eval/seconds"
 COLUMNS = "SET PROMPTS SAMPLES AVG@K PASS@1 PASS@K LENGTH CLIP_RATIO FAILURES"
 INDENT = "  "  # of a source of the set above
@@ -59,44 +56,6 @@ def result_of(target: EvalTarget, config: Config, run_dir: Path) -> EvalResult:
         raise LightRLError(f"{where}; is there no room left? TMPDIR=DIR moves it") from None
     figures = {name: value for name, value in record.items() if name.startswith("eval/")}
     return EvalResult(target, config, figures, summary["eval_prompts"], seconds, summary)
-
-
-def how_far(s: Snapshot) -> str:
-    """In one line; "" = there is nothing to be said any more."""
-    if s.state in OVER or s.state == RunState.FINISHING or s.evals:
-        return ""
-    if s.round_kind != "eval":
-        engines = [node for node in s.nodes if "rollout" in node.roles]
-        if s.policy_version is None:
-            return "reading the weights"
-        ready = sum(node.state == "ready" for node in engines)
-        return f"loading the weights: {ready} of {len(engines)} engines are ready"
-    done = s.responses_done
-    total = done + s.responses_running + s.responses_queued
-    speed = f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else ""
-    scored = f"  {s.round_accepted:,} of {s.round_needed:,} prompts are scored"
-    waits = scored if done == total else ""
-    return f"{done:,} of {total:,} responses{waits}{speed}  {duration(s.elapsed_s)}"
-
-
-class Progress:
-    """What has been said: a line every few seconds, or more rarely where it says the same."""
-
-    def __init__(self) -> None:
-        self.last = ""  # of the responses; "" = they had not begun
-        self._said = ""
-        self._said_at = float("-inf")
-
-    def line(self, s: Snapshot, now: float) -> str:
-        """The next line; "" = none is due."""
-        line = how_far(s)
-        if s.round_kind == "eval" and line:
-            self.last = line
-        every_s = SAME_EVERY_S if line == self._said else LINE_EVERY_S
-        if not line or now - self._said_at < every_s:
-            return ""
-        self._said, self._said_at = line, now
-        return line
 
 
 def table(result: EvalResult) -> list[str]:

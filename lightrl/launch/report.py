@@ -36,6 +36,7 @@ from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5
 LINE_EVERY_S = 2.0
+EVAL_LINE_EVERY_S = 20.0
 RETRY_S = 1.0
 # that a result must not hide
 TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")
@@ -61,7 +62,7 @@ class Progress:
     """What has been printed already."""
 
     def __init__(self) -> None:
-        self._said_at = float("-inf")
+        self._said_at = self._eval_said_at = float("-inf")
         self._step = 0
         self._num_evals = 0
         self._state = ""
@@ -83,6 +84,9 @@ class Progress:
                 self._warned.add(of)
                 yield f"{WARNING}{warning_text(row)}"
         yield from self._waits.lines(s.wait, now)
+        if s.round_kind == "eval" and now - self._eval_said_at >= EVAL_LINE_EVERY_S:
+            self._eval_said_at = now
+            yield f"evaluating: {_evaluated(s)}"
         evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
@@ -96,6 +100,15 @@ class Progress:
                 + f"  {duration(s.elapsed_s)}"
             )
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] >= s.step)
+
+
+def _evaluated(s: Snapshot) -> str:
+    done = s.responses_done
+    total = done + s.responses_running + s.responses_queued
+    speed = f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else ""
+    scored = f"  {s.round_accepted:,} of {s.round_needed:,} prompts are scored"
+    waits = scored if done == total else ""
+    return f"{done:,} of {total:,} responses{waits}{speed}  {duration(s.elapsed_s)}"
 
 
 def _eval_line(num_steps: int, step: int, scores: Scores) -> str:

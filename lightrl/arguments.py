@@ -7,6 +7,7 @@ Owns syntax and what must not be combined; runs nothing. Must stay quick to impo
 import os
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -168,7 +169,7 @@ def config(settings: list[str], initial: str = "") -> "Config | None":
     return begun_from(config, initial)
 
 
-def split_args(settings: list[str]) -> tuple[list[str], list[str]]:
+def split_args(settings: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names of files or runs, and overrides."""
     return [s for s in settings if "=" not in s], [s for s in settings if "=" in s]
 

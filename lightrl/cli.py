@@ -97,7 +97,8 @@ def up(
     from lightrl.daemon.main import DaemonOptions
 
     options = DaemonOptions(
-        *(name, roles),
+        name,
+        roles,
         join=join,
         slots=slots,
         is_preemptible=preemptible,
@@ -237,7 +238,7 @@ def daemon(
     join: Annotated[str, typer.Option()] = "",
     tied: Annotated[bool, typer.Option("--tied", help="leave when stdin closes")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="a coordinator: go on from the journal")
+        bool, typer.Option("--resume", help="a coordinator: continue from the journal")
     ] = False,
     gpus: Annotated[str, typer.Option(help="for CUDA_VISIBLE_DEVICES of its children")] = "",
     gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
@@ -262,7 +263,11 @@ def daemon(
         # no more than it needs
         key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
         options = DaemonOptions(
-            *(name, roles, run_dir, config, join or None),
+            name,
+            roles,
+            run_dir,
+            config,
+            join=join,
             resume=resume,
             key=key,
             gpus=given,
@@ -293,7 +298,6 @@ def _foreground(config: "Config | None", key: Path | None, options: "DaemonOptio
         from lightrl.launch.local import in_foreground
 
         config = required(config, roles, options.slots)
-
         exit_with(in_foreground(config, _coordinator(config, options)))
     elif not join:
         raise typer.BadParameter(

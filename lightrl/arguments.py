@@ -109,7 +109,7 @@ Settings = Annotated[
 
 
 def require_coherent(settings: list[str], options: "DaemonOptions") -> None:
-    """Nothing that a user says may be ignored. Raises ConfigError, one line."""
+    """No option of a user may be ignored. Raises ConfigError, one line."""
     roles, name, shares, parallel = options.roles, options.name, options.shares, options.parallel
     if options.join and settings and "coordinator" not in roles:
         raise ConfigError(
@@ -126,7 +126,7 @@ def require_coherent(settings: list[str], options: "DaemonOptions") -> None:
         if given and roles != ("rollout",):
             raise ConfigError(f"--{option} is for one rollout daemon that has to --join a run")
     if options.part and not shares:
-        raise ConfigError(f"--part {options.part}: of whose devices? --shares TRAINER says that")
+        raise ConfigError(f"--part {options.part}: of whose devices? give --shares TRAINER")
     if shares and options.is_preemptible:
         raise ConfigError(f"--shares {shares}: a node that may be taken away has its own devices")
     if parallel and options.is_preemptible:

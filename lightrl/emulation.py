@@ -22,12 +22,12 @@ DEFAULTS = {
     "half_batch": 107.0,  # at which a step takes twice t0, as measured on an H100 with a 7B model
     # of an engine that spans twice as many devices (rollout.parallel): by how much it is faster
     "faster": 1.4,
-    "prefill_ms": 0.0,  # of a token whose KV is computed anew, as after a preemption
+    "prefill_ms": 0.0,  # of a token whose KV is computed again, as after a preemption
     "kv_tokens": 0.0,  # that the KV cache of an engine on one device holds; 0 = what slots need
     # that the weights take the place of: an engine that spans several devices holds them once
     "weights_kv_tokens": 0.0,
     "mean_length": 0.0,  # of a response, tokens; 0 = always to the length limit
-    # of responses that run to the limit whatever mean_length says: a long tail
+    # of responses that run to the limit whatever mean_length is: a long tail
     "runaway_share": 0.0,
     # chance that a version samples another response than the seed gives: two versions agree in
     # (1 - chance)^2 of the responses, by default in 16 %, as a real model did for 1,000 tokens

@@ -185,7 +185,7 @@ class Reward(Section):
 
 def with_environment(tree: dict[str, Any]) -> dict[str, Any]:
     """A config whose reward is an environment of `verifiers` has the environment's data, unless it
-    says otherwise."""
+    names other data."""
     reward, data = tree.get("reward"), tree.get("data", {})
     functions = cast("Any", reward).get("functions") if isinstance(reward, dict) else None
     names = cast("list[Any] | None", one_or_many(functions))

@@ -1,7 +1,7 @@
 """The sections of what nodes cost, how many preemptible ones are asked for, and when shared devices
 change sides.
 
-Owns what can be said of these keys; knows nothing of the decisions (core/worth.py, core/sides.py).
+Owns these keys; the decisions are in core/.
 Must stay importable without torch.
 """
 
@@ -42,7 +42,7 @@ class Prices(Section):
         ):
             if getattr(self, key) is not None and getattr(self, other) is None:
                 raise ValueError(
-                    f"prices.{key} = {getattr(self, key):g}: no cost can be told without "
+                    f"prices.{key} = {getattr(self, key):g}: no cost is known without "
                     f"prices.{other}; give it, too (0 = free)"
                 )
         return self

@@ -16,7 +16,6 @@ from lightrl.config.algorithm import UNGROUPED, AlgorithmSection
 from lightrl.config.data import Data
 from lightrl.config.evaluation import Eval, EvalSampling, EvalSet
 from lightrl.config.logging import Logging
-from lightrl.config.model import Lora, Model
 from lightrl.config.parallel import num_parts, why_no_sizes
 from lightrl.config.reward import Reward, with_environment
 from lightrl.config.scale import Offload, Prices, ScaleSection
@@ -24,6 +23,8 @@ from lightrl.config.sections import (
     AsyncSection,
     Checkpoint,
     Journal,
+    Lora,
+    Model,
     NodeSection,
     Rollout,
     RoundSection,
@@ -89,7 +90,7 @@ class Config(Section):
 
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:
-        """All sets to evaluate on, with nothing left empty that `eval_sampling` does not say."""
+        """All sets to evaluate on, with the defaults of all keys but those of `eval_sampling`."""
         return self.eval.all_sets(self.data)
 
     def eval_sampling(self, one: EvalSet) -> EvalSampling:

@@ -24,7 +24,7 @@ from lightrl.system.output import plain
 logger = logging.getLogger(__name__)
 
 WANTED = "LIGHTRL_WANTED"
-MAX_LINE = 300  # characters of what it says, in a warning
+MAX_LINE = 300  # characters of its output, in a warning
 MAX_KEPT = 8 << 10  # bytes, the last of its output, that go into the log,
 MAX_LINES = 50  # in so many lines
 CHUNK_BYTES = 1 << 16
@@ -51,7 +51,7 @@ class ScaleCommand:
 
     async def run(self) -> None:
         """Until cancelled; what runs then is killed. What failed is tried again after
-        `scale.every_s`, and said again if the reason is another one."""
+        `scale.every_s`, and reported again if the reason is another one."""
         every_s, said = self._settings.every_s, None
         while True:
             await self._is_new.wait()

@@ -61,7 +61,7 @@ class Daemon:
     async def start(cls, name: str, role: Role, run_dir: Path, *options: str) -> "Daemon":
         """`lightrl daemon` in a session of its own, which leaves when this process ends.
 
-        Raises OSError, also for want of a thread to wait for it: it then leaves at once.
+        Raises OSError, also for want of a thread to wait for it: it then leaves.
         """
         log = run_dir / "logs" / f"{name}.log"
         command = ("daemon", "--name", name, "--role", role, "--run-dir", str(run_dir), "--tied")
@@ -70,7 +70,7 @@ class Daemon:
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    "-P",  # a queue.py, or another lightrl/, where the user stands is not ours
+                    "-P",  # no module of the user's directory replaces ours
                     "-m",
                     "lightrl.cli",
                     *command,

@@ -1,5 +1,5 @@
-"""What `lightrl data` says: the sets of a config, how long their prompts are, and some of them as
-the model sees them.
+"""`lightrl data`: the sets of a config, how long their prompts are, and some of them as the model
+sees them.
 
 Reads every row, as a run does. Runs no user code but that of an environment of `verifiers`.
 """

@@ -85,7 +85,7 @@ def _cells(figures: Mapping[str, float], prefix: str, k: int) -> Iterator[str]:
 
 
 def last_lines(result: EvalResult, file: Path | None) -> list[str]:
-    """What stands below the table."""
+    """The lines below the table."""
     target, version = result.target, result.summary.get("weights_digest")
     total_s = float(result.summary["total_wall_s"])
     took = f"{result.seconds:.1f} s, {total_s:.1f} s with start-up"

@@ -36,8 +36,8 @@ def describe(
     weights: Sequence[str] = (),
     roles: Sequence[Role] = (),
 ) -> str:
-    """Several lines, each with a label of twelve columns. `devices`, `weights`: what is to be said
-    of the GPUs, and of moving a version (launch/weights_plan.py). `roles`: see `here`."""
+    """Several lines, each with a label of twelve columns. `devices`, `weights`: lines about the
+    GPUs, and about moving a version (launch/weights_plan.py). `roles`: see `here`."""
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
@@ -370,7 +370,7 @@ def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    """What it does where the config may not say: see config/algorithm.py."""
+    """The clipping and the weights, with the defaults of config/algorithm.py."""
     if config.train.engine == "emulated":
         return
     low, high = config.algorithm.clip

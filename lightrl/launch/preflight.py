@@ -157,7 +157,7 @@ def _require_model(config: Config) -> None:
     folder = Path(path)
     if is_hub_id(path):
         found = _require_on_hub(path)
-        if found is None:  # not here yet: whoever reads it first looks at it
+        if found is None:  # not here yet: the daemon that downloads it checks it
             return
         folder = found
     else:
@@ -212,7 +212,7 @@ def _require_on_hub(name: str) -> Path | None:
 
 def _require_data(key: str, one: DataSet, config: Config) -> None:
     try:
-        if not one.path.startswith(VERIFIERS):  # whether there is such an environment, it says
+        if not one.path.startswith(VERIFIERS):  # checked when its data is read
             require_there(one)
     except DataError as e:
         raise ConfigError(f"{key} = {e}") from None

@@ -54,7 +54,7 @@ async def print_progress(address: str, key: str, tell: Callable[[str], None] = p
                     if snapshot.state in OVER:
                         return
         except PeerUnreachable:
-            pass  # whoever supervises the coordinator says why
+            pass  # the launcher reports why
         await asyncio.sleep(RETRY_S)
 
 
@@ -76,7 +76,7 @@ class Progress:
         if state != self._state and s.state in {"starting", "finishing", "stopped", "failed"}:
             yield state
         self._state = state
-        if self._is_first and s.step > 0:  # resumed: told before
+        if self._is_first and s.step > 0:  # resumed: printed before
             self._step, self._num_evals = s.step, len(s.evals)
         self._is_first = False
         for row in s.warnings:
@@ -155,7 +155,7 @@ def repeated_warnings(run_dir: Path) -> list[str]:
         last = final_snapshot(run_dir)
         return last_warnings(last.warnings, but=stop_reason(run_dir)) if last is not None else []
     except LightRLError:
-        return []  # whoever reads the result says why
+        return []  # the result reports why
 
 
 def stop_reason(run_dir: Path) -> str:

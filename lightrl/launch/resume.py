@@ -1,5 +1,4 @@
-"""`lightrl resume RUN`: whether a run can go on, with which config, and what must be so before it
-starts.
+"""`lightrl resume RUN`: whether a run can continue, and with which config.
 
 Refuses in one line what would lose or falsify something. Starts nothing.
 """
@@ -64,7 +63,7 @@ FIXED = ("journal.enabled", "checkpoint.dir", "checkpoint.initial_load_path", "t
 def prepare(
     target: str | None, overrides: Sequence[str] = (), from_checkpoint: bool = False
 ) -> Config:
-    """The config of the run in a directory, of a name, or the latest one, ready to go on.
+    """The config of the run in a directory, of a name, or the latest one, ready to continue.
 
     `from_checkpoint`: what came after the newest checkpoint is forgotten, for a journal or data
     that cannot be trusted. Raises LightRLError, one line; the run is then as it was, but for
@@ -189,7 +188,7 @@ def _require_dead(run_dir: Path) -> None:
         try:
             snapshot = asyncio.run(ask(address, read_key(run_dir / KEY_FILE)))
         except LightRLError:
-            pass  # whoever that is
+            pass  # another program
         else:
             if is_same(snapshot, run_dir):
                 raise LightRLError(alive)
@@ -211,13 +210,13 @@ def _require_free(config: Config, left: str | None) -> None:
     except ConfigError:
         raise ConfigError(
             f"{left}: taken by another program now; run.bind=tcp://HOST:PORT lets the run "
-            "go on elsewhere"
+            "continue elsewhere"
         ) from None
 
 
 def _rewind(run_dir: Path) -> str:
-    """Cuts the journal back to the newest checkpoint that is as it was saved; a line that says to
-    which, and where the rest is."""
+    """Cut the journal back to the newest sound checkpoint. Returns a line that names it, and where
+    the rest is."""
     from lightrl.journal.read import LOG, rewind  # numpy comes with it
 
     try:

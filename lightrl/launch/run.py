@@ -108,7 +108,7 @@ async def _to_its_end(
 
 
 def configure_log(config: Config) -> None:
-    """What a person sees here stays plain; the log tells machines which daemons were started."""
+    """The log of this process: which daemons were started. The user sees plain lines instead."""
     level, as_json = config.logging.level, config.logging.json_
     file = config.run_dir.resolve() / "logs" / "launcher.log"
     configure_file(LogSettings("launcher", socket.gethostname(), level, as_json), file)

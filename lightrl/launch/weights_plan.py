@@ -14,7 +14,7 @@ from lightrl.devices.driver import Machine, look
 from lightrl.devices.plan import training
 from lightrl.weights.machine import scratch
 
-LINES_GBIT = (1, 10, 100)  # for which seconds are said
+LINES_GBIT = (1, 10, 100)  # for which seconds are reported
 
 
 def version_size(config: Config, machine: Machine) -> memory.VersionSize | None:
@@ -113,7 +113,7 @@ def notes(config: Config, gpus: Assignment) -> list[str]:
 
 
 def _ways(config: Config, size: memory.VersionSize) -> list[str]:
-    """How nodes get a version, as weights.broadcast says."""
+    """How nodes get a version, by weights.broadcast."""
     mode, num = config.broadcast, config.rollout.nodes
     who = f"the {num} nodes" if num else "nodes"
     maps = (
@@ -150,7 +150,7 @@ def _broadcast_seconds(size: memory.VersionSize) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where the versions of a run find room on this machine, and what is to be said of that."""
+    """The folder with room for the versions of a run on this machine, and a line about it."""
 
     folder: Path | None
     text: str

@@ -409,7 +409,7 @@ NO_KEY = (
         ),
         (
             ("up", "--join", "127.0.0.1:1", "--part", "1"),
-            "--part 1: of whose devices? --shares TRAINER says that",
+            "--part 1: of whose devices? give --shares TRAINER",
         ),
         (
             ("up", "--join", "127.0.0.1:1", "--shares", "t", "--preemptible"),

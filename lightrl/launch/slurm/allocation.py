@@ -1,10 +1,10 @@
 """This job as Slurm sees it: its notice to leave, Slurm's decision about it, and its return to the
 queue.
 
-Owns what is peculiar to Slurm; knows nothing of the daemon that runs in the job.
+Owns what is peculiar to Slurm; the daemon that runs in the job is started in job.py.
 
 What Slurm does, as tried with 22.05. When the GraceTime of a partition begins, it sends SIGTERM to
-the *steps* of a job alone; its batch shell gets nothing or, if the cluster says
+the *steps* of a job alone; its batch shell gets nothing or, if the cluster sets
 preempt_send_user_signal, only what --signal=B: names. When that time is over, all get SIGTERM, and
 KillWait later SIGKILL. So a small step listens in this process's place. SIGTERM to an srun ends its
 step: the daemon is no step. And a job that ends within the grace time has completed: it comes back
@@ -36,7 +36,7 @@ STEP = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=non
 
 @contextlib.contextmanager
 def noticing() -> Iterator[asyncio.Event]:
-    """An event that is set when this job has to leave, however Slurm says so."""
+    """An event that is set when this job has to leave, however Slurm announces it."""
     leaving = asyncio.Event()
 
     def on_signal(name: str) -> None:

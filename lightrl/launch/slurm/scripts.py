@@ -28,8 +28,8 @@ ABOUT_RESERVED = """\
 #
 #   sbatch scripts/slurm/reserved.sbatch run.toml [section.key=value ...]
 #
-# Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds
-# before the time limit: time for a checkpoint, after which the job puts itself back into the queue.
+# Submitted again, or requeued by Slurm, the run continues where it was. USR1 comes so many seconds
+# before the time limit: time for a checkpoint, after which the job returns to the queue.
 # With rollout.placement = "shared" the run's rollout.nodes are processes of this job, too: they use
 # the trainer's devices in turn with it. With rollout.parallel so are its engines of all sizes, on
 # GPUs that no rank has.
@@ -59,7 +59,7 @@ ABOUT_SPOT = """\
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a user says of the cluster; empty: Slurm's default."""
+    """The user's options for the cluster; empty: Slurm's default."""
 
     nodes: int = 1
     partition_reserved: str = ""

@@ -115,10 +115,9 @@ def _python(_: Setup) -> Iterator[Finding]:
 
 def _packages(_: Setup) -> Iterator[Finding]:
     for name in REQUIRED:
-        if (version := _version(name)) is None:
-            yield Finding(name, "fail", "is not installed; run scripts/setup")
-        else:
-            yield Finding(name, "ok", version)
+        version = _version(name)
+        missing = "is not installed; run scripts/setup"
+        yield Finding(name, "ok" if version else "fail", version or missing)
 
 
 def _vllm(setup: Setup) -> Iterator[Finding]:
@@ -178,22 +177,18 @@ def _space(setup: Setup) -> Iterator[Finding]:
             yield Finding(subject, "ok", f"no {folder} on this system")
             continue
         free = shutil.disk_usage(folder).free / GIB
-        text = f"{free:.1f} GiB free at {folder}"
-        if free < least_gib:
-            yield Finding(subject, "warn", f"{text}, {least_gib} are wanted; {advice}")
-        else:
-            yield Finding(subject, "ok", text)
+        is_little = free < least_gib
+        wanted = f", {least_gib} are wanted; {advice}" if is_little else ""
+        text = f"{free:.1f} GiB free at {folder}{wanted}"
+        yield Finding(subject, "warn" if is_little else "ok", text)
 
 
 def _open_files(_: Setup) -> Iterator[Finding]:
     """Daemons raise the soft limit themselves."""
-    limit = open_files.raised_limit()
-    if limit < MIN_OPEN_FILES:
-        advice = f"raise the hard limit: ulimit -Hn {MIN_OPEN_FILES + open_files.SET_ASIDE}"
-        text = f"{limit} allowed, {MIN_OPEN_FILES} wanted; {advice}"
-        yield Finding("open files", "warn", text)
-    else:
-        yield Finding("open files", "ok", f"{limit} allowed")
+    limit, hard = open_files.raised_limit(), MIN_OPEN_FILES + open_files.SET_ASIDE
+    is_low = limit < MIN_OPEN_FILES
+    wanted = f", {MIN_OPEN_FILES} wanted; raise the hard limit: ulimit -Hn {hard}" if is_low else ""
+    yield Finding("open files", "warn" if is_low else "ok", f"{limit} allowed{wanted}")
 
 
 def _clock(_: Setup) -> Iterator[Finding]:
@@ -212,7 +207,7 @@ def _memory(setup: Setup) -> Iterator[Finding]:
         text = "train.engine = emulated: nothing is learnt, there is no model"
         yield Finding("training", "warn", text)
     if (found := weights_plan.room(config)) is not None:
-        yield Finding("weights", "ok" if found.folder is not None else "fail", found.text)
+        yield Finding("weights", "ok" if found.is_enough else "fail", found.text)
     if (parked := weights_plan.room_to_park(config, setup.machine)) is not None:
         yield Finding("host memory", "ok" if parked.is_enough else "warn", parked.text)
 

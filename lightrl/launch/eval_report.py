@@ -4,7 +4,7 @@ Reads what the run has left; starts and stops nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +98,14 @@ def last_lines(result: EvalResult, file: Path | None) -> list[str]:
 
 def as_json(result: EvalResult, file: Path | None) -> str:
     """One line. Figures have the names that they have in metrics.jsonl of a run."""
-    config, settings = result.config, {}
-    for one in config.eval_sets:
-        how = config.eval_sampling(one)
-        settings[one.name] = {
+    settings = {
+        one.name: {
             "path": one.path,
             "prompts": result.num_prompts[one.name],
-            "samples": how.samples,
-            "temperature": how.temperature,
-            "top_p": how.top_p,
-            "max_response_length": how.max_response_length,
+            **asdict(result.config.eval_sampling(one)),
         }
+        for one in result.config.eval_sets
+    }
     return to_json(
         {
             "checkpoint": result.target.path,

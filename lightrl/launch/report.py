@@ -31,7 +31,7 @@ from lightrl.metrics.display import (
 from lightrl.metrics.evaluation import Scores, scores_line
 from lightrl.metrics.waits import WaitLines, waiting
 from lightrl.metrics.warned import MAX_REPEATED, kind, last_warnings, warning_text
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS
+from lightrl.trainer.checkpoint.saved import CHECKPOINTS, by_step, step_of
 from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5
@@ -165,16 +165,10 @@ def stop_reason(run_dir: Path) -> str:
 
 def exported_model(run_dir: Path) -> Path | None:
     """The newest Hugging Face model directory that the run has written."""
-    folders = (run_dir / CHECKPOINTS).glob("step_*/hf")
+    folders = [path / "hf" for path in by_step(run_dir / CHECKPOINTS)]
     names = ("config.json", "adapter_config.json")
     found = [f for f in folders if any((f / name).is_file() for name in names)]
-    return max(found, key=_step_of, default=None)
-
-
-def _step_of(folder: Path) -> int:
-    """Of checkpoints/step_N/hf."""
-    step = folder.parent.name.removeprefix("step_")
-    return int(step) if step.isdecimal() else -1
+    return max(found, key=lambda folder: step_of(folder.parent), default=None)
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
             {"offload": {"rule": "window"}},
             ("offload.rule = 'window'", "rollout.placement = 'shared'"),
         ),
-        ({"scale": {"drain": True}}, ("scale.drain = True", "scale.max = 0")),
+        ({"scale": {"drain": True}}, ("scale.drain = true", "scale.max = 0")),
         ({"scale": {"max": 3}}, ("scale.max = 3", "without scale.command or scale.drain")),
         ({"scale": {"max": 5000, "drain": True}}, ("scale.max = 5000", "equal to 4096")),
         ({"scale": {"max": 3, "command": "a 'b"}}, ('scale.command = "a \'b"', "no closing")),
@@ -643,7 +643,7 @@ def test_arguments_of_functions_are_for_functions_of_ones_own(tmp_path):
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert load_config(tmp_path / "again.toml").reward.kwargs == own["kwargs"]
     for key, value in (("kwargs", {"scale": 2}), ("form", "verl")):
-        with pytest.raises(ConfigError, match=rf"reward\.{key}: is for functions of your own"):
+        with pytest.raises(ConfigError, match=rf"reward\.{key}.*: is for functions of your own"):
             parse_config({**model, "reward": {key: value}})
     with pytest.raises(ConfigError, match=r"reward\.kwargs: .*cannot be sent to nodes"):
         parse_config({**model, "reward": {**own, "kwargs": {"limit": float("inf")}}})

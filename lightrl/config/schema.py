@@ -17,7 +17,13 @@ from lightrl.config.data import Data
 from lightrl.config.evaluation import Eval, EvalSampling, EvalSet
 from lightrl.config.logging import Logging
 from lightrl.config.parallel import num_parts, why_no_sizes
-from lightrl.config.reward import Reward, with_environment
+from lightrl.config.reward import (
+    LONGEST_TEST_S,
+    OF_OWN_FUNCTIONS,
+    Reward,
+    is_own_function,
+    with_environment,
+)
 from lightrl.config.scale import Offload, Prices, ScaleSection
 from lightrl.config.sections import (
     AsyncSection,
@@ -73,7 +79,6 @@ class Config(Section):
         for rules in RULES:
             for key, why in rules(self):
                 raise ValueError(f"{self.shown(key)}: {why}")
-        self.reward.require_use(self.reward_functions)
         return self
 
     def shown(self, key: str) -> str:
@@ -358,7 +363,66 @@ def _devices(c: Config) -> Conflicts:
         yield "rollout.devices", f"{engine}, so a multiple of that is needed"
 
 
-RULES = (_general, _shared_devices, _rounds, _algorithm, _lora, _devices)
+def _rewards(c: Config) -> Conflicts:
+    reward, functions, defaults = c.reward, c.reward_functions, Reward()
+    if reward.weights and len(reward.weights) != len(reward.functions):
+        num = f"{len(reward.weights)} weights for {len(reward.functions)}"
+        yield "reward.weights", f"{num} reward.functions"
+    if not reward.functions:
+        yield "reward.functions", "at least one is needed"
+    for key in OF_OWN_FUNCTIONS:
+        is_given = getattr(reward, key) != getattr(defaults, key)
+        if is_given and not any(map(is_own_function, functions)):
+            own = 'and no "path.py:function" is among reward.functions'
+            yield f"reward.{key}", f"is for functions of your own, {own}"
+    if problem := not_plain(reward.kwargs):
+        yield "reward.kwargs", problem
+    if "regex" in functions and not reward.regex:
+        compared = "its first group is compared with the answer"
+        yield "reward.regex", f"is needed for the reward 'regex', e.g. '#### (.+)': {compared}"
+    if "code" in functions and reward.timeout_s < LONGEST_TEST_S:
+        yield (
+            "reward.timeout_s",
+            f'a single test of the reward "code" may take {LONGEST_TEST_S:g} s, and all tests of a '
+            "response count: set it to 60 or more",
+        )
+    if "judge" in functions and not (reward.judge.url and reward.judge.model):
+        yield "reward.functions", '"judge" needs reward.judge.url and reward.judge.model'
+    if "judge" in functions and reward.judge.concurrency < reward.workers:
+        workers = c.shown("reward.workers")
+        yield (
+            "reward.judge.concurrency",
+            f"is less than {workers}, each of which makes a call at a time",
+        )
+    for name in ("code", "judge"):
+        section: Section = getattr(reward, name)
+        for key, value in section:
+            if name not in functions and value != getattr(getattr(defaults, name), key):
+                yield f"reward.{name}.{key}", f'cannot act without "{name}" in reward.functions'
+
+
+def _cost(c: Config) -> Conflicts:
+    prices, scale = c.prices, c.scale
+    for key, other in (
+        ("reserved_per_hour", "preemptible_per_hour"),
+        ("preemptible_per_hour", "reserved_per_hour"),
+    ):
+        if getattr(prices, key) is not None and getattr(prices, other) is None:
+            yield (
+                f"prices.{key}",
+                f"no cost is known without prices.{other}; give it, too (0 = free)",
+            )
+    for key in ("command", "drain"):
+        if getattr(scale, key) and not scale.max:
+            yield f"scale.{key}", "no number of nodes is ever wanted with scale.max = 0; raise it"
+    for key in ("every_s", "timeout_s"):
+        if getattr(scale, key) != getattr(ScaleSection(), key) and not scale.command:
+            yield f"scale.{key}", "there is no scale.command to run"
+    if scale.max and not (scale.command or scale.drain):
+        yield "scale.max", "has no effect without scale.command or scale.drain"
+
+
+RULES = (_general, _shared_devices, _rounds, _algorithm, _lora, _devices, _rewards, _cost)
 
 
 SECTIONS = tuple(info.alias or name for name, info in Config.model_fields.items())

@@ -143,7 +143,7 @@ class Child(Generic[Command, Event]):
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             frame = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ChildDied(await self._obituary()) from None
+            raise ChildDied(await self._exit_reason()) from None
         self._num_received += 1
         return self._events.decode(frame)
 
@@ -185,7 +185,7 @@ class Child(Generic[Command, Event]):
                 self._process.stdin.close()
                 self._process.send_signal(signal.SIGCONT)  # whoever has stopped it
 
-    async def _obituary(self) -> str:
+    async def _exit_reason(self) -> str:
         """How the child ended, with the last line it printed."""
         try:
             async with asyncio.timeout(5.0):  # `wait_for` of Python 3.11 may drop a cancel

@@ -339,7 +339,7 @@ def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> 
     from lightrl.errors import RewardError
     from lightrl.launch.checks import Setup, judge
     from lightrl.launch.initial import begins_with
-    from lightrl.launch.plan import describe, here
+    from lightrl.launch.plan import describe, here, labelled
     from lightrl.launch.weights_plan import describe as describe_weights
 
     if config is None:
@@ -350,9 +350,8 @@ def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> 
     config = setup.config
     devices = describe_devices(config, roles, slots)
     local = here(config, roles, slots)
-    lines = describe(local, devices, describe_weights(local, setup.machine), roles).split("\n")
-    labels = ("begins with", "", "")
-    lines += [f"{a:12}{line}" for a, line in zip(labels, begins_with(config), strict=False)]
+    lines = describe(local, devices, describe_weights(local, setup.machine), roles)
+    lines += labelled("begins with", begins_with(config))
     lines += [f"{'note':12}{note}" for note in notes if note not in devices]
     show([*to_toml(config).split("\n"), *lines])
     refused: list[str] = []

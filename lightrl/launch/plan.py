@@ -3,7 +3,7 @@
 Pure text; reads no more than how many rows the data has.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, inf
 
 from lightrl.config.algorithm import CLIP
@@ -35,45 +35,44 @@ def describe(
     devices: Sequence[str] = (),
     weights: Sequence[str] = (),
     roles: Sequence[Role] = (),
-) -> str:
-    """Several lines, each with a label of twelve columns. `devices`, `weights`: lines about the
-    GPUs, and about moving a version (launch/weights_plan.py). `roles`: see `here`."""
+) -> list[str]:
+    """Lines of the dry run. `devices`, `weights`: lines about the GPUs, and about moving a version
+    (launch/weights_plan.py). `roles`: see `here`."""
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
     num_prompts = count_prompts(config.data.all_sets)
-    lines = [
-        (
-            "run",
-            f"{config.run.name}, in {config.run_dir}; the coordinator listens on {config.run.bind}",
-        ),
-        ("model", f"{config.model.path} ({config.model.dtype})"),
-        *(("" if i else "data", _set(one)) for i, one in enumerate(config.data.all_sets)),
-        (
-            "each step",
-            f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} "
-            f"responses, {_updates(config)}",
-        ),
-        (
-            "",
-            f"at most {responses:,} x {rollout.max_response_length:,} = "
-            f"{responses * rollout.max_response_length:,} generated tokens",
-        ),
-        *(("", line) for line in _mini_batches(config.train)),
-        *_tail_batching(config),
-        ("staleness", _staleness(config)),
-        ("whole run", _whole_run(config, responses, num_prompts)),
-        ("rollout", _rollout(config, slots)),
-        ("speculation", _speculation(config)),
-        ("training", _training(config, responses, roles)),
-        *(("", line) for line in _algorithm(config)),
-        *(("" if i else "devices", line) for i, line in enumerate(devices)),
-        *(("" if i else "weights", line) for i, line in enumerate(weights)),
-        *(("" if i else "evaluation", line) for i, line in enumerate(_evaluation(config))),
-        ("checkpoints", _checkpoints(config)),
-    ]
-    lines += [("note", text) for text in _notes(config, num_prompts, slots)]
-    return "\n".join(f"{label:12}{text}" for label, text in lines)
+    place = f"{config.run.name}, in {config.run_dir}; the coordinator listens on {config.run.bind}"
+    each_step = (
+        f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} "
+        f"responses, {_updates(config)}",
+        f"at most {responses:,} x {rollout.max_response_length:,} = "
+        f"{responses * rollout.max_response_length:,} generated tokens",
+    )
+    sections: dict[str, Iterable[str]] = {
+        "run": [place],
+        "model": [f"{config.model.path} ({config.model.dtype})"],
+        "data": map(_set, config.data.all_sets),
+        "each step": [*each_step, *_mini_batches(train)],
+        "tail": _tail_batching(config),
+        "staleness": [_staleness(config)],
+        "whole run": [_whole_run(config, responses, num_prompts)],
+        "rollout": [_rollout(config, slots)],
+        "speculation": [_speculation(config)],
+        "training": [_training(config, responses, roles), *_algorithm(config)],
+        "devices": devices,
+        "weights": weights,
+        "evaluation": _evaluation(config),
+        "checkpoints": [_checkpoints(config)],
+    }
+    lines = [line for label, some in sections.items() for line in labelled(label, some)]
+    notes = _notes(config, num_prompts, slots)
+    return [*lines, *(line for note in notes for line in labelled("note", [note]))]
+
+
+def labelled(label: str, lines: Iterable[str]) -> list[str]:
+    """Lines after a column of labels; the label stands before the first one."""
+    return [f"{'' if i else label:12}{line}" for i, line in enumerate(lines)]
 
 
 def here(config: Config, roles: Sequence[Role], slots: int) -> Config:
@@ -148,28 +147,25 @@ def _speculation(config: Config) -> str:
     return "off, for run.deterministic" if config.speculation.enabled else "off"
 
 
-def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
+def _tail_batching(config: Config) -> Iterator[str]:
     prompts, responses = config.train.prompts_per_step, config.rollout.group_size
     launched, launched_each = config.launched
     mode = config.round.tail_batching
     if mode == "off":
-        yield "tail", f"no tail batching; length bias: {BIAS[mode]}"
+        yield f"no tail batching; length bias: {BIAS[mode]}"
         return
     yield (
-        "tail",
         f"{mode}: a short round launches {launched:,} prompts x {launched_each} responses = "
         f"{launched * launched_each:,}, keeps the first {prompts:,} x {responses} by "
-        f"{config.round.race}",
+        f"{config.round.race}"
     )
-    put_off = launched - prompts
-    if put_off:
+    if put_off := launched - prompts:
         yield (
-            "",
             f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} short "
             f"rounds + 1 long ({prompts:,} x {responses}, waits for all); the rest at the end of "
-            "an epoch and of the run",
+            "an epoch and of the run"
         )
-    yield "", f"length bias: {BIAS[mode if launched_each > responses else config.deferred]}"
+    yield f"length bias: {BIAS[mode if launched_each > responses else config.deferred]}"
 
 
 def _staleness(config: Config) -> str:

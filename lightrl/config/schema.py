@@ -78,20 +78,20 @@ class Config(Section):
     def _consistent(self) -> Self:
         for rules in RULES:
             for key, why in rules(self):
-                raise ValueError(f"{self.shown(key)}: {why}")
+                raise ValueError(f"{self.key_value(key)}: {why}")
         return self
 
-    def shown(self, key: str) -> str:
+    def key_value(self, key: str) -> str:
         """A dotted key with its value, as in messages. Example: "train.ranks = 2"."""
         value: Any = self
         for part in key.split("."):
             value = getattr(value, "async_" if part == "async" else part)
         if isinstance(value, dict) or value == "":
             return key
-        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        text = f"{value:g}" if isinstance(value, float) else repr(value)
         if isinstance(value, tuple):
-            shown = repr(list(cast("tuple[Any, ...]", value)))
-        return f"{key} = {str(value).lower() if isinstance(value, bool) else shown}"
+            text = repr(list(cast("tuple[Any, ...]", value)))
+        return f"{key} = {str(value).lower() if isinstance(value, bool) else text}"
 
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:
@@ -334,10 +334,10 @@ def _lora(c: Config) -> Conflicts:
     for key in sorted(LORA_ARGS.intersection(c.rollout.engine_args)):
         yield (
             "rollout.engine_args",
-            f"{key}: follows from {c.shown('model.lora.rank')}; leave it out",
+            f"{key}: follows from {c.key_value('model.lora.rank')}; leave it out",
         )
     if c.weights.broadcast == "always":
-        small = f"with {c.shown('model.lora.rank')} a version is small and pulled by every node"
+        small = f"with {c.key_value('model.lora.rank')} a version is small and pulled by every node"
         yield "weights.broadcast", f"{small}; leave it out"
 
 
@@ -389,7 +389,7 @@ def _rewards(c: Config) -> Conflicts:
     if "judge" in functions and not (reward.judge.url and reward.judge.model):
         yield "reward.functions", '"judge" needs reward.judge.url and reward.judge.model'
     if "judge" in functions and reward.judge.concurrency < reward.workers:
-        workers = c.shown("reward.workers")
+        workers = c.key_value("reward.workers")
         yield (
             "reward.judge.concurrency",
             f"is less than {workers}, each of which makes a call at a time",

@@ -120,11 +120,11 @@ def _require_fit(config: Config, checkpoint: Path) -> None:
     has_model = (checkpoint / LAYOUT_FILE).is_file()
     if has_model != (config.train.engine == "torch"):
         how = "of a model" if has_model else f"of no model: it has no {LAYOUT_FILE}"
-        raise ConfigError(f"{config.shown('train.engine')}: {what} is {how}")
+        raise ConfigError(f"{config.key_value('train.engine')}: {what} is {how}")
     if not has_model:
         return
     export = f"lightrl export {relative(checkpoint)} OUT"  # which makes a model of it
-    adapters, rank = saved_adapters(checkpoint), config.shown("model.lora.rank")
+    adapters, rank = saved_adapters(checkpoint), config.key_value("model.lora.rank")
     if adapters is None and config.model.lora.rank:
         raise ConfigError(
             f"{rank}: {what} has no adapters; to put some beside its model: {export}, and "
@@ -140,7 +140,7 @@ def _require_fit(config: Config, checkpoint: Path) -> None:
     _require_shapes(config.model.path, checkpoint, what)
     if saved.has_optimizer and saved.optimizer not in {"", config.train.optim.name}:
         raise ConfigError(
-            f"{config.shown('train.optim.name')}: {what} has the state of {saved.optimizer!r}, "
+            f"{config.key_value('train.optim.name')}: {what} has the state of {saved.optimizer!r}, "
             f"which cannot become that; to begin without it: {export}, and model.path = OUT"
         )
 
@@ -150,11 +150,11 @@ def _require_same(config: Config, adapters: Adapters, what: str) -> None:
     lora = config.model.lora
     for key in ("rank", "alpha"):
         if (value := getattr(adapters, key)) != getattr(lora, key):
-            raise ConfigError(f"{config.shown(f'model.lora.{key}')}: in {what} it is {value:g}")
+            raise ConfigError(f"{config.key_value(f'model.lora.{key}')}: in {what} it is {value:g}")
     if lora.targets and not all(_ends_with(n, lora.targets) for n in adapters.targets):
         leaves = sorted({name.rpartition(".")[2] for name in adapters.targets})
         raise ConfigError(
-            f"{config.shown('model.lora.targets')}: in {what} these have adapters: "
+            f"{config.key_value('model.lora.targets')}: in {what} these have adapters: "
             f"{', '.join(leaves)}"
         )
 

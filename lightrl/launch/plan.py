@@ -278,8 +278,9 @@ def key_notes(config: Config) -> Iterator[str]:
         yield "train.deterministic = false cannot act: run.deterministic includes it"
     if config.train.engine != "emulated" and config.train.optim.lr > HIGH_LR:
         yield (
-            f"{config.shown('train.optim.lr')}: AdamW moves every weight by about as much in one "
-            "update, which soon destroys a model; 1e-6 is usual, 1e-5 to 1e-4 for adapters"
+            f"train.optim.lr = {config.train.optim.lr:g}: AdamW moves every weight by about as "
+            "much in one update, which soon destroys a model; 1e-6 is usual, 1e-5 to 1e-4 for "
+            "adapters"
         )
     if config.rollout.top_p < 1 or config.rollout.top_k:
         yield "rollout.top_p, top_k: tokens that they leave out are never sampled, nor explored"
@@ -289,32 +290,32 @@ def key_notes(config: Config) -> Iterator[str]:
 
 def without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Keys, with their values, that cannot act, and why."""
-    train, rounds, shown = config.train, config.round, config.shown
+    train, rounds, given = config.train, config.round, config.key_value
     if train.engine != "emulated":
         yield from _of_training(config)
     if train.mini_batches == 1 and train.mini_batch_order != "random":
-        yield shown("train.mini_batch_order"), "a step is one update with train.mini_batches = 1"
+        yield given("train.mini_batch_order"), "a step is one update with train.mini_batches = 1"
     surplus = config.launched[0] - train.prompts_per_step
     steps_left = train.steps - 1 - config.async_.max_staleness
     if surplus > max(0, steps_left) * train.prompts_per_step:
-        few = f"{shown('train.steps')} are too few to train what it puts off"
+        few = f"{given('train.steps')} are too few to train what it puts off"
         yield "round.tail_batching", f"after a short round {few}"
     for key in sorted(rounds.model_fields_set & {"eta", "race", "deferred"}):
         default = type(rounds).model_fields[key].default
         if rounds.tail_batching == "off" and getattr(rounds, key) != default:
-            yield shown(f"round.{key}"), "there are no short rounds without round.tail_batching"
+            yield given(f"round.{key}"), "there are no short rounds without round.tail_batching"
     for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
         yield f"rollout.engine_args: {key}", "there are no adapters with model.lora.rank = 0"
 
 
 def _of_training(config: Config) -> Iterator[tuple[str, str]]:
-    train, algorithm, shown = config.train, config.algorithm, config.shown
+    train, algorithm, given = config.train, config.algorithm, config.key_value
     optim = train.optim
     keys = [k for k in ("clip_low", "clip_high") if getattr(algorithm, k) is not None]
     keys += ["clip_dual"] if algorithm.clip_dual else []
     what = f"algorithm.{' and '.join(keys)}" if keys else ""
     if not keys and algorithm.name in CLIP:  # by which it differs from others
-        what = f"{shown('algorithm.name')}: its clipping"
+        what = f"{given('algorithm.name')}: its clipping"
     if what and train.mini_batches == 1 and algorithm.old_logprobs == "trainer":
         yield (
             what,
@@ -324,18 +325,18 @@ def _of_training(config: Config) -> Iterator[tuple[str, str]]:
     if algorithm.clip_dual and algorithm.name == "cispo":
         yield "algorithm.clip_dual", "cispo clips the weight of a token, not its loss"
     if algorithm.kl_type != "k3" and not algorithm.kl_coef:
-        yield shown("algorithm.kl_type"), "there is no penalty with algorithm.kl_coef = 0"
+        yield given("algorithm.kl_type"), "there is no penalty with algorithm.kl_coef = 0"
     if optim.schedule == "constant" and optim.min_lr_ratio:
         yield "train.optim.min_lr_ratio", "train.optim.schedule = 'constant'"
     is_new = not config.checkpoint.initial_load_path
     if optim.schedule != "constant" and optim.warmup_steps >= train.steps and is_new:
-        why = f"all of {shown('train.steps')} are train.optim.warmup_steps"
-        yield shown("train.optim.schedule"), why
+        why = f"all of {given('train.steps')} are train.optim.warmup_steps"
+        yield given("train.optim.schedule"), why
     if train.sync == "last" and train.world == 1:
-        yield shown("train.sync"), "there is one rank, and nothing to sum over ranks"
+        yield given("train.sync"), "there is one rank, and nothing to sum over ranks"
     elif train.sync != "auto" and train.world == train.replicas > 1:
-        each = f"each of {shown('train.replicas')} is one rank"
-        yield shown("train.sync"), f"{each}, and replicas meet once an update"
+        each = f"each of {given('train.replicas')} is one rank"
+        yield given("train.sync"), f"{each}, and replicas meet once an update"
 
 
 def _not_repeated(config: Config) -> Iterator[str]:
@@ -345,12 +346,12 @@ def _not_repeated(config: Config) -> Iterator[str]:
     if config.continues:
         yield "round.deferred = 'continue': how far a response came depends on timing"
     if config.async_.max_staleness:
-        ahead = config.shown("async.max_staleness")
+        ahead = config.key_value("async.max_staleness")
         yield f"{ahead}: what samples a token depends on timing"
     if "judge" in (functions := config.reward_functions):
         yield "the reward 'judge': its model may answer the same question differently"
     tests = f", nor tests of 'code' that take {LONGEST_TEST_S:g} s" if "code" in functions else ""
-    limit = config.shown("reward.timeout_s")
+    limit = config.key_value("reward.timeout_s")
     yield f"time-outs of rewards ({limit}): a slow call has no score{tests}"
 
 
@@ -360,7 +361,7 @@ def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -
     is_on_cpu = not gpus.ranks and (not roles or "trainer" in roles)
     on_cpu = "cannot act: ranks here have no GPU, and"
     if train.offload != "none" and train.engine != "emulated" and is_on_cpu:
-        yield f"{config.shown('train.offload')} {on_cpu} all is in the memory of the host"
+        yield f"{config.key_value('train.offload')} {on_cpu} all is in the memory of the host"
     if train.deterministic is True and (is_on_cpu or train.engine == "emulated"):
         yield f"train.deterministic = true {on_cpu} sums on a CPU have one order"
 

@@ -90,7 +90,7 @@ def prepare(
         (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
     if from_checkpoint:
         print_lines(_rewind(run_dir))
-    if optim := [config.shown(key) for key in changed if key.startswith("train.optim.")]:
+    if optim := [config.key_value(key) for key in changed if key.startswith("train.optim.")]:
         done = newest_checkpoint(run_dir) or 0
         print_lines(f"from step {done + 1} on: {', '.join(optim)}; those before stay as they are")
     try:
@@ -143,7 +143,7 @@ def _rounds_otherwise(then: Train, config: Config, changed: Sequence[str]) -> st
     """The first change that makes other bits of the same steps; "" if there is none."""
     rounding = ("train.optim.", *(f"train.{key}" for key in HOW_IT_LIES))
     if keys := [key for key in changed if key.startswith(rounding)]:
-        return config.shown(keys[0])
+        return config.key_value(keys[0])
     if config.train.world != then.world:
         return f"train.nodes x train.ranks = {config.train.world}"
     if config.train.steps != then.steps and config.train.optim.schedule != "constant":

@@ -27,7 +27,7 @@ from lightrl.log import LogSettings, configure_file
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import never_fail, print_lines
 from lightrl.system.signals import stop_signals
-from lightrl.system.threads import in_thread
+from lightrl.system.threads import cancel, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +164,3 @@ def _conclude(run_dir: Path, interrupted: bool) -> int:
 
 def _how_to_continue(run_dir: Path) -> str:
     return f"; continue it with: lightrl resume {relative(run_dir)}" if has_journal(run_dir) else ""
-
-
-async def cancel(*tasks: "asyncio.Task[object]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

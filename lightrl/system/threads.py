@@ -1,8 +1,7 @@
-"""Calls that would block an event loop, made in a thread.
+"""Blocking calls in a thread, and the end of tasks.
 
-Owns what a machine without a thread to spare means: one more thing that is lacking, an OSError
-(EAGAIN). Threads of a pool are not used: a pool would make a call that it has refused as soon as
-another one is over.
+A machine without a thread to spare raises OSError (EAGAIN). No pool of several threads is used: it
+would make a call that it has refused as soon as another one is over.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -38,8 +37,7 @@ async def taken_in_thread(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> Result:
-    """As `in_thread`, where somebody must have what `act` returns: when cancelled, that goes to
-    `give_back`, in the same thread."""
+    """As `in_thread`. When cancelled, the result goes to `give_back`, in the same thread."""
     pool = ThreadPoolExecutor(1)
     try:
         try:
@@ -65,3 +63,10 @@ def _give_back(
 
 def _leave(result: object) -> None:
     """Nobody need have it."""
+
+
+async def cancel(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,7 +22,7 @@ from lightrl.joining import reachable
 from lightrl.launch import daemons
 from lightrl.launch.daemons import Daemon, Daemons
 from lightrl.system.child import retry_on_resource_limit
-from lightrl.system.threads import in_thread
+from lightrl.system.threads import cancel, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,7 @@ class SharingNodes:
     async def end(self, is_heard: bool) -> None:
         """Returns when they have ended. `is_heard`: the coordinator may still take their tokens."""
         self._daemons.over.set()
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await cancel(*self._keepers)
         steps = ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S))
         await self._daemons.end(*(steps if is_heard else steps[1:]))
 

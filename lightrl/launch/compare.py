@@ -132,7 +132,7 @@ def _evaluations(records: Sequence[dict[str, float]]) -> dict[str, float | str |
     found = [{k: v for k, v in r.items() if OF_A_SET.fullmatch(k)} for r in records]
     averages = [[v for k, v in r.items() if "/avg@" in k] for r in found]
     scores = [statistics.fmean(each) for each in averages if each]
-    told: dict[str, float | str | None] = {
+    figures: dict[str, float | str | None] = {
         "evaluation, first": scores[0] if scores else None,
         "evaluation, last": scores[-1] if scores else None,
         "evaluation, best": max(scores, default=None),
@@ -142,8 +142,8 @@ def _evaluations(records: Sequence[dict[str, float]]) -> dict[str, float | str |
         names = [name for name in names if "/pass@" in name]
     for name in names:
         values = [r[name] for r in found if name in r]
-        told |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
-    return told
+        figures |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
+    return figures
 
 
 def _shown(value: float | str | None) -> str:

@@ -141,7 +141,7 @@ class Daemons:
     async def start(self, name: str, role: Role, *options: str) -> Daemon:
         """Start one, as soon as the machine has what a process needs. Raises OSError."""
         start = partial(Daemon.start, name, role, self._run_dir, *options)
-        daemon = self.by_name[name] = await retry_on_resource_limit(start, name, self.tell)
+        daemon = self.by_name[name] = await retry_on_resource_limit(start, name, self.report)
         logger.info("%s started, pid %d", name, daemon.process.pid)
         if self.over.is_set():
             daemon.signal(signal.SIGTERM)
@@ -166,7 +166,7 @@ class Daemons:
                 crashes.progressed()
             if (pause_s := crashes.crashed(time.monotonic() - began)) is None:
                 return daemon
-            self.tell(f"{daemon.exit_reason()}; starting it again")
+            self.report(f"{daemon.exit_reason()}; starting it again")
             await self.unless_over(asyncio.create_task(asyncio.sleep(pause_s)))
             starting = asyncio.create_task(restart())
             await self.unless_over(starting)
@@ -185,7 +185,7 @@ class Daemons:
         finally:
             over.cancel()
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """To the user, and to the log."""
         self._report(line)
         logger.warning(line)

@@ -45,7 +45,7 @@ class EvalOptions:
 async def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """The exit status: 0 only if there are figures. Raises LightRLError, one line."""
     # only the JSON for machines goes to stdout
-    tell = print_error if options.as_json else print_lines
+    report = print_error if options.as_json else print_lines
     target = find_target(checkpoint)
     if (file := options.samples) is not None:
         _require_free(file)
@@ -53,17 +53,17 @@ async def evaluate(checkpoint: str, options: EvalOptions) -> int:
         setup = Setup(
             evaluation(target, options.config, options.overrides, options.sets, folder), starts=True
         )
-        found = await judged(setup, tell)
+        found = await judged(setup, report)
         config = setup.config
         assert config is not None
         gpus = [finding.text for finding in found if finding.is_note and finding.subject == "gpu"]
         try:
-            run_dir, _ = await run_to_end(setup, [*_notes(target, config), *gpus], tell)
+            run_dir, _ = await run_to_end(setup, [*_notes(target, config), *gpus], report)
         except RunFailed as e:
             raise _reason(config.run_dir, e) from None
         last = final_snapshot(run_dir)
         if last is None or last.state != RunState.FINISHED:
-            tell("interrupted; nothing is left of it")
+            report("interrupted; nothing is left of it")
             return 1
         result = result_of(target, config, run_dir)
         if file is not None:
@@ -71,7 +71,7 @@ async def evaluate(checkpoint: str, options: EvalOptions) -> int:
             _copy(written, file)
             missing = result.num_responses - sum(1 for _ in read_rows(written, dict[str, Any]))
             if missing > 0:
-                tell(f"--samples {file}: {missing:,} responses could not be written")
+                report(f"--samples {file}: {missing:,} responses could not be written")
     lines = [*table(result), "", *last_lines(result, file)]
     show([as_json(result, file)] if options.as_json else lines)
     return 0

@@ -42,7 +42,7 @@ RETRY_S = 1.0
 TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")
 
 
-async def print_progress(address: str, key: str, tell: Callable[[str], None] = print) -> None:
+async def print_progress(address: str, key: str, report: Callable[[str], None] = print) -> None:
     """One line every few seconds and for every evaluation, until the run is over."""
     progress = Progress()
     while True:
@@ -50,7 +50,7 @@ async def print_progress(address: str, key: str, tell: Callable[[str], None] = p
             async with contextlib.aclosing(ask.watch(address, SNAPSHOT_EVERY_S, key)) as snapshots:
                 async for snapshot in snapshots:
                     for line in progress.lines(snapshot, time.monotonic()):
-                        tell(line)
+                        report(line)
                     if snapshot.state in OVER:
                         return
         except PeerUnreachable:

@@ -48,16 +48,16 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     return _conclude(run_dir, interrupted)
 
 
-async def judged(setup: Setup, tell: Callable[[str], None]) -> list[Finding]:
+async def judged(setup: Setup, report: Callable[[str], None]) -> list[Finding]:
     """The findings before a start. Raises LightRLError, one line, if it is refused."""
     never_fail()
     return await retry_on_resource_limit(
-        lambda: in_thread(lambda: list(judge(setup, "up"))), "the checks before the start", tell
+        lambda: in_thread(lambda: list(judge(setup, "up"))), "the checks before the start", report
     )
 
 
 async def run_to_end(
-    setup: Setup, notes: Sequence[str], tell: Callable[[str], None], tui: bool = False
+    setup: Setup, notes: Sequence[str], report: Callable[[str], None], tui: bool = False
 ) -> tuple[Path, bool]:
     """Start a run that was judged, and watch it until it is over, or until a signal. Returns its
     directory, and whether it was interrupted. Raises RunFailed."""
@@ -65,21 +65,21 @@ async def run_to_end(
     assert config is not None
     configure_log(config)
     for note in notes:
-        tell(note)
+        report(note)
     later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, setup.is_resumed, later.append if tui else tell, setup.gpus)
+    local = LocalRun(config, setup.is_resumed, later.append if tui else report, setup.gpus)
     try:
-        interrupted = await _to_its_end(local, _live(local, tui, tell), tell)
+        interrupted = await _to_its_end(local, _live(local, tui, report), report)
     finally:
         for line in (*later, *repeated_warnings(local.run_dir)):
-            tell(line)
+            report(line)
     for line in local.lost:
-        tell(f"failed during the run: {line}")
+        report(f"failed during the run: {line}")
     return local.run_dir, interrupted
 
 
 async def _to_its_end(
-    local: LocalRun, live: Coroutine[Any, Any, None], tell: Callable[[str], None]
+    local: LocalRun, live: Coroutine[Any, Any, None], report: Callable[[str], None]
 ) -> bool:
     """Await `live`, or a signal; then end the daemons that are left. Returns whether it was
     interrupted. Raises RunFailed."""
@@ -94,7 +94,7 @@ async def _to_its_end(
         if not living.done():
             reason = "interrupted"
             await cancel(living)  # gives the terminal back first
-            tell("stopping ...")
+            report("stopping ...")
         else:
             living.result()
     except RunFailed as e:
@@ -114,16 +114,16 @@ def configure_log(config: Config) -> None:
     configure_file(LogSettings("launcher", socket.gethostname(), level, as_json), file)
 
 
-async def _live(local: LocalRun, tui: bool, tell: Callable[[str], None]) -> None:
+async def _live(local: LocalRun, tui: bool, report: Callable[[str], None]) -> None:
     """Start the daemons and show the run until it is over."""
-    tell(f"run {local.config.run.name} in {local.run_dir}")
+    report(f"run {local.config.run.name} in {local.run_dir}")
     await local.start()
     for line in await local.resumed_line():
-        tell(line)
+        report(line)
     if not local.config.eval.checkpoint:
         for line in join_lines(local.address, local.config.run.bind, local.run_dir):
-            tell(line)
-    watching = asyncio.create_task(_watch(local, tui, tell), name="view")
+            report(line)
+    watching = asyncio.create_task(_watch(local, tui, report), name="view")
     try:
         await local.until_over()
         with contextlib.suppress(TimeoutError):
@@ -133,15 +133,15 @@ async def _live(local: LocalRun, tui: bool, tell: Callable[[str], None]) -> None
         await cancel(watching)
 
 
-async def _watch(local: LocalRun, tui: bool, tell: Callable[[str], None]) -> None:
+async def _watch(local: LocalRun, tui: bool, report: Callable[[str], None]) -> None:
     """The screen until q, plain lines after that or without a screen."""
     if tui:
         from lightrl.tui.app import watch_live
 
         if await watch_live(local.address, local.key, stay=False):
             return
-        tell("the run continues; ctrl-C stops it")
-    await print_progress(local.address, local.key, tell)
+        report("the run continues; ctrl-C stops it")
+    await print_progress(local.address, local.key, report)
 
 
 def _conclude(run_dir: Path, interrupted: bool) -> int:

@@ -1,6 +1,6 @@
-"""What the headers of a model's files say before any rank has loaded it: whether they are
-quantised, whether it has the layers that `model.lora.targets` names, and whether the torch engine
-can compute its family.
+"""Checks of a model by the headers of its files, before any rank loads it: whether it is quantised,
+has the layers that `model.lora.targets` names, and is of a family that the torch engine can
+compute.
 
 Reads no weights and must not import torch: where files do not settle it, a process asks
 transformers (trainer/model/targets.py, engine/checkpoint.py).

@@ -69,13 +69,13 @@ HELP = (
     ("1 2 3, tab", "overview, samples, events"),
     ("up down, j k", "move through samples or events"),
     ("?", "this help"),
-    ("q", "leave the screen; the run goes on"),
+    ("q", "leave the screen; the run continues"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the person at the keyboard has chosen, and what the connection says."""
+    """What the user has chosen, and the state of the connection."""
 
     page: Page = "overview"
     help: bool = False
@@ -102,7 +102,7 @@ def render(snapshot: Snapshot, view: View, width: int, height: int) -> Renderabl
     blank = [Text("")] * (room - len(body))
     lines = [*head, *body, *blank, foot][-height:]
     for line in lines:
-        line.plain = printable(line.plain)  # names and states are what others have said
+        line.plain = printable(line.plain)  # names and states come from other processes
         line.truncate(width, overflow="ellipsis")
         line.no_wrap = True
     return Group(*lines)
@@ -229,7 +229,7 @@ def _weights(s: Snapshot) -> list[Text]:
 
 
 def _sizes(s: Snapshot) -> list[Text]:
-    """One line if engines of several sizes take turns; nodes say since when they are awake."""
+    """One line if engines of several sizes take turns."""
     line = sizes(s.metrics)
     return [Text(f" sizes  {line}")] if line else []
 

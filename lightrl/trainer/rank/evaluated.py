@@ -72,7 +72,7 @@ class EvaluatedRank:
             found = shards(load_served(model_dir, served))
         file = _publish(folder, step, found, base.digest if base else "")
         if saved is not None and saved.dtype == dtype_name(served) and saved.digest != file.digest:
-            # in another dtype than then it cannot be told
+            # in another dtype the digest is another one, too
             why = f"it was trained beside another model than {start.model_dir}, or " if base else ""
             raise TrainerError(f"{checkpoint}: {why}is not what was saved: another digest")
         published = Published(file, base=base)

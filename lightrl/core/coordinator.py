@@ -16,8 +16,10 @@ from lightrl.core import placement
 from lightrl.core.arrivals import Arrivals
 from lightrl.core.backlog import Backlog
 from lightrl.core.balance import Balance
+from lightrl.core.colocation import Colocation
 from lightrl.core.commands import Command, Outbox
 from lightrl.core.deadlines import earliest
+from lightrl.core.device_turns import DeviceTurns
 from lightrl.core.ending import Ending
 from lightrl.core.engine_sizes import EngineSizes
 from lightrl.core.events import (
@@ -47,7 +49,6 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.fleet import Fleet
-from lightrl.core.handover import Handover
 from lightrl.core.judge import Judge
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.responses import ResponseTable
@@ -82,11 +83,9 @@ class Coordinator:
         self.ending = ending = Ending(settings, fleet, self.steps, out)
         self.versions = Versions(settings, fleet, self.steps, ending, out)
         self.sides = sides = Sides(settings, fleet, table, predictor)
-        self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
-        next_kind = self.steps.next_kind
-        self.sizes = EngineSizes(
-            settings, fleet, table, self.backlog, predictor, ending, next_kind, self.outbox
-        )
+        self.turns = turns = DeviceTurns(settings, fleet, table, out)
+        self.colocation = Colocation(settings, fleet, table, self.steps, ending, turns, sides, out)
+        self.sizes = EngineSizes(settings, fleet, table, turns, self.steps.next_kind, out)
         self.started_at = now
         self._state = RunState.STARTING  # until the run ends
 
@@ -107,14 +106,15 @@ class Coordinator:
         self.fleet.now = now
         self._take(event, now)
         self._advance(now)
-        self.handover.update(now)  # who is released by it, gets no work any more
-        self.sizes.update(now)
+        self.colocation.update(now)  # a node that is ordered to sleep gets no more work
+        if not self.ending.has_begun:
+            self.sizes.update(now)
         self._dispatch()
         while self.judge.settled and not self.ending.has_begun:
             self._advance(now)  # what waited for a slot had lost meanwhile
             self._dispatch()
         self.balance.plan(now, self.ending.has_begun)
-        self.handover.update(now, decides=False)
+        self.colocation.update(now, decides=False)
         self.fleet.trainers.tell()
         return self.outbox.drain()
 
@@ -127,7 +127,6 @@ class Coordinator:
                     self.judge.score(event)
             case NodeHeard(name, heartbeat):
                 self.fleet.on_heartbeat(name, heartbeat, now)
-                self.sizes.heard_load(name, heartbeat.load, now)
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -155,11 +154,11 @@ class Coordinator:
             case StepTrained(name, done):
                 if name == self.fleet.trainer:
                     self.steps.on_step_done(done)
-                    self.handover.step_trained(done, now)
+                    self.colocation.on_step_done(done, now)
             case NodeReleased(name, message):
-                self.handover.released(name, message)
+                self.turns.on_asleep(name, message)
             case TrainerParked(name, message):
-                self.handover.parked(name, message)
+                self.colocation.on_trainer_suspended(name, message)
             case CheckpointWritten(step):
                 self.trainer_feed.has_finished |= step == self.settings.num_steps
             case ShardsDelivered(name, taken):
@@ -178,8 +177,8 @@ class Coordinator:
         """When to feed TimerFired, or None."""
         fleet, ends_at = self.fleet, self.ending.patience_ends_at
         of_fleet = fleet.lease_check_at, fleet.broadcasts.deadline
-        of_sides = self.handover.deadline, self.sizes.deadline
-        return earliest(*of_fleet, self.balance.deadline, ends_at, *of_sides)
+        of_turns = self.turns.deadline, self.colocation.deadline, self.sizes.deadline
+        return earliest(*of_fleet, self.balance.deadline, ends_at, *of_turns)
 
     # Weights
 
@@ -205,7 +204,7 @@ class Coordinator:
             self.outbox.send(name, Abort(attempts))
             self.table.requeue_all(node)
         self.fleet.refuse(name, failed)
-        self.handover.refused(name)
+        self.turns.on_refused(name)
 
     # Responses
 
@@ -216,7 +215,8 @@ class Coordinator:
         node.heard_at = now
         if (problem := self.arrivals.accept(node, chunk, now)) is not None:
             self._lose(name, problem, now)
-        self.sizes.heard(node)
+        if node.parallel:
+            self.sizes.on_tokens()
 
     def _dispatch(self) -> None:
         """Sends waiting responses to nodes with room.
@@ -230,7 +230,7 @@ class Coordinator:
         self.balance.relieve()
         if nodes := self.table.nodes_with_room():
             room, most = sum(n.room for n in nodes), self._num_unreserved(nodes)
-            if most <= room and self.handover.may_leave:
+            if most <= room and self.colocation.may_leave:
                 placed = self._place_apart(nodes, most)
             else:
                 waiting = self.judge.pop_waiting(min(room, most))
@@ -278,10 +278,10 @@ class Coordinator:
             self._lose(hello.node, "restarted", now)
         self.fleet.add(hello, now)
         self._reconcile(hello)
-        self.handover.greeted(hello)
+        self.colocation.on_hello(hello)
         if "trainer" in hello.roles:
             self.trainer_feed.joined(hello.node)
-            for name, why in self.handover.strangers():
+            for name, why in self.colocation.without_trainer():
                 self._remove(name, f"{name} refused: {why}", now)
                 self.outbox.send(name, Welcome(run="", refused=why))
 
@@ -313,7 +313,7 @@ class Coordinator:
         text = f"{name} left ({reason})" if ok else f"{name} failed: {reason}"
         self._remove(name, text, now, ok, may_return=ok)
         if is_trainer:
-            self.handover.trainer_left(name)
+            self.colocation.on_trainer_left(name)
         if is_trainer and not ok:
             self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")
 
@@ -357,8 +357,8 @@ class Coordinator:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
                 self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
-        for node in (*self.handover.late(now), *self.sizes.late(now)):
-            reason = f"kept its devices for {self.handover.limit_s(node):g} s"
+        for node in self.turns.late(now):
+            reason = f"kept its devices for {self.turns.limit_s(node):g} s"
             self._lose(node.name, reason, now)
         self.fleet.expire_broadcast()
         patience_ends_at = self.ending.patience_ends_at

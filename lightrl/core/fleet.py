@@ -11,9 +11,9 @@ from itertools import chain, islice
 from statistics import fmean
 
 from lightrl.core.broadcasts import Broadcasts
+from lightrl.core.chunk_stats import Gain
 from lightrl.core.commands import Admit, Outbox
 from lightrl.core.events import BroadcastNews
-from lightrl.core.gain import Gain
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
 from lightrl.core.speed import Speed

@@ -37,8 +37,6 @@ class Work:
     tokens: float
     # of the engine
     steps: float
-    # tokens of context, summed over these steps
-    reads: float
 
 
 @dataclass(slots=True)
@@ -48,8 +46,6 @@ class Outlook:
     node: Node
     # steps of each of its responses, fewest first
     left: list[float]
-    # tokens of context, summed over all these steps
-    reads: float
 
     @property
     def running(self) -> int:
@@ -57,11 +53,11 @@ class Outlook:
 
     def finishes_in(self, more: Work | None = None) -> float:
         """Seconds until all is done, with one more response."""
-        speed, left, reads = self.node.speed, self.left, self.reads
+        left = self.left
         if more is not None:
-            at, reads = bisect(left, more.steps), reads + more.reads
+            at = bisect(left, more.steps)
             left = [*left[:at], more.steps, *left[at:]]
-        return speed.finishes_in(left, reads)
+        return self.node.speed.finishes_in(left)
 
     def key(self, more: Work) -> tuple[float, int, str]:
         """Orders nodes for one more response; of equal ones the emptier is better."""
@@ -69,25 +65,17 @@ class Outlook:
 
     def add(self, work: Work) -> None:
         insort(self.left, work.steps)
-        self.reads += work.reads
-
-    def drop_longest(self, work: Work) -> None:
-        del self.left[-1]
-        self.reads -= work.reads
 
 
 def outlook(node: Node, foresee: Foresee) -> Outlook:
     """As `work_of` all that runs there; a look at all nodes makes no object for each response."""
     left: list[float] = []
-    reads = 0.0
     gain = node.gain.tokens if node.speculates else 0.0
     for r in node.running.values():
         tokens = _remaining(r, foresee)
-        steps = tokens / gain if gain and r.has_history else tokens
-        left.append(steps)
-        reads += steps * (r.context + tokens / 2)
+        left.append(tokens / gain if gain and r.has_history else tokens)
     left.sort()
-    return Outlook(node, left, reads)
+    return Outlook(node, left)
 
 
 def work_of(response: Response, node: Node, foresee: Foresee) -> Work:
@@ -95,8 +83,7 @@ def work_of(response: Response, node: Node, foresee: Foresee) -> Work:
 
 
 def _work(response: Response, node: Node, tokens: float) -> Work:
-    steps = tokens / node.gain_of(response)
-    return Work(tokens, steps, steps * (response.context + tokens / 2))
+    return Work(tokens, tokens / node.gain_of(response))
 
 
 @dataclass(slots=True)
@@ -224,7 +211,7 @@ def moves(
         moved.append((response, target.node))
         cost_s[target_name] += cost
         target.add(there)
-        source.drop_longest(work)
+        del source.left[-1]
         heapq.heapreplace(last, (-source.finishes_in(), source_name))
         step_s = target.node.speed.step_s(target.running + 1)
         heapq.heapreplace(idle, (cost_s[target_name] + target.finishes_in() + step_s, target_name))

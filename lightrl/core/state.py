@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.chunk_window import ChunkWindow
-from lightrl.core.gain import Gain
+from lightrl.core.chunk_stats import ChunkWindow, Gain
 from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages.load import Load

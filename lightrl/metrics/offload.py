@@ -18,7 +18,7 @@ def offload_figures(core: Coordinator) -> dict[str, float]:
     """Nothing where no node shares the trainer's devices."""
     if not core.fleet.devices.nodes:
         return {}
-    figures, seconds = core.handover.figures, core.handover.device_s
+    figures, seconds = core.colocation.figures, core.colocation.device_s
     named = {f"offload/{name}": value for name, value in figures.items()}
     some = islice(seconds.items(), MAX_FIGURES)
     return named | {f"device_s/{name}": value for name, value in some}

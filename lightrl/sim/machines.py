@@ -133,11 +133,9 @@ class SimMachine:
         return replace(said, parallel=self.spec.parallel, is_released=self.asleep)
 
     def load(self) -> Load:
-        """What its engine says of itself; engines that take turns also what their steps cost."""
-        profile = self.engine.profile
-        costs = profile.costs() if self.spec.parallel else None
+        """The load that its engine reports."""
         preemptions = self.total("num_preemptions")
-        return Load(num_preemptions=preemptions, kv_tokens=profile.kv_tokens, costs=costs)
+        return Load(num_preemptions=preemptions, kv_tokens=self.engine.profile.kv_tokens)
 
     def come(self, now: float) -> None:
         self.engine.now = self._since = now

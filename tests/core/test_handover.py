@@ -559,7 +559,7 @@ def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
         d.publish(step + 1)
         d.feed(StepTrained("t", StepDone(step, step + 1, metrics)))
         d.confirm("a", step + 1)
-        figures = d.core.handover.figures
+        figures = d.core.colocation.figures
         assert {"window_s", "waited_trainer_s"} <= set(figures)
         assert all(math.isfinite(figure) for figure in figures.values())
 
@@ -594,10 +594,10 @@ def test_what_each_device_did_sums_to_the_step():
     d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
     d.confirm("b", 1)
     assert d.core.step == 1
-    seconds = {name: s for name, s in d.core.handover.device_s.items() if s}
+    seconds = {name: s for name, s in d.core.colocation.device_s.items() if s}
     assert seconds == {"a/rollout": 4.0, "a/switch": 3.0, "a/wait": 1.0, "a/train": 5.0}
     assert sum(seconds.values()) == d.now
-    figures = d.core.handover.figures
+    figures = d.core.colocation.figures
     assert figures == {
         "window_s": 4.0,
         "waited_trainer_s": 2.0,  # of the six since it had the devices
@@ -629,8 +629,8 @@ def test_start_up_and_evaluations_are_of_no_step():
         d.now += 0.5
         d.confirm("a", step + 1)
         assert d.core.step == step + 1
-        assert sum(d.core.handover.device_s.values()) == d.now - begun_at
-        assert d.core.handover.figures["switches"] == 2.0
+        assert sum(d.core.colocation.device_s.values()) == d.now - begun_at
+        assert d.core.colocation.figures["switches"] == 2.0
 
 
 def test_a_trainer_that_was_parked_and_comes_back_with_its_devices_is_asked_for_them():

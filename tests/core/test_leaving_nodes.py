@@ -60,7 +60,7 @@ def test_while_more_waits_than_there_is_room_for_the_longest_go_first():
 def test_in_an_evaluation_nobody_leaves():
     d, _ = shared("a", others="b", eval_interval=1, eval_sets=held_out(2, samples=2))
     assert d.core.table.is_evaluating
-    assert not d.core.handover.may_leave
+    assert not d.core.colocation.may_leave
 
 
 def test_steps_stay_as_short_as_they_can_be():

@@ -42,8 +42,8 @@ def view(shared: int = 4, others: int = 2, released: int = 0, **changes) -> View
         kind="plain",
         opened_at=0.0,
         finished=0.1,
-        sampling=[Outlook(n, [0.0] * k, 0.0) for k, n in enumerate(nodes("s", shared))],
-        others=[Outlook(n, [], 0.0) for n in nodes("o", others)],
+        sampling=[Outlook(n, [0.0] * k) for k, n in enumerate(nodes("s", shared))],
+        others=[Outlook(n, []) for n in nodes("o", others)],
         released=nodes("r", released),
         train_s=20.0,
         ready_s=0.0,
@@ -130,7 +130,7 @@ def test_groups_of_a_round_in_waves_come_evenly_and_then_as_fewer_and_fewer_run(
 def test_half_goes_if_the_trainer_has_work_in_hand_and_the_tail_needs_no_more():
     tail = {"left": evenly(10_000.0, 8, 5000.0), "train_s": 60.0}
     slow = nodes("s", 4, base=0.01)
-    sampling = [Outlook(n, [0.0] * k, 0.0) for k, n in enumerate(slow)]
+    sampling = [Outlook(n, [0.0] * k) for k, n in enumerate(slow)]
     v = view(others=1, sampling=sampling, **tail)
     assert Foreseen().decide(replace(v, arrivals=[(1.0, 1.0)], ready_s=0.0), 0.0).release == ()
     v.others[0].node.speed = Speed(0.05, SLOPE, 999)  # that one alone would need 260 s

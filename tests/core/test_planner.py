@@ -1,13 +1,12 @@
 """How many devices an engine spans in the next round: what is published, and what is added."""
 
-import pytest
-
 from lightrl.core.planner import (
     QUIET_ROUNDS,
     TRIED_AGAIN,
+    KindMemory,
     PlannedRound,
     Planner,
-    peak_kv,
+    PlannerMemory,
 )
 
 SIZES = (1, 2, 4)
@@ -68,27 +67,20 @@ def test_kinds_of_rounds_are_remembered_apart():
 
 
 def test_what_does_not_fit_is_not_waited_for():
-    planner = Planner(SIZES)
-    planner.has_caches(1, 1000)
-    assert planner.size_for("long", foreseen_kv=940) == 1
-    assert planner.size_for("long", foreseen_kv=960) == 2  # what is not known, may fit
-    planner.has_caches(2, 3000)
-    assert planner.size_for("long", foreseen_kv=2900) == 4
-    planner.has_caches(4, 7000)
-    assert planner.size_for("long", foreseen_kv=9000) == 1  # it fits nowhere: the rule decides
-
-
-def test_what_was_seen_counts_more_than_what_is_foreseen():
-    fleet = Fleet()
-    fleet.planner.has_caches(1, 1000)
-    assert fleet.play(0, 0, kv=500) == 1
-    assert fleet.planner.size_for("long", foreseen_kv=5000) == 1
-    assert fleet.play(0, kv=1500) == 2
+    for kv, caches, size in (
+        (940, {1: 1000}, 1),
+        (960, {1: 1000}, 2),  # what is not known, may fit
+        (2900, {1: 1000, 2: 3000}, 4),
+        (9000, {1: 1000, 2: 3000, 4: 7000}, 1),  # it fits nowhere: the rule decides
+    ):
+        planner = Planner(SIZES)
+        planner.recall(PlannerMemory({"long": KindMemory(1, kv_tokens=kv)}, caches))
+        assert planner.size_for("long") == size
 
 
 def test_no_way_back_to_caches_that_are_too_small():
     fleet = Fleet()
-    fleet.planner.has_caches(1, 1000)
+    fleet.planner.set_caches(1, 1000)
     assert fleet.play(10, *[0] * (QUIET_ROUNDS + 1), kv=1500) == 2
     assert fleet.play(*[0] * QUIET_ROUNDS, kv=500) == 1  # its responses have become shorter
 
@@ -144,8 +136,8 @@ def test_a_first_round_that_was_slow_for_other_reasons_decides_nothing():
 
 def test_a_larger_size_without_more_room_is_no_help():
     fleet = Fleet()
-    fleet.planner.has_caches(1, 1000)
-    fleet.planner.has_caches(2, 1000)
+    fleet.planner.set_caches(1, 1000)
+    fleet.planner.set_caches(2, 1000)
     assert fleet.play(10, 20, 40) == 1
 
 
@@ -155,7 +147,7 @@ def test_one_size_stays():
 
 def test_what_was_learned_goes_on_in_another_planner():
     fleet, other = Fleet(), Fleet()
-    fleet.planner.has_caches(1, 1000)
+    fleet.planner.set_caches(1, 1000)
     fleet.play(10, 0, 0)
     other.planner.recall(fleet.planner.memory())
     assert other.planner.memory() == fleet.planner.memory()
@@ -166,70 +158,8 @@ def test_what_was_learned_goes_on_in_another_planner():
 
 def test_sizes_that_the_run_has_no_more_are_forgotten():
     fleet, other = Fleet(), Fleet(1, 2)
-    fleet.planner.has_caches(4, 1000)
+    fleet.planner.set_caches(4, 1000)
     fleet.play(10, 20)
     other.planner.recall(fleet.planner.memory())
     assert other.planner.size_for("long") == 1
     assert other.planner.memory().caches == {}
-
-
-@pytest.mark.parametrize(
-    ("lengths", "slots", "most"),
-    [
-        ([], 4, 0),
-        ([10], 4, 10),
-        ([10, 10, 10], 4, 30),
-        ([10, 10, 10], 2, 20),
-        ([100, 10, 10], 4, 100),  # the short ones have gone by then
-        ([40, 30, 1], 4, 60),
-    ],
-)
-def test_peak_of_what_responses_hold_at_once(lengths, slots, most):
-    assert peak_kv(lengths, slots) == most
-
-
-def expecting(planner: Planner, kind: str = "short", **seconds: float) -> int:
-    """The size for a round that takes engines of 1, 2 and 4 devices (a, b, c) so many seconds."""
-    return planner.size_for(kind, expected_s=dict(zip(SIZES, seconds.values(), strict=True)))
-
-
-def took(planner: Planner, size: int, seconds: float, expected_s: float) -> None:
-    planner.learn(PlannedRound("short", size, 0, seconds, 100, 0, expected_s=expected_s))
-
-
-def test_where_costs_are_known_the_fastest_is_taken_at_once():
-    planner = Planner(SIZES)
-    assert expecting(planner, a=30, b=20, c=25) == 2
-    assert expecting(planner, "long", a=300, b=200, c=100) == 4
-
-
-def test_little_is_not_worth_a_change():
-    planner = Planner(SIZES)
-    took(planner, 1, 20.0, 20.0)
-    assert expecting(planner, a=20, b=19.8, c=25) == 1
-    assert expecting(planner, a=20, b=19, c=25) == 2
-
-
-def test_what_is_unexplained_belongs_to_all_sizes_and_the_next_best_is_tried_once():
-    planner = Planner(SIZES)
-    took(planner, 1, 30.0, 20.0)  # ten seconds for rewards and the like
-    assert expecting(planner, a=20, b=21, c=40) == 2
-    took(planner, 2, 31.0, 21.0)
-    assert expecting(planner, a=20, b=21, c=40) == 1
-    assert expecting(planner, a=20, b=24, c=40) == 1  # 4 seconds are more than may be wrong
-    took(planner, 1, 20.0, 20.0)
-
-
-def test_a_size_that_takes_longer_than_expected_is_left():
-    planner = Planner(SIZES)
-    took(planner, 1, 20.0, 20.0)
-    took(planner, 2, 29.0, 19.0)
-    assert expecting(planner, a=20, b=19, c=40) == 1
-
-
-def test_what_rounds_took_beyond_what_was_expected_is_remembered():
-    planner, again = Planner(SIZES), Planner(SIZES)
-    took(planner, 2, 29.0, 19.0)
-    again.recall(planner.memory())
-    assert again.memory() == planner.memory()
-    assert again.memory().kinds["short"].over == {2: 10.0}

@@ -23,7 +23,7 @@ TRAINS = replace(COLOCATED, training=replace(COLOCATED.training, token_s=8e-4))
 
 def view(opened_at: float) -> View:
     reserved, other = (Node(name, 1, ("rollout",), 8, 0.0, 1, "h") for name in ("n0", "s0"))
-    looks = [Outlook(node, [1.0], 0.0) for node in (reserved, other)]
+    looks = [Outlook(node, [1.0]) for node in (reserved, other)]
     return View("plain", opened_at, 0.0, looks[:1], looks[1:], [], 1.0, 0.0, (), 0.0, [1.0])
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.handover import Handover
+from lightrl.core.colocation import Colocation
 from lightrl.core.offload import Change, Rule, StepTimes, View
 from lightrl.core.settings import EvalSet, Tail
 from lightrl.messages.responses import Sampling
@@ -126,7 +126,7 @@ def test_few_responses_move_as_long_ones_start_on_nodes_that_go_on(monkeypatch):
         for apart in (True, False):
             with monkeypatch.context() as patched:
                 if not apart:
-                    patched.setattr(Handover, "may_leave", False)
+                    patched.setattr(Colocation, "may_leave", False)
                 switches = Switches(offload="foreseen")
                 out = world(scenario, switches, nodes(4), ALWAYS, **changes).run()
             seconds[apart] += sum(steps_s(out)[2:])

@@ -21,7 +21,7 @@ from lightrl.messages.broadcasts import (
     VersionTaken,
 )
 from lightrl.messages.costs import CostRow, StepForecast
-from lightrl.messages.load import Load, StepCosts
+from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import (
@@ -80,7 +80,7 @@ EXAMPLES: list[Message] = [
     ),
     Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
     Heartbeat(
-        Load(3, 1, 0.5, 2, None, 9000, StepCosts(0.01, 1e-4, 1e-8, 1e-5)),
+        Load(3, 1, 0.5, 2, None, 9000),
         0.4,
         "cpu",
         WeightsProgress(4, 8 << 20, 15 << 30, 3),
@@ -197,10 +197,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: Message)
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_16_are_pinned():
+def test_bytes_of_protocol_17_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert PROTOCOL == 16
+    assert PROTOCOL == 17
     abort = wire.MESSAGES.encode(Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(Checkpointed(20, 10))

@@ -7,13 +7,13 @@ what becomes of a response by them is for `judge`, where it runs for `responses`
 import math
 from dataclasses import dataclass, field
 
-from lightrl.core import attempts, race
+from lightrl.core import race
 from lightrl.core.arrays import decode, encode, native
 from lightrl.core.commands import Outbox
 from lightrl.core.fleet import Fleet
 from lightrl.core.judge import Judge
 from lightrl.core.log_entries import TokensTaken
-from lightrl.core.responses import ResponseTable
+from lightrl.core.responses import ResponseTable, can_exist
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState
 from lightrl.errors import InvariantViolation
@@ -112,7 +112,7 @@ class Arrivals:
         has_ended = item.finish_reason in {"stop", "length"}
         if response.state is not ResponseState.QUEUED or not has_ended:
             return False
-        if not attempts.can_exist(response, item.attempt, self._table.was_recovered):
+        if not can_exist(response, item.attempt, self._table.was_recovered):
             return False
         staleness = response.group.round.step - version
         known = encode(response.tokens[item.offset :])

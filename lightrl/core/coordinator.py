@@ -18,7 +18,6 @@ from lightrl.core.backlog import Backlog
 from lightrl.core.balance import Balance
 from lightrl.core.colocation import Colocation
 from lightrl.core.commands import Command, Outbox
-from lightrl.core.deadlines import earliest
 from lightrl.core.device_turns import DeviceTurns
 from lightrl.core.ending import Ending
 from lightrl.core.engine_sizes import EngineSizes
@@ -383,3 +382,8 @@ class Coordinator:
         else:
             self.steps.finish_step(now)
             self.ending.conclude()
+
+
+def earliest(*times: float | None) -> float | None:
+    """Return the first of several deadlines. Example: earliest(None, 3.0, 2.0) == 2.0"""
+    return min((time for time in times if time is not None), default=None)

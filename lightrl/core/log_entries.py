@@ -10,16 +10,88 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 from lightrl.core.backlog import PutOff
-from lightrl.core.counters import Counters
+from lightrl.core.curve import LineFit
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
 from lightrl.core.planner import PlannerMemory
-from lightrl.core.sides_memory import SidesMemory
 from lightrl.core.state import DrawnPrompt, RoundKind
 from lightrl.core.worth import Learned
 from lightrl.messages.responses import ResponseTokens
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import Canary, WeightsBase
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened in the run so far; all of it is shown to operators."""
+
+    nodes_lost: int = 0
+    # of nodes that served the newest version
+    engines_lost: int = 0
+    # resumed elsewhere from their tokens
+    responses_moved: int = 0
+    # of these, because another node is faster
+    migrations: int = 0
+    # of attempts given up
+    chunks_ignored: int = 0
+    # chunks with tokens missing before them
+    holes: int = 0
+    # wrong version, digest or size; the sender is lost
+    bad_chunks: int = 0
+    rewards_failed: int = 0
+    groups_dropped: int = 0
+    # of these, without signal: replaced by dynamic sampling
+    groups_flat: int = 0
+    # a prompt at most once in an epoch
+    prompts_put_off: int = 0
+    # accepted for training rounds
+    rollout_tokens: int = 0
+    eval_tokens: int = 0
+    # accepted from nodes, but never trained
+    aborted_tokens: int = 0
+    groups_trained: int = 0
+    trained_responses: int = 0
+
+    def count_tokens(self, num_tokens: int, are_for_eval: bool) -> None:
+        if are_for_eval:
+            self.eval_tokens += num_tokens
+        else:
+            self.rollout_tokens += num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """The lengths of a round's responses, and when its groups were complete; in tokens."""
+
+    # raw int32
+    lengths: bytes = b""
+    ends: tuple[int, ...] = ()
+    # of what was trained
+    longest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMemory:
+    """What the rule "window" remembers, by kind of round."""
+
+    seeds: dict[str, float] = field(default_factory=dict[str, float])
+    # (nodes that share nothing, kind of round, seconds)
+    known: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SidesMemory:
+    """Example: SidesMemory((0.6, 0.7), rounds={"short": RoundShape(...)})"""
+
+    # seconds of the last switches
+    switches: tuple[float, ...] = ()
+    # seconds of the trainer, by tokens of a step
+    training: LineFit = field(default_factory=LineFit)
+    # the last ones, by kind
+    rounds: dict[str, RoundShape] = field(default_factory=dict[str, RoundShape])
+    # (seconds of all nodes that sampled, of training) of the last steps, by kind
+    work: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    window: WindowMemory = field(default_factory=WindowMemory)
 
 
 @dataclass(frozen=True, slots=True)

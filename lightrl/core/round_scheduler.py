@@ -7,7 +7,7 @@ is decided in `rounds`, who wins it in `race`; which node does the work is no co
 from collections import deque
 from statistics import median
 
-from lightrl.core import mini_batches, race, rounds, staleness
+from lightrl.core import mini_batches, race, rounds
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Outbox
 from lightrl.core.events import PromptsDrawn
@@ -16,6 +16,7 @@ from lightrl.core.judge import Judge
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import RoundOpened
 from lightrl.core.responses import ResponseTable
+from lightrl.core.rounds import admissible
 from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundKind, RoundState
@@ -143,10 +144,7 @@ class RoundScheduler:
                 self.finished = not self._table.rounds
                 return
             batch = self._settings.prompts_per_step
-            if (
-                staleness.admissible(self._settings.max_staleness, version, batch, step * batch)
-                < batch
-            ):
+            if admissible(self._settings.max_staleness, version, batch, step * batch) < batch:
                 return
             if not self._fleet.ready:
                 return

@@ -8,29 +8,37 @@ more there are, the less often it is made, unless the nodes have changed. Not in
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from lightrl.core import mini_batches
+from lightrl.core.curve import LineFit
 from lightrl.core.fleet import Fleet
-from lightrl.core.foreseen import Foreseen
 from lightrl.core.length_predictor import LengthPredictor
-from lightrl.core.line_fit import LineFit
-from lightrl.core.offload import Change, Never, Rule, StepTimes, View, best_window_s
+from lightrl.core.log_entries import SidesMemory
+from lightrl.core.offload import (
+    Change,
+    Foreseen,
+    Never,
+    Rule,
+    StepTimes,
+    View,
+    Window,
+    best_window_s,
+)
 from lightrl.core.placement import outlook
 from lightrl.core.responses import ResponseTable
-from lightrl.core.round_curve import RoundCurve, in_waves, shape_of, with_rest_at_end
-from lightrl.core.round_rest import rest_of
+from lightrl.core.round_rest import RoundCurve, in_waves, rest_of, shape_of, with_rest_at_end
 from lightrl.core.scaling import TRAIN_METRICS
 from lightrl.core.settings import Settings
-from lightrl.core.sides_memory import Recent, SidesMemory
 from lightrl.core.state import (
     Response,
     Round,
     RoundKind,
     RoundState,
 )
-from lightrl.core.window import Window
 
 # Between two looks: looking then takes about one percent of the time (60 ms at 10,000 responses on
 # 1,000 nodes). Less, if nodes have come or gone; they may do so together.
@@ -39,8 +47,28 @@ HURRY = 0.1
 SOON_S = 0.05  # a decision is not put off for less
 FORGET = 0.8  # weight of earlier steps in what training takes
 PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
+REMEMBERED = 5  # measurements, whose median counts: a single wrong one does no harm
 EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # of what no round has told yet
 WAVES = 2.0  # responses of a round for each slot; with fewer they run side by side
+
+
+class Recent:
+    """The newest measurements of one thing."""
+
+    def __init__(self, values: tuple[float, ...] = ()) -> None:
+        self._values: deque[float] = deque(values, maxlen=REMEMBERED)
+
+    def add(self, value: float) -> None:
+        if value >= 0:
+            self._values.append(value)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(self._values)
+
+    @property
+    def value(self) -> float | None:
+        return median(self._values) if self._values else None
 
 
 @dataclass(slots=True)

@@ -220,7 +220,7 @@ class Speed:
         return self.curve.at(batch)
 
     def finishes_in(self, left: Sequence[float]) -> float:
-        """Return seconds until all responses are done that have so many steps left, fewest first."""
+        """Return seconds until all are done that have so many steps left, fewest first."""
         return self.curve.finishes_in(left)
 
     def peak(self, limit: int) -> int:

@@ -385,6 +385,7 @@ class Node:
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""  # "" until its engine, or its ranks, have started
+    has_reported: bool = False  # a heartbeat has come
     is_saving: bool = False  # its ranks stand until a checkpoint is written
     # accepted from it
     num_tokens: int = 0

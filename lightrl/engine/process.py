@@ -11,7 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from lightrl.engine.base import (
@@ -32,9 +32,10 @@ from lightrl.engine.base import (
     Wake,
 )
 from lightrl.engine.inbox import EnginePipe, Inbox
+from lightrl.engine.step_costs import measure
 from lightrl.engine.stop_strings import with_stop_strings
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
-from lightrl.messages.load import Load
+from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.responses import Abort, FinishReason, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.weights import Canary
 from lightrl.system.child import Pipe
@@ -60,6 +61,7 @@ def main(sock: socket.socket) -> None:
         started = time.perf_counter()
         try:
             engine = build_engine(spec)
+            costs = measure(engine, spec) if spec.parallel else None
             engine = with_stop_strings(engine, spec)
         except LightRLError as e:
             pipe.send(EngineFailed(str(e), is_unusable=isinstance(e, EngineUnusable)))
@@ -69,7 +71,7 @@ def main(sock: socket.socket) -> None:
         gc.freeze()  # libraries' objects live as long as we do; to scan them again takes time
         start_s = time.perf_counter() - started
         pipe.send(EngineStarted(engine.device, start_s, engine.notes, engine.num_workers))
-        Server(engine, spec, pipe, Inbox(pipe, commands)).serve()
+        Server(engine, spec, pipe, Inbox(pipe, commands), costs).serve()
     except EOFError:
         sys.exit(0)  # the daemon closed the pipe; engines hold nothing that must be saved
 
@@ -126,8 +128,10 @@ class Server:
         spec: EngineSpec,
         pipe: EnginePipe,
         inbox: Inbox,
+        costs: StepCosts | None = None,
     ) -> None:
-        self._engine = engine
+        """`costs`: of its steps, if they were measured."""
+        self._engine, self._costs = engine, costs
         self._inbox = inbox
         self._pipe = pipe
         self._canary = spec.canary
@@ -387,7 +391,7 @@ class Server:
 
     def _report_load(self, now: float, every_s: float) -> None:
         if now - self._load_sent_at >= every_s:
-            load = self._engine.load()
+            load = replace(self._engine.load(), costs=self._costs)
             if load != self._load:
                 self._load, self._load_sent_at = load, now
                 self._pipe.send(load)

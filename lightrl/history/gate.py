@@ -12,7 +12,7 @@ rarely. Never reads a clock.
 from dataclasses import dataclass, field
 from math import log2
 
-from lightrl.core.line_fit import LineFit
+from lightrl.core.curve import LineFit
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # drafted tokens of a response that may be allowed
 MEMORY = 0.9  # weight of a known time against one more observation

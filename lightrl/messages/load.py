@@ -31,6 +31,20 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds that an engine measured when it started: of a decode step, for each response in it,
+    for each token of their context, and of a token that is only computed.
+
+    Example: StepCosts(0.0095, 9e-5, 1.7e-8, 1.2e-5)
+    """
+
+    base_s: EngineSeconds
+    response_s: EngineSeconds
+    token_s: EngineSeconds = 0.0
+    prefill_s: EngineSeconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What a rollout node's engine is doing. Example: Load(running=12, waiting=0, kv_usage=0.3)."""
 
@@ -44,3 +58,5 @@ class Load:
     drafting: Drafting | None = None
     # that its KV cache holds; 0 = as many as its slots need, or nobody knows
     kv_tokens: Count = 0
+    # of engines of which several sizes take turns
+    costs: StepCosts | None = None

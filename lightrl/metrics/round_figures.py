@@ -18,7 +18,7 @@ import numpy as np
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.race import MIN_COMPARED, is_flat
-from lightrl.core.staleness import staleness
+from lightrl.core.rounds import staleness
 from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages.snapshot import SampleText
 from lightrl.metrics.evaluation import Evaluated, Scores, scores_line

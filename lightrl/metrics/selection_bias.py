@@ -22,7 +22,7 @@ import numpy as np
 
 from lightrl.core.arrays import encode
 from lightrl.core.backlog import Backlog
-from lightrl.core.staleness import staleness
+from lightrl.core.rounds import staleness
 from lightrl.core.state import GroupState, Response, Round
 
 # A mean is restricted to the lengths that so many observations reach, if some are censored.

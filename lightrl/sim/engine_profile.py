@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from lightrl.core.curve import Curve
 from lightrl.errors import SimError
+from lightrl.messages.load import StepCosts
 
 LEAST_S = 1e-6  # no step takes no time
 
@@ -94,6 +95,11 @@ class EngineProfile:
         seconds, tokens = self.forward(1)
         context = num_tokens * prompt_tokens + num_tokens * (num_tokens - 1) / 2
         return (num_tokens * seconds + self.context_s * context) / tokens
+
+    def costs(self) -> StepCosts:
+        """As an engine would measure it."""
+        response_s = self.step_s / self.half_batch
+        return StepCosts(self.step_s, response_s, self.context_s, self.prefill_s)
 
     def slower(self, factor: float) -> "EngineProfile":
         """The same engine on a machine that takes `factor` times as long."""

@@ -133,9 +133,11 @@ class SimMachine:
         return replace(said, parallel=self.spec.parallel, is_released=self.asleep)
 
     def load(self) -> Load:
-        """The load that its engine reports."""
+        """What its engine says of itself; engines that take turns also what their steps cost."""
+        profile = self.engine.profile
+        costs = profile.costs() if self.spec.parallel else None
         preemptions = self.total("num_preemptions")
-        return Load(num_preemptions=preemptions, kv_tokens=self.engine.profile.kv_tokens)
+        return Load(num_preemptions=preemptions, kv_tokens=profile.kv_tokens, costs=costs)
 
     def come(self, now: float) -> None:
         self.engine.now = self._since = now

@@ -5,8 +5,7 @@ import pytest
 
 from lightrl.core.commands import Command, Send
 from lightrl.core.events import NodeLeft, NodeLost, StepTrained
-from lightrl.core.offload import Change
-from lightrl.core.scale_down import ScaleDown
+from lightrl.core.offload import Change, ScaleDown
 from lightrl.core.shared_devices import SharedDevices
 from lightrl.messages.nodes import Welcome
 from lightrl.messages.responses import Generate

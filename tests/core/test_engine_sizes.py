@@ -5,7 +5,7 @@ from typing import Any
 from lightrl.core.commands import Command, Report
 from lightrl.core.events import NodeHeard, NodeLeft, NodeLost, NodeReleased, TimerFired
 from lightrl.core.settings import Tail
-from lightrl.messages.load import Load
+from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.nodes import Heartbeat, Welcome
 from lightrl.messages.responses import Generate
 from lightrl.messages.sharing import Release, Released, Wake
@@ -85,10 +85,8 @@ def test_the_size_changes_while_the_trainer_works():
 def test_who_sleeps_pulls_the_version():
     d = sized()
     d.finish_round()
-    released(d, "a")
-    assert {n for n, _ in sent(d.publish(1), PublishWeights)} == {"a", "big"}
-    assert {n for n, _ in sent(released(d, "b"), PublishWeights)} == {"b"}
-    assert states(d)["a"] == "released"
+    assert {n for n, _ in sent(d.publish(1), PublishWeights)} == {"a", "b", "big"}
+    assert states(d)["big"] == "released"
 
 
 def test_kinds_change_places():
@@ -107,7 +105,7 @@ def test_kinds_change_places():
         for name in SIZES:
             d.confirm(name, d.core.fleet.published.policy_version)  # type: ignore[union-attr]
     short = [size for kind, size in seen if kind == "short"]
-    assert short == [1, 2, 1, 1]  # a larger one is tried, and is not faster
+    assert short == [1, 1, 1, 1]
     assert [size for kind, size in seen if kind == "long"][:3] == [1, 2, 2]
 
 
@@ -229,3 +227,75 @@ def test_what_a_size_preempted_before_it_slept_is_of_no_later_round():
     heard(d, "a", 9)
     round_with(d, num_preemptions=0)
     assert d.core.sizes.planner.memory().kinds["plain"].preemptions == 0
+
+
+def unheard(d: Driver, *names: str, device: str = "") -> list[Command]:
+    """Heartbeats, by default of nodes whose engines have never been up."""
+    return [c for n in names for c in d.feed(NodeHeard(n, Heartbeat(device=device)))]
+
+
+def sizes_of_three(**changes: Any) -> Driver:
+    d = Driver(**{"num_steps": 99, "parallel": (1, 2, 4), "lease_s": 1e9, **changes})
+    d.join("t", "trainer")
+    for name, size in {"a": 1, "b": 1, "big": 2, "all": 4}.items():
+        d.join(name, slots=4 * size, parallel=size, is_released=True)
+    return d
+
+
+def test_engines_of_each_size_start_once_while_nothing_is_sampled_the_largest_first():
+    d = sizes_of_three()  # the trainer has not published yet
+    assert told(unheard(d, "a", "b", "big")) == [
+        *[("a", Release), ("b", Release)],  # they had begun to start
+    ]
+    assert told(unheard(d, "all")) == []
+    assert told(released(d, "a")) == []
+    assert told(released(d, "b")) == [("all", Release), ("all", Wake)]
+    assert told(released(d, "all")) == [("big", Release), ("big", Wake)]
+    assert told(released(d, "big")) == [("a", Wake), ("b", Wake)]
+    assert {n for n, _ in sent(d.publish(0), PublishWeights)} == {"a", "b", "big", "all"}
+    commands = d.confirm("a", 0) + d.confirm("b", 0)
+    assert {n for n, _ in sent(commands, Generate)} == {"a", "b"}
+    assert told(unheard(d, "a", "b", "big", "all", device="cpu")) == []
+
+
+def test_who_comes_while_others_sample_starts_its_engine_after_the_round():
+    d = sizes_of_three(group_size=1)
+    d.publish(0)
+    for name in ("a", "b"):
+        d.confirm(name, 0)
+    assert told(unheard(d, "big", "all")) == []
+    commands = round_with(d, num_preemptions=0)
+    assert told(commands) == [("a", Release), ("b", Release)]
+    released(d, "a")
+    assert told(released(d, "b")) == [("all", Release), ("all", Wake)]
+
+
+def test_one_whose_engine_does_not_come_up_is_not_told_to_start_it_again():
+    d = sizes_of_three()
+    for name in ("a", "b"):
+        released(d, name)
+    unheard(d, "all")
+    for name in ("a", "b"):
+        released(d, name)
+    limit = d.core.settings.release_s + d.core.settings.patience_s  # it starts before it sleeps
+    assert d.core.next_deadline() == d.now + limit
+    assert told(released(d, "all")) == [("a", Wake), ("b", Wake)]
+    assert told(unheard(d, "all", "all")) == []
+
+
+def costs(d: Driver, **base_s: float) -> None:
+    """Each says what its steps cost, and that its engine is up."""
+    for name, seconds in base_s.items():
+        load = Load(kv_tokens=1000, costs=StepCosts(seconds, seconds / 100))
+        d.feed(NodeHeard(name, Heartbeat(load, device="cpu")))
+
+
+def test_the_first_round_begins_with_the_size_that_is_fastest_by_its_costs():
+    d = sizes_of_three(parallel=(1, 2), lease_s=1e9)
+    for name in ("a", "b"):
+        released(d, name)
+    costs(d, a=0.03, b=0.03, big=0.01)
+    assert d.core.sizes.size == 2
+    slow = sizes_of_three(parallel=(1, 2), lease_s=1e9)
+    costs(slow, a=0.01, b=0.01, big=0.03)
+    assert slow.core.sizes.size == 1

@@ -24,9 +24,9 @@ from lightrl.core.events import (
     TrainerParked,
     WeightsRefused,
 )
+from lightrl.core.log_entries import RoundShape, SidesMemory
 from lightrl.core.offload import Change, StepTimes, View
 from lightrl.core.settings import Tail
-from lightrl.core.sides_memory import RoundShape, SidesMemory
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate

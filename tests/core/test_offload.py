@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.foreseen import Foreseen
-from lightrl.core.offload import NOTHING, Change, StepTimes, View, best_window_s
+from lightrl.core.offload import (
+    NOTHING,
+    Change,
+    Foreseen,
+    ScaleDown,
+    StepTimes,
+    View,
+    Window,
+    best_window_s,
+)
 from lightrl.core.placement import Outlook
-from lightrl.core.round_curve import in_waves
-from lightrl.core.round_rest import peak_context
-from lightrl.core.scale_down import ScaleDown
+from lightrl.core.round_rest import in_waves, peak_context
 from lightrl.core.speed import Speed
 from lightrl.core.state import Node
-from lightrl.core.window import Window
 
 SLOPE = 0.001  # seconds that each response adds to a step: 1,000 tokens a second and node
 STEP = StepTimes(

@@ -9,8 +9,7 @@ import pytest
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.counters import Counters
-from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
+from lightrl.core.log_entries import Counters, SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
 from lightrl.core.rounds import sample_seed
 from lightrl.core.settings import Tail

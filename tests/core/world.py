@@ -28,7 +28,7 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.log_entries import ShardSent, SnapshotEnded
-from lightrl.core.staleness import staleness
+from lightrl.core.rounds import staleness
 from lightrl.core.state import Node, Response, Round
 from lightrl.core.weight_sources import MAX_PEERS
 from lightrl.messages.nodes import Drain

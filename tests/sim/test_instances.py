@@ -5,10 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from lightrl.core.offload import StepTimes, View
+from lightrl.core.offload import StepTimes, View, Window
 from lightrl.core.placement import Outlook
 from lightrl.core.state import Node
-from lightrl.core.window import Window
 from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.world import World

@@ -21,7 +21,7 @@ from lightrl.messages.broadcasts import (
     VersionTaken,
 )
 from lightrl.messages.costs import CostRow, StepForecast
-from lightrl.messages.load import Load
+from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import (
@@ -80,7 +80,7 @@ EXAMPLES: list[Message] = [
     ),
     Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
     Heartbeat(
-        Load(3, 1, 0.5, 2, None, 9000),
+        Load(3, 1, 0.5, 2, None, 9000, StepCosts(0.01, 1e-4, 1e-8, 1e-5)),
         0.4,
         "cpu",
         WeightsProgress(4, 8 << 20, 15 << 30, 3),

@@ -5,8 +5,7 @@ Owns what RLBoost's rows need beside `core/window.py`; they are no rules of Ligh
 
 from statistics import fmean
 
-from lightrl.core.offload import NOTHING, Change, StepTimes, View
-from lightrl.core.window import Window
+from lightrl.core.offload import NOTHING, Change, StepTimes, View, Window
 
 
 class NoWindow:

@@ -1,7 +1,7 @@
 """The sections of what nodes cost, how many preemptible ones are asked for, and when shared devices
 change sides.
 
-Owns what can be said of these keys; knows nothing of the decisions (core/worth.py, core/sides.py).
+Owns what can be said of these keys; knows nothing of the decisions (core/cost_model.py, core/sharing_policy.py).
 Must stay importable without torch.
 """
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lightrl.core import placement
 from lightrl.core.fleet import Fleet
-from lightrl.core.placement import Foresee, taken_s, works_of
+from lightrl.core.placement import LengthForecast, taken_s, works_of
 from lightrl.core.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response
@@ -26,7 +26,7 @@ class Balance:
         settings: Settings,
         fleet: Fleet,
         table: ResponseTable,
-        expect: Foresee,
+        expect: LengthForecast,
         now: float,
     ) -> None:
         self.deadline: float | None = None  # of the next look
@@ -108,7 +108,9 @@ class Balance:
 SLOW = 1.25  # times as long as at the fastest, for a token
 
 
-def stragglers(nodes: Sequence[Node], waiting_tokens: float, foresee: Foresee) -> list[Response]:
+def stragglers(
+    nodes: Sequence[Node], waiting_tokens: float, foresee: LengthForecast
+) -> list[Response]:
     """Those that would run on where they are when everything else could be done; the last at the
     end.
 

@@ -11,16 +11,16 @@ from collections import defaultdict
 
 from lightrl.core.commands import Outbox
 from lightrl.core.device_turns import AWAKE, DeviceTurns
-from lightrl.core.ending import Ending
 from lightrl.core.fleet import Fleet
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import NO_PARTS, NO_TRAINER, SharedDevices
-from lightrl.core.sides import Sides
+from lightrl.core.sharing_policy import SharingPolicy
+from lightrl.core.shutdown import Shutdown
 from lightrl.core.state import RESTING, Node, NodeState, Round, RoundState
 from lightrl.messages.nodes import Hello
-from lightrl.messages.sharing import Park, Parked
+from lightrl.messages.sharing import SuspendTrainer, TrainerSuspended
 from lightrl.messages.training import StepDone
 
 LABELS = ("rollout", "switch", "train", "wait")
@@ -34,9 +34,9 @@ class Colocation:
         fleet: Fleet,
         table: ResponseTable,
         steps: RoundScheduler,
-        ending: Ending,
+        shutdown: Shutdown,
         turns: DeviceTurns,
-        sides: Sides,
+        policy: SharingPolicy,
         outbox: Outbox,
     ) -> None:
         self._changes = settings.offload != "off"  # within a step
@@ -45,9 +45,9 @@ class Colocation:
         self._table = table
         self._steps = steps
         self._feed = steps.trainer_feed
-        self._ending = ending
+        self._shutdown = shutdown
         self._turns = turns
-        self._sides = sides
+        self._policy = policy
         self._outbox = outbox
         self._num_suspends = 0
         self._asked: dict[str, int] = {}  # trainer nodes that have not answered: the order's number
@@ -65,7 +65,7 @@ class Colocation:
 
     # Events
 
-    def on_trainer_suspended(self, name: str, message: Parked) -> None:
+    def on_trainer_suspended(self, name: str, message: TrainerSuspended) -> None:
         """The ranks of a trainer node have given its devices back; unasked, before they publish."""
         if name not in self._fleet.trainers or message.number not in {0, self._asked.get(name)}:
             return
@@ -74,7 +74,7 @@ class Colocation:
             self._is_interrupted = message.number > 0
         self._devices.park(name)
         if self._devices.nodes and self._devices.are_parked:
-            self._sides.parked(self._fleet.now)
+            self._policy.parked(self._fleet.now)
 
     def on_hello(self, hello: Hello) -> None:
         """Orders and answers of the earlier connection may be lost; the hello reports who has the
@@ -97,7 +97,7 @@ class Colocation:
         return [
             (name, f"shares the devices of {node.shares}, {NO_TRAINER}")
             for name, node in self._devices.nodes.items()
-            if self._fleet.trainers.are_strangers({node.shares})
+            if self._fleet.trainers.has_unknown({node.shares})
         ]
 
     def on_trainer_left(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Colocation:
 
     def on_step_done(self, done: StepDone, now: float) -> None:
         if self._devices.nodes and done.step == self._steps.step:
-            self._sides.step_trained(now, done.metrics)
+            self._policy.step_trained(now, done.metrics)
 
     @property
     def may_leave(self) -> bool:
@@ -127,7 +127,7 @@ class Colocation:
     @property
     def deadline(self) -> float | None:
         """When the policy decides again."""
-        return self._sides.look_again_at
+        return self._policy.look_again_at
 
     # Orders
 
@@ -140,8 +140,8 @@ class Colocation:
             self._close_step(now)
         self._begin_step(now)
         self._report_changes(now)
-        if decides and not self._ending.has_begun:
-            self._sides.look(now)
+        if decides and not self._shutdown.has_begun:
+            self._policy.look(now)
         if self._seen == (seen := self._see()):
             return
         self._give_orders(now)
@@ -151,7 +151,7 @@ class Colocation:
             self._feed.give()  # also what a run that ends still trains
             self._is_interrupted = False
         if is_open and not self._was_open:
-            self._ending.hand_on(self._steps.go_on)
+            self._shutdown.flush(self._steps.go_on)
         self._was_open = is_open
 
     def _begin_step(self, now: float) -> None:
@@ -165,26 +165,26 @@ class Colocation:
     def _close_step(self, now: float) -> None:
         switches = float(self._turns.num_orders - self._num_orders)
         counts = {"switches": switches, "moved": float(self._num_moved)}
-        self.figures = {**self._sides.figures, **counts}
+        self.figures = {**self._policy.figures, **counts}
         self.device_s = self._times.close(now)
-        self._sides.figures = {}
+        self._policy.figures = {}
         self._step = self._steps.step
 
     def _report_changes(self, now: float) -> None:
         """Report to the policy which nodes have changed sides, and the end of the rollout."""
-        sides, round = self._sides, self._table.round
-        for name in sides.on_their_way:
+        policy, round = self._policy, self._table.round
+        for name in policy.on_their_way:
             node = self._devices.nodes.get(name)
             if node is None or node.state is NodeState.DRAINING:
-                sides.lost(name)
+                policy.lost(name)
             elif node.state is NodeState.RELEASED:
-                sides.trains(name, now)
+                policy.trains(name, now)
             elif node.state is NodeState.READY:
-                sides.samples(name, now)
+                policy.samples(name, now)
         is_closed = round is not None and round.state is RoundState.CLOSED
         if round is not None and is_closed and round is not self._closed_round:
             self._closed_round = round
-            sides.rollout_ended(round, now)
+            policy.rollout_ended(round, now)
 
     def _see(self) -> object:
         """Return what orders follow from; the round itself is identified by its step."""
@@ -194,22 +194,22 @@ class Colocation:
             devices.num_moves,
             frozenset(devices.parked),
             (devices.are_training, devices.given, self._is_interrupted),
-            self._sides.wanted,
+            self._policy.wanted,
             None if round is None else (round.kind, round.step, round.state),
             None if published is None else published.policy_version,
-            (feed.stands_at, feed.is_replaying, training is None or feed.has_left(training)),
+            (feed.trained_step, feed.is_replaying, training is None or feed.has_left(training)),
             tuple(self._asked),
-            self._ending.has_begun,
+            self._shutdown.has_begun,
         )
 
     def _give_orders(self, now: float) -> None:
         devices = self._devices
         devices.wanted = wanted = self._wanted()
-        if self._ending.has_begun or self._fleet.published is None:
+        if self._shutdown.has_begun or self._fleet.published is None:
             return
         for name in sorted(wanted):
             if (node := devices.nodes[name]).state in AWAKE:
-                self._sides.leaves(name, now if node.state is NodeState.READY else None)
+                self._policy.leaves(name, now if node.state is NodeState.READY else None)
                 self._num_moved += len(node.running)
                 self._turns.sleep(node)
         nodes = devices.nodes.values()
@@ -228,7 +228,7 @@ class Colocation:
         everyone, nobody = frozenset(self._devices.nodes), frozenset[str]()
         round, training = self._table.round, self._steps.training()
         published = self._fleet.published
-        if self._ending.has_begun or self._feed.is_replaying:
+        if self._shutdown.has_begun or self._feed.is_replaying:
             return everyone
         if published is None:
             return nobody
@@ -240,7 +240,7 @@ class Colocation:
             return everyone if version == training.step or self._feed.is_behind else nobody
         if round is None:
             return everyone if self._feed.is_behind else nobody
-        wanted = self._sides.wanted & everyone
+        wanted = self._policy.wanted & everyone
         return everyone if wanted and self._devices.are_whole else wanted
 
     def _suspend_trainer(self) -> None:
@@ -249,7 +249,7 @@ class Colocation:
         The leader comes first: once it is suspended, the others have received all that it sent to
         their ranks."""
         training, feed, devices = self._steps.training(), self._feed, self._devices
-        if feed.stands_at is None or feed.is_replaying:
+        if feed.trained_step is None or feed.is_replaying:
             return
         if training is not None and not feed.has_left(training):
             return
@@ -259,7 +259,7 @@ class Colocation:
             if is_here and name not in devices.parked and name not in self._asked:
                 self._num_suspends += 1
                 self._asked[name] = self._num_suspends
-                self._outbox.send(name, Park(self._num_suspends))
+                self._outbox.send(name, SuspendTrainer(self._num_suspends))
 
 
 class DeviceTimes:

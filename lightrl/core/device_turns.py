@@ -12,7 +12,7 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
-from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 
 AWAKE = {NodeState.JOINING, NodeState.LOADING, NodeState.READY, NodeState.UPDATING}
 
@@ -36,26 +36,26 @@ class DeviceTurns:
         is_up = node.state is NodeState.READY
         (self._may_start.discard if is_up else self._may_start.add)(node.name)
         self._fleet.release(node)
-        self._send(node, Release)
+        self._send(node, SleepEngine)
 
     def wake(self, node: Node) -> None:
         """Order a node that sleeps to sample again."""
         if node.shares:
             self._devices.wake()
         self._fleet.wake(node)
-        self._send(node, Wake)
+        self._send(node, WakeEngine)
 
     def repeat(self, node: Node) -> None:
         """Order a node to sleep again that has reconnected: the order may be lost."""
         if node.state is NodeState.RELEASING:
-            self._send(node, Release)
+            self._send(node, SleepEngine)
 
-    def _send(self, node: Node, order: type[Release | Wake]) -> None:
+    def _send(self, node: Node, order: type[SleepEngine | WakeEngine]) -> None:
         self.num_orders += 1
         node.order += 1
         self._outbox.send(node.name, order(node.order))
 
-    def on_asleep(self, name: str, message: Released) -> None:
+    def on_asleep(self, name: str, message: EngineAsleep) -> None:
         """The engine of a node sleeps; what ran there resumes on other nodes."""
         node = self._fleet.nodes.get(name)
         if node is None or node.state is not NodeState.RELEASING or message.number != node.order:

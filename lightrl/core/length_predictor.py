@@ -83,7 +83,7 @@ class LengthPredictor:
         """A group that was put off says less than its last epoch, unless it came farther."""
         lengths = [len(r.tokens) for r in group.responses if r.tokens]
         epoch, older = self._lengths.get(group.prompt.id, (-1, []))
-        if group.state is GroupState.PUT_OFF and epoch < group.prompt.epoch and older:
+        if group.state is GroupState.DEFERRED and epoch < group.prompt.epoch and older:
             farthest = max(lengths, default=0)
             self._lengths[group.prompt.id] = (epoch, [max(n, farthest) for n in older])
         elif lengths:

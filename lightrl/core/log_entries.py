@@ -9,13 +9,13 @@ and when, is the shell's business.
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
-from lightrl.core.backlog import PutOff
+from lightrl.core.backlog import Deferred
+from lightrl.core.cost_model import Observed
 from lightrl.core.curve import LineFit
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
 from lightrl.core.planner import PlannerMemory
 from lightrl.core.state import DrawnPrompt, RoundKind
-from lightrl.core.worth import Learned
 from lightrl.messages.responses import ResponseTokens
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import Canary, WeightsBase
@@ -80,8 +80,8 @@ class WindowMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class SidesMemory:
-    """Example: SidesMemory((0.6, 0.7), rounds={"short": RoundShape(...)})"""
+class SharingMemory:
+    """Example: SharingMemory((0.6, 0.7), rounds={"short": RoundShape(...)})"""
 
     # seconds of the last switches
     switches: tuple[float, ...] = ()
@@ -127,9 +127,9 @@ class SnapshotBegan:
     # of lengths
     memory: Memory = field(default_factory=Memory)
     # of what nodes are worth
-    learned: Learned = field(default_factory=Learned)
+    learned: Observed = field(default_factory=Observed)
     # of devices that change sides
-    sides: SidesMemory = field(default_factory=SidesMemory)
+    sharing: SharingMemory = field(default_factory=SharingMemory)
     # of engines of several sizes
     planner: PlannerMemory = field(default_factory=PlannerMemory)
     # as Judge has it
@@ -148,7 +148,7 @@ class RoundSnapshot:
     kind: RoundKind
     prompts_launched: int
     # in the order of their groups, without what is held of them
-    prompts: tuple[PutOff, ...]
+    prompts: tuple[Deferred, ...]
     is_closed: bool
 
 
@@ -232,7 +232,7 @@ class ShellNote:
 
 LogEntry: TypeAlias = (
     SnapshotBegan
-    | PutOff
+    | Deferred
     | RoundSnapshot
     | SnapshotEnded
     | RoundOpened

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from lightrl.core.state import Node, Response
 
-Foresee = Callable[[Response], float]  # expected whole length of a response that goes on
+LengthForecast = Callable[[Response], float]  # expected whole length of a response that goes on
 
 # What a move costs, in engine steps of the receiving node: to sample again what was not sent yet
 # (up to a chunk), and to prefill what is held (16,000 tokens take less than 100 ms where a step
@@ -67,7 +67,7 @@ class Outlook:
         insort(self.left, work.steps)
 
 
-def outlook(node: Node, foresee: Foresee) -> Outlook:
+def outlook(node: Node, foresee: LengthForecast) -> Outlook:
     """As `work_of` all that runs there; a look at all nodes makes no object for each response."""
     left: list[float] = []
     gain = node.gain.tokens if node.speculates else 0.0
@@ -78,7 +78,7 @@ def outlook(node: Node, foresee: Foresee) -> Outlook:
     return Outlook(node, left)
 
 
-def work_of(response: Response, node: Node, foresee: Foresee) -> Work:
+def work_of(response: Response, node: Node, foresee: LengthForecast) -> Work:
     return _work(response, node, _remaining(response, foresee))
 
 
@@ -120,7 +120,7 @@ class _Order:
 
 
 def assign(
-    responses: Sequence[Response], nodes: Iterable[Node], foresee: Foresee
+    responses: Sequence[Response], nodes: Iterable[Node], foresee: LengthForecast
 ) -> list[tuple[Response, Node]]:
     """(response, node) for as many of `responses`, in order, as `nodes` have room for.
 
@@ -169,7 +169,7 @@ def slots_by_pace(nodes: Iterable[Node], count: int) -> list[Node]:
 
 
 def moves(
-    nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16
+    nodes: Sequence[Node], foresee: LengthForecast, chunk_tokens: int = 16
 ) -> list[tuple[Response, Node]]:
     """Running responses that should go on elsewhere, and where, when nothing waits for a slot.
 
@@ -237,11 +237,11 @@ def move_s(response: Response, to: Node, chunk_tokens: int) -> float:
     return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
 
 
-def works_of(node: Node, foresee: Foresee) -> list[tuple[Work, Response]]:
+def works_of(node: Node, foresee: LengthForecast) -> list[tuple[Work, Response]]:
     """What a node has before it, most steps last."""
     works = [(work_of(r, node, foresee), r) for r in node.running.values()]
     return sorted(works, key=lambda w: (w[0].steps, w[1].id))
 
 
-def _remaining(response: Response, foresee: Foresee) -> float:
+def _remaining(response: Response, foresee: LengthForecast) -> float:
     return max(1.0, foresee(response) - len(response.tokens))

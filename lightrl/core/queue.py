@@ -3,7 +3,7 @@ nodes that leave soon take the short ones."""
 
 import heapq
 
-from lightrl.core.placement import Foresee
+from lightrl.core.placement import LengthForecast
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, ResponseState
 
@@ -14,7 +14,7 @@ Entry = tuple[int, bool, int, float, int, Response]
 class WorkQueue:
     """A heap; an entry whose response was given up, taken back or queued once more is skipped."""
 
-    def __init__(self, settings: Settings, expect: Foresee) -> None:
+    def __init__(self, settings: Settings, expect: LengthForecast) -> None:
         self._settings = settings
         self._expect = expect
         self._heap: list[Entry] = []

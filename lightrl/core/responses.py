@@ -1,7 +1,7 @@
 """Every response of the open rounds, and where it is: in the queue, at a node, or held here.
 
 Owns responses and their places; a response is in exactly one. Which node gets one is decided in
-`placement`, what its tokens are in `arrivals`, what becomes of it in `judge`.
+`placement`, what its tokens are in `arrivals`, what becomes of it in `group_filter`.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox
 from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import Counters
-from lightrl.core.placement import Foresee
+from lightrl.core.placement import LengthForecast
 from lightrl.core.queue import WorkQueue
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState, Round
@@ -19,7 +19,9 @@ from lightrl.messages.responses import Abort, Generate, ResponseRequest, Samplin
 
 
 class ResponseTable:
-    def __init__(self, settings: Settings, fleet: Fleet, expect: Foresee, outbox: Outbox) -> None:
+    def __init__(
+        self, settings: Settings, fleet: Fleet, expect: LengthForecast, outbox: Outbox
+    ) -> None:
         self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
         self.responses: dict[str, Response] = {}  # of these rounds
         self.queue = WorkQueue(settings, expect)

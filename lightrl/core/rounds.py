@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lightrl.core.arrays import decode, encode
-from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.settings import Settings
 from lightrl.core.state import (
@@ -106,7 +106,7 @@ def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
     return settings.num_eval_prompts > 0 and due and evaluated != step
 
 
-def first_prompts(round: Round, backlog: Backlog) -> list[PutOff]:
+def first_prompts(round: Round, backlog: Backlog) -> list[Deferred]:
     """Prompts that wait and belong into this round, before any is drawn."""
     return backlog.pop_oldest(round.needed) if round.kind in {"long", "flush"} else []
 
@@ -149,7 +149,7 @@ def put_off_unseen(
 
 
 def add(
-    settings: Settings, round: Round, prompts: Iterable[PutOff], predictor: LengthPredictor
+    settings: Settings, round: Round, prompts: Iterable[Deferred], predictor: LengthPredictor
 ) -> list[Response]:
     """Makes groups of a round for these prompts; returns their responses.
 
@@ -210,7 +210,7 @@ def num_launched(settings: Settings, group: Group) -> int:
     return settings.responses_launched if group.round.races else group.size
 
 
-def _new_group(settings: Settings, round: Round, held: PutOff) -> Group:
+def _new_group(settings: Settings, round: Round, held: Deferred) -> Group:
     """Without responses. How it is sampled is said by the set that an evaluation has it from."""
     label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
     if settings.tail.fresh_noise and held.attempts:

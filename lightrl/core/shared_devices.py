@@ -32,7 +32,7 @@ def why_not_shared(hello: Hello, trainers: Trainers, settings: Settings) -> str 
     if settings.max_staleness:
         return f"{shares}, which async.max_staleness = {settings.max_staleness} needs all the time"
     own = {hello.node} if "trainer" in hello.roles else set[str]()
-    if trainers.are_strangers({hello.shares} - own):
+    if trainers.has_unknown({hello.shares} - own):
         return f"{shares}, {NO_TRAINER}"
     if hello.part >= (num := settings.device_parts // settings.num_trainers or 1):
         parts = f"which has parts 0 to {num - 1}" if num > 1 else "which change sides as a whole"

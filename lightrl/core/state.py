@@ -35,7 +35,7 @@ class GroupState(StrEnum):
     ACCEPTED = "accepted"
     TRAINED = "trained"
     # lost the race of its round; its prompt waits for a long one
-    PUT_OFF = "put off"
+    DEFERRED = "deferred"
     # too few scores, or no signal
     DROPPED = "dropped"
 
@@ -92,11 +92,11 @@ EDGES: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         R.ABORTED: frozenset(),
     },
     G: {
-        G.OPEN: frozenset({G.COMPLETE, G.PUT_OFF, G.DROPPED}),
-        G.COMPLETE: frozenset({G.ACCEPTED, G.PUT_OFF, G.DROPPED}),
+        G.OPEN: frozenset({G.COMPLETE, G.DEFERRED, G.DROPPED}),
+        G.COMPLETE: frozenset({G.ACCEPTED, G.DEFERRED, G.DROPPED}),
         G.ACCEPTED: frozenset({G.TRAINED}),
         G.TRAINED: frozenset(),
-        G.PUT_OFF: frozenset(),
+        G.DEFERRED: frozenset(),
         G.DROPPED: frozenset(),
     },
     N: {

@@ -34,16 +34,16 @@ class Trainers:
     def are_complete(self) -> bool:
         return self.leader is not None and not self.num_missing
 
-    def whom_we_lack(self) -> str:
+    def missing_text(self) -> str:
         """In words; "" if all are here."""
         if self.num_needed == 1:
             return "a trainer" if self.num_missing else ""
         missing = self.num_missing
         return f"{missing} of {self.num_needed} trainer nodes" if missing else ""
 
-    def patience(self, seconds: float) -> str:
+    def lost_message(self, seconds: float) -> str:
         """What is said when one was lost."""
-        return f"the run waits {seconds:g} s for {self.whom_we_lack()} to come back"
+        return f"the run waits {seconds:g} s for {self.missing_text()} to come back"
 
     def why_refused(self, hello: Hello) -> str | None:
         """In one line, or None if there is room for it."""
@@ -52,7 +52,7 @@ class Trainers:
         many = f"{self.num_needed} trainer nodes" if self.num_needed > 1 else "a trainer node"
         return f"this run has {many} already"
 
-    def are_strangers(self, names: set[str]) -> bool:
+    def has_unknown(self, names: set[str]) -> bool:
         """Whether it is certain that one of these is no trainer node."""
         return not self.num_missing and not names <= self._numbers.keys()
 

@@ -25,7 +25,7 @@ from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello, Role
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import Give, Park, Release, Wake
+from lightrl.messages.sharing import AssignDevices, SleepEngine, SuspendTrainer, WakeEngine
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
@@ -165,8 +165,8 @@ class Roles:
         match message:
             case (
                 TrainShard()
-                | Give()
-                | Park()
+                | AssignDevices()
+                | SuspendTrainer()
                 | VersionTaken()
                 | OpenBroadcast()
                 | SendBroadcast()
@@ -180,8 +180,8 @@ class Roles:
                 | PublishWeights()
                 | JoinBroadcast()
                 | BroadcastSums()
-                | Release()
-                | Wake()
+                | SleepEngine()
+                | WakeEngine()
             ):
                 if self._rollout is not None:
                     self._rollout.handle(message)

@@ -36,7 +36,14 @@ from lightrl.messages.broadcasts import (
 )
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate, TokenChunk
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
@@ -74,12 +81,12 @@ Message: TypeAlias = (
     | BroadcastFailed
     | TrainerSet
     | TrainerRelay
-    | Release
-    | Released
-    | Wake
-    | Give
-    | Park
-    | Parked
+    | SleepEngine
+    | EngineAsleep
+    | WakeEngine
+    | AssignDevices
+    | SuspendTrainer
+    | TrainerSuspended
     | Drain
     | Bye
     | Watch

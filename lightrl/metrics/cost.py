@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.worth import Outcome
+from lightrl.core.cost_model import Outcome
 from lightrl.messages.costs import CostRow, StepForecast
 
 

@@ -192,7 +192,7 @@ class Bias:
                 if goes_on and r.index in before:
                     self._tally.add(before[r.index], -1)
                 self._tally.add(fate, is_launched=goes_on or r.index not in before)
-            if group.state is GroupState.PUT_OFF:
+            if group.state is GroupState.DEFERRED:
                 self._put_off[prompt] = before | fates
         self._restarts.update(restarts)
         tokens = sum(r.num_new for group in round.groups.values() for r in group.responses)
@@ -250,7 +250,7 @@ class Bias:
         self._since |= {(p.prompt.id, p.prompt.epoch): p.since for p in backlog.put_off}
         steps = [round.step - since for since in self._since.values()]
         for group in round.groups.values():
-            if group.state is not GroupState.PUT_OFF:
+            if group.state is not GroupState.DEFERRED:
                 self._since.pop((group.prompt.id, group.prompt.epoch), None)
         return max([0, *steps])
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +57,14 @@ class Turns:
 
     # What the coordinator says
 
-    def order(self, order: Release | Wake, is_starting: bool = False) -> None:
+    def order(self, order: SleepEngine | WakeEngine, is_starting: bool = False) -> None:
         """Each is answered once it was carried out. One that comes again is answered again; an
         older one counts no more. `is_starting`: the engine, if there is to be one."""
         if not self._takes_turns:
             logger.warning("this node has devices of its own; it was told: %s", order)
         elif order.number >= self._number:
             self._number = order.number
-            if isinstance(order, Release):
+            if isinstance(order, SleepEngine):
                 if is_starting and self.ours.is_set():
                     logger.info("the engine still starts: its devices are given back once it is up")
                 self._release()
@@ -85,7 +85,7 @@ class Turns:
             self.ours.clear()
             self.due.set()
         elif not self.due.is_set():
-            self._send(Released(self._number, self.freed_bytes, 0.0))
+            self._send(EngineAsleep(self._number, self.freed_bytes, 0.0))
 
     def _wake(self) -> None:
         self.ours.set()
@@ -131,7 +131,7 @@ class Turns:
             self._has_new_hearer = False
             self._rejoin()
         elif not wakes_after:
-            self._send(Released(number, num_bytes, seconds))
+            self._send(EngineAsleep(number, num_bytes, seconds))
         if wakes_after:
             self._wakes_after = False
             self._wake()

@@ -18,7 +18,14 @@ from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine
 from lightrl.sim.mechanism import FOREVER_S, Mechanism, Simulation
 from lightrl.sim.messages import DEVICE, TRAINER
@@ -114,12 +121,12 @@ class Colocation(Mechanism):
         machine.order += 1
         number, switch_s = machine.order, self._switch_s(machine)
         events: list[Event] = []
-        if isinstance(order, Release):
+        if isinstance(order, SleepEngine):
             deltas = machine.engine.give_up(world.now)
             if deltas:
                 events.append(TokensArrived(name, machine.chunk(deltas)))
             machine.engine.hold(world.now, "train")
-            said = NodeReleased(name, Released(order.number, 0, switch_s))
+            said = NodeReleased(name, EngineAsleep(order.number, 0, switch_s))
 
             def sleep() -> None:
                 if machine.order == number and machine.present:
@@ -133,7 +140,7 @@ class Colocation(Mechanism):
                 self._sleeps(machine)
                 events.append(said)
             world.at(world.now + switch_s, sleep)
-        elif isinstance(order, Wake):
+        elif isinstance(order, WakeEngine):
 
             def wake() -> None:
                 if machine.order == number and machine.present:
@@ -157,9 +164,9 @@ class Colocation(Mechanism):
         names = [m.spec.name for m in self._world.machines.values() if m.spec.kind != SPOT]
         return replace(said, part=names.index(machine.spec.name))
 
-    def tell_trainer(self, order: Give | Park) -> None:
+    def tell_trainer(self, order: AssignDevices | SuspendTrainer) -> None:
         """It has work from now on, and these devices; or none."""
-        if isinstance(order, Park):
+        if isinstance(order, SuspendTrainer):
             self.park(order)
         else:
             self._num_given = len(order.parts)
@@ -169,12 +176,12 @@ class Colocation(Mechanism):
     def park_s(self) -> float:
         return self._world.scenario.training.park_s if self.colocated else 0.0
 
-    def park(self, order: Park) -> None:
+    def park(self, order: SuspendTrainer) -> None:
         """In the middle of a step: it goes on when there are shards again, or devices."""
         world = self._world
         self._is_at_work, self._num_given = False, 0
         self.share()
-        said = TrainerParked(TRAINER, Parked(order.number, 0, self.park_s))
+        said = TrainerParked(TRAINER, TrainerSuspended(order.number, 0, self.park_s))
         world.at(world.now + self.park_s, lambda: world.feed(said))
 
     def share(self) -> None:

@@ -40,7 +40,13 @@ from lightrl.errors import SimError
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import Give, Park, Parked, Release, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
 from lightrl.sim.colocation import Colocation, settings_in
 from lightrl.sim.deferred_rewards import DeferredRewards
@@ -245,7 +251,7 @@ class World:
             todo.extend(events)
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
-        elif isinstance(message, Give | Park):
+        elif isinstance(message, AssignDevices | SuspendTrainer):
             self._colocation.tell_trainer(message)
         else:
             self._transfers.tell_trainer(message)
@@ -260,7 +266,7 @@ class World:
                         self.abort(machine, response, number)
             case Drain(_, reason):
                 todo.extend(self.fleet.leave(machine, reason))
-            case Release() | Wake():
+            case SleepEngine() | WakeEngine():
                 todo.extend(self._colocation.obey(machine, message))
             case _:
                 self._transfers.tell(machine, message)
@@ -341,7 +347,7 @@ class World:
         park_s = self._colocation.park_s
         publish_s = park_s + self.scenario.transfer.publishing_s
         self.trainer.publish(self.now, publish_s)
-        parked = TrainerParked(TRAINER, Parked(0, 0, park_s))
+        parked = TrainerParked(TRAINER, TrainerSuspended(0, 0, park_s))
         self._soon(park_s, lambda: self.feed(parked))
         self._soon(publish_s, lambda: self._step_done(done))
 

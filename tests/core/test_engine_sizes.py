@@ -8,7 +8,7 @@ from lightrl.core.settings import Tail
 from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.nodes import Heartbeat, Welcome
 from lightrl.messages.responses import Generate
-from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 from lightrl.messages.weights import PublishWeights
 from tests.core.conftest import Driver, of_kind, sent
 
@@ -43,11 +43,11 @@ def all_heard(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> list[C
 
 def released(d: Driver, name: str) -> list[Command]:
     order = d.core.fleet.nodes[name].order
-    return d.feed(NodeReleased(name, Released(order, 0, 0.5)))
+    return d.feed(NodeReleased(name, EngineAsleep(order, 0, 0.5)))
 
 
 def told(commands: list[Command]) -> list[tuple[str, type]]:
-    return [(n, type(m)) for kind in (Release, Wake) for n, m in sent(commands, kind)]
+    return [(n, type(m)) for kind in (SleepEngine, WakeEngine) for n, m in sent(commands, kind)]
 
 
 def states(d: Driver) -> dict[str, str]:
@@ -72,9 +72,9 @@ def test_engines_of_the_first_size_wake_and_the_others_sleep():
 def test_the_size_changes_while_the_trainer_works():
     d = sized()
     commands = round_with(d, num_preemptions=3)
-    assert told(commands) == [("a", Release), ("b", Release)]
+    assert told(commands) == [("a", SleepEngine), ("b", SleepEngine)]
     assert told(released(d, "a")) == []
-    assert told(released(d, "b")) == [("big", Wake)]
+    assert told(released(d, "b")) == [("big", WakeEngine)]
     assert told(d.publish(1)) == []
     assert sent(d.confirm("big", 1), Generate) == []
     commands = d.train(0)
@@ -134,7 +134,7 @@ def test_a_node_that_does_not_let_go_is_lost():
     released(d, "a")
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
-    assert told(d.feed(TimerFired())) == [("big", Wake)]
+    assert told(d.feed(TimerFired())) == [("big", WakeEngine)]
     assert "b" not in d.core.fleet.nodes
 
 
@@ -146,7 +146,7 @@ def test_others_take_over_if_none_of_the_size_is_left():
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
     commands = d.feed(TimerFired())
-    assert told(commands) == [("big", Wake)]
+    assert told(commands) == [("big", WakeEngine)]
     assert any("no engine of 1 devices" in c.text for c in of_kind(commands, Report))
     assert len(sent(d.confirm("big", 0), Generate)) > 0
     d.join("a", slots=4, parallel=1, is_released=True)
@@ -164,7 +164,7 @@ def test_one_that_comes_awake_is_put_to_sleep():
     d = sized()
     d.feed(NodeLeft("big", "restart", ok=True))
     commands = d.join("big", slots=8, incarnation=2, parallel=2, is_released=False)
-    assert told(commands) == [("big", Release)]
+    assert told(commands) == [("big", SleepEngine)]
     released(d, "big")
     assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
 
@@ -173,7 +173,7 @@ def test_nodes_that_take_no_turns_go_on():
     d = sized()
     d.join("c")
     d.confirm("c", 0)
-    assert told(round_with(d, num_preemptions=3)) == [("a", Release), ("b", Release)]
+    assert told(round_with(d, num_preemptions=3)) == [("a", SleepEngine), ("b", SleepEngine)]
     assert str(d.core.fleet.nodes["c"].state) == "ready"
 
 
@@ -245,13 +245,13 @@ def sizes_of_three(**changes: Any) -> Driver:
 def test_engines_of_each_size_start_once_while_nothing_is_sampled_the_largest_first():
     d = sizes_of_three()  # the trainer has not published yet
     assert told(unheard(d, "a", "b", "big")) == [
-        *[("a", Release), ("b", Release)],  # they had begun to start
+        *[("a", SleepEngine), ("b", SleepEngine)],  # they had begun to start
     ]
     assert told(unheard(d, "all")) == []
     assert told(released(d, "a")) == []
-    assert told(released(d, "b")) == [("all", Release), ("all", Wake)]
-    assert told(released(d, "all")) == [("big", Release), ("big", Wake)]
-    assert told(released(d, "big")) == [("a", Wake), ("b", Wake)]
+    assert told(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
+    assert told(released(d, "all")) == [("big", SleepEngine), ("big", WakeEngine)]
+    assert told(released(d, "big")) == [("a", WakeEngine), ("b", WakeEngine)]
     assert {n for n, _ in sent(d.publish(0), PublishWeights)} == {"a", "b", "big", "all"}
     commands = d.confirm("a", 0) + d.confirm("b", 0)
     assert {n for n, _ in sent(commands, Generate)} == {"a", "b"}
@@ -265,9 +265,9 @@ def test_who_comes_while_others_sample_starts_its_engine_after_the_round():
         d.confirm(name, 0)
     assert told(unheard(d, "big", "all")) == []
     commands = round_with(d, num_preemptions=0)
-    assert told(commands) == [("a", Release), ("b", Release)]
+    assert told(commands) == [("a", SleepEngine), ("b", SleepEngine)]
     released(d, "a")
-    assert told(released(d, "b")) == [("all", Release), ("all", Wake)]
+    assert told(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
 
 
 def test_one_whose_engine_does_not_come_up_is_not_told_to_start_it_again():
@@ -279,7 +279,7 @@ def test_one_whose_engine_does_not_come_up_is_not_told_to_start_it_again():
         released(d, name)
     limit = d.core.settings.release_s + d.core.settings.patience_s  # it starts before it sleeps
     assert d.core.next_deadline() == d.now + limit
-    assert told(released(d, "all")) == [("a", Wake), ("b", Wake)]
+    assert told(released(d, "all")) == [("a", WakeEngine), ("b", WakeEngine)]
     assert told(unheard(d, "all", "all")) == []
 
 

@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
-from lightrl.core.offload import StepTimes, View, Window
 from lightrl.core.placement import Outlook
+from lightrl.core.sharing_rules import StepTimes, View, Window
 from lightrl.core.state import Node
 from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.traces import TraceEvent

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lightrl.core.colocation import Colocation
-from lightrl.core.offload import Change, Rule, StepTimes, View
 from lightrl.core.settings import EvalSet, Tail
+from lightrl.core.sharing_rules import Change, Rule, StepTimes, View
 from lightrl.messages.responses import Sampling
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.scenario import OffloadRule, Switches
@@ -62,7 +62,7 @@ class Noting:
 
 
 def noting(w: World) -> Noting:
-    w.core.sides.rule = noted = Noting(w.core.sides.rule)
+    w.core.policy.rule = noted = Noting(w.core.policy.rule)
     return noted
 
 

@@ -114,7 +114,7 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
     nodes = [NodeSpec(f"node-{k:02}", system.slots) for k in range(system.engines)]
     world = World(settings, scenario, nodes, trace, system.switches)
     if system.rule is not None:
-        world.core.sides.rule = system.rule()
+        world.core.policy.rule = system.rule()
     if system.lost:
         losses = Losses(world, system.lost, LOST_AT_S, system.rounds // 2)
         world.mechanisms = (*world.mechanisms, losses)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightrl.core.offload import Rule, Window
 from lightrl.core.settings import Tail
+from lightrl.core.sharing_rules import Rule, Window
 from lightrl.sim.scenario import Switches
 from lightrl.sim.traces import TraceEvent, always_there, synthetic_trace
 from scripts.studies.published_lib.published import (

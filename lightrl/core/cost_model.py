@@ -139,7 +139,7 @@ class StepWork:
 
 
 @dataclass(slots=True)
-class Learned:
+class Observed:
     """What outlives the coordinator."""
 
     # by kind of round
@@ -152,7 +152,7 @@ class Learned:
     reserved_s: float = 0.0
     preemptible_s: float = 0.0
 
-    def copy(self) -> "Learned":
+    def copy(self) -> "Observed":
         return replace(self, kinds=dict(self.kinds))
 
 

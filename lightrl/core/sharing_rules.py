@@ -314,7 +314,7 @@ class Plan:
     haste_s: float = 0.0
 
 
-class Foreseen:
+class ForecastRule:
     def __init__(self) -> None:
         self._opened_at = math.nan
         self._others = 0  # at the last release in this round

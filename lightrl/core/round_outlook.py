@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from lightrl.core.arrays import decode, encode
 from lightrl.core.log_entries import RoundShape
-from lightrl.core.placement import Foresee
+from lightrl.core.placement import LengthForecast
 from lightrl.core.state import GroupState, ResponseState, Round
 
 
@@ -29,7 +29,7 @@ class Rest:
     kv_tokens: float = 0.0
 
 
-def rest_of(round: Round, expect: Foresee) -> Rest:
+def rest_of(round: Round, expect: LengthForecast) -> Rest:
     """O(responses log responses)."""
     rest = Rest()
     running: list[tuple[float, int]] = []  # (tokens to go, context)

@@ -17,10 +17,15 @@ from lightrl.core import mini_batches
 from lightrl.core.curve import LineFit
 from lightrl.core.fleet import Fleet
 from lightrl.core.length_predictor import LengthPredictor
-from lightrl.core.log_entries import SidesMemory
-from lightrl.core.offload import (
+from lightrl.core.log_entries import SharingMemory
+from lightrl.core.placement import outlook
+from lightrl.core.responses import ResponseTable
+from lightrl.core.round_outlook import RoundCurve, in_waves, rest_of, shape_of, with_rest_at_end
+from lightrl.core.scaling import TRAIN_METRICS
+from lightrl.core.settings import Settings
+from lightrl.core.sharing_rules import (
     Change,
-    Foreseen,
+    ForecastRule,
     Never,
     Rule,
     StepTimes,
@@ -28,11 +33,6 @@ from lightrl.core.offload import (
     Window,
     best_window_s,
 )
-from lightrl.core.placement import outlook
-from lightrl.core.responses import ResponseTable
-from lightrl.core.round_rest import RoundCurve, in_waves, rest_of, shape_of, with_rest_at_end
-from lightrl.core.scaling import TRAIN_METRICS
-from lightrl.core.settings import Settings
 from lightrl.core.state import (
     Response,
     Round,
@@ -105,11 +105,11 @@ class _Step:
 
 
 def rule_of(settings: Settings) -> Rule:
-    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": Foreseen, "window": Window}
+    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": ForecastRule, "window": Window}
     return rules[settings.offload]()
 
 
-class Sides:
+class SharingPolicy:
     def __init__(
         self, settings: Settings, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor
     ) -> None:
@@ -282,12 +282,14 @@ class Sides:
 
     # What outlives the coordinator
 
-    def memory(self) -> SidesMemory:
+    def memory(self) -> SharingMemory:
         shapes = {kind: curve.shape for kind, curve in self._curves.items()}
-        known = SidesMemory(self._switch.values, replace(self._training), shapes, dict(self._work))
+        known = SharingMemory(
+            self._switch.values, replace(self._training), shapes, dict(self._work)
+        )
         return replace(known, window=self.rule.memory()) if isinstance(self.rule, Window) else known
 
-    def recall(self, known: SidesMemory) -> None:
+    def recall(self, known: SharingMemory) -> None:
         self._switch, self._training = Recent(known.switches), replace(known.training)
         self._curves = {kind: RoundCurve(shape) for kind, shape in known.rounds.items()}
         self._work = dict(known.work)

@@ -15,7 +15,7 @@ from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.nodes import Drain
 
 
-class Ending:
+class Shutdown:
     def __init__(
         self, settings: Settings, fleet: Fleet, steps: RoundScheduler, outbox: Outbox
     ) -> None:
@@ -36,7 +36,7 @@ class Ending:
         return self._outcome if self.is_over else RunState.FINISHING
 
     @property
-    def _farewell(self) -> str:
+    def _reason_text(self) -> str:
         """What nodes are told. Example: run finished: 100 steps done"""
         return f"run {self._outcome}: {self._reason}"[:MAX_TEXT]
 
@@ -51,8 +51,8 @@ class Ending:
         self._outbox.report(reason)  # of a failure the last line is an error
         for name in self._fleet.nodes:
             if name not in self._fleet.trainers:
-                self._outbox.send(name, Drain(name, self._farewell))
-        self.dismiss_trainer()
+                self._outbox.send(name, Drain(name, self._reason_text))
+        self.stop_trainer()
 
     def conclude(self) -> None:
         """The run is over when all have left. Trainer nodes that follow go after the one that
@@ -61,18 +61,18 @@ class Ending:
             for name in self._fleet.trainers.names:
                 if name not in self._dismissed:
                     self._dismissed.add(name)
-                    self._outbox.send(name, Drain(name, self._farewell))
+                    self._outbox.send(name, Drain(name, self._reason_text))
         if not self._fleet.nodes and not self.awaits_trainer:
             self.is_over = True
             self._outbox.add(Finish(self._outcome, self._reason))
 
-    def dismiss_trainer(self) -> None:
+    def stop_trainer(self) -> None:
         """Not before it has trained all steps, if it is what the run ends with."""
         trainer = self._fleet.trainer
-        is_behind = self._trainer_feed.stands_at != self._settings.num_steps
+        is_behind = self._trainer_feed.trained_step != self._settings.num_steps
         has_work = self._ends_as(RunState.FINISHED) and is_behind
         if trainer is not None and not has_work and not self._hands_over:
-            self._outbox.send(trainer, Drain(trainer, self._farewell))
+            self._outbox.send(trainer, Drain(trainer, self._reason_text))
 
     @property
     def awaits_trainer(self) -> bool:
@@ -93,14 +93,14 @@ class Ending:
         """A run that is stopped still trains the step of which all groups are known."""
         return self._ends_as(RunState.STOPPED) and self._steps.is_handing_over
 
-    def hand_on(self, tell: Callable[[], None]) -> None:
+    def flush(self, tell: Callable[[], None]) -> None:
         """Lets `tell` pass on news of shards while that still matters. Once a stopped run has
         handed its step over, the trainer may go."""
         before = self._hands_over
         if not self.has_begun or before:
             tell()
         if before and not self._hands_over:
-            self.dismiss_trainer()
+            self.stop_trainer()
 
     def _ends_as(self, outcome: RunState) -> bool:
         return self.has_begun and self._outcome is outcome

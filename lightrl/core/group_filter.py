@@ -8,7 +8,7 @@ place, `give_up`: whoever finds that a response has lost, wherever it waits or r
 import bisect
 
 from lightrl.core import race, rounds
-from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.commands import Outbox
 from lightrl.core.events import ResponseScored
 from lightrl.core.responses import ResponseTable
@@ -19,7 +19,7 @@ from lightrl.messages.responses import FinishReason
 MAX_SLOWEST = 100_000  # prompts
 
 
-class Judge:
+class GroupFilter:
     def __init__(
         self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
     ) -> None:
@@ -73,7 +73,7 @@ class Judge:
             self._table.counters.rewards_failed += 1
             reward = None if group.round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
-        if group.state is GroupState.PUT_OFF:
+        if group.state is GroupState.DEFERRED:
             self._backlog.keep_score(response)
         if not response.resolved:
             self._count(response)
@@ -146,7 +146,7 @@ class Judge:
     def _complete(self, group: Group) -> None:
         round = group.round
         group.move(GroupState.COMPLETE)
-        if self._settings.dynamic_sampling and not round.is_eval and race.is_flat(group):
+        if self._settings.dynamic_sampling and not round.is_eval and race.zero_std(group):
             if not round.races:  # in a race it is dropped only if it would have won
                 self._drop(group)
             return
@@ -185,18 +185,18 @@ class Judge:
         self._table.counters.aborted_tokens += round.aborted_tokens
 
     def _put_off_group(self, group: Group) -> None:
-        if race.is_surplus_flat(self._settings, group):
+        if race.is_surplus_zero_std(self._settings, group):
             self._drop(group)
             return
         self._give_up_all(group)
-        group.move(GroupState.PUT_OFF)
+        group.move(GroupState.DEFERRED)
         group.continues = self._settings.tail.continues
         attempts = max(r.attempt for r in group.responses)
         held = tuple(rounds.hold(self._settings, r) for r in group.responses[: group.size])
         held = () if self._settings.tail.fresh_noise else held
-        self.put_off(PutOff(group.prompt, attempts, group.round.step, held))
+        self.put_off(Deferred(group.prompt, attempts, group.round.step, held))
 
-    def put_off(self, prompt: PutOff) -> None:
+    def put_off(self, prompt: Deferred) -> None:
         self._backlog.put_off.append(prompt)
         self._table.counters.prompts_put_off += 1
 

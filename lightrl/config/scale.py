@@ -1,8 +1,8 @@
 """The sections of what nodes cost, how many preemptible ones are asked for, and when shared devices
 change sides.
 
-Owns what can be said of these keys; knows nothing of the decisions (core/cost_model.py, core/sharing_policy.py).
-Must stay importable without torch.
+Owns what can be said of these keys; knows nothing of the decisions (core/cost_model.py and
+core/sharing_policy.py). Must stay importable without torch.
 """
 
 import shlex

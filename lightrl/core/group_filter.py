@@ -194,9 +194,9 @@ class GroupFilter:
         attempts = max(r.attempt for r in group.responses)
         held = tuple(rounds.hold(self._settings, r) for r in group.responses[: group.size])
         held = () if self._settings.tail.fresh_noise else held
-        self.put_off(Deferred(group.prompt, attempts, group.round.step, held))
+        self.defer(Deferred(group.prompt, attempts, group.round.step, held))
 
-    def put_off(self, prompt: Deferred) -> None:
+    def defer(self, prompt: Deferred) -> None:
         self._backlog.put_off.append(prompt)
         self._table.counters.prompts_put_off += 1
 

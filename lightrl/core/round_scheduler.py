@@ -203,7 +203,7 @@ class RoundScheduler:
             )
             for prompt in unseen:
                 usable.remove(prompt)
-                self._filter.put_off(Deferred(prompt, 0, round.step))
+                self._filter.defer(Deferred(prompt, 0, round.step))
             round.prompts_launched -= len(unseen)
         self._start(round, [Deferred(p, 0, round.step) for p in usable])
         self._draw_more(round)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.core import judge
+from lightrl.core import group_filter
 from lightrl.core.commands import Record
 from lightrl.core.events import ResponseScored
 from lightrl.core.log_entries import SnapshotBegan
@@ -61,7 +61,7 @@ def test_prompts_to_evaluate_on_have_times_of_their_own():
 
 
 def test_there_is_a_bound_of_prompts(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(judge, "MAX_SLOWEST", 1)
+    monkeypatch.setattr(group_filter, "MAX_SLOWEST", 1)
     driver.start("a", slots=4)
     score(driver, "p0@0#0", 3.0)
     score(driver, "p1@0#0", 5.0)

@@ -74,7 +74,7 @@ class Colocation:
             self._is_interrupted = message.number > 0
         self._devices.park(name)
         if self._devices.nodes and self._devices.are_parked:
-            self._policy.parked(self._fleet.now)
+            self._policy.on_trainer_suspended(self._fleet.now)
 
     def on_hello(self, hello: Hello) -> None:
         """Orders and answers of the earlier connection may be lost; the hello reports who has the
@@ -114,7 +114,7 @@ class Colocation:
 
     def on_step_done(self, done: StepDone, now: float) -> None:
         if self._devices.nodes and done.step == self._steps.step:
-            self._policy.step_trained(now, done.metrics)
+            self._policy.on_step_done(now, done.metrics)
 
     @property
     def may_leave(self) -> bool:
@@ -141,7 +141,7 @@ class Colocation:
         self._begin_step(now)
         self._report_changes(now)
         if decides and not self._shutdown.has_begun:
-            self._policy.look(now)
+            self._policy.evaluate(now)
         if self._seen == (seen := self._see()):
             return
         self._give_orders(now)
@@ -173,18 +173,18 @@ class Colocation:
     def _report_changes(self, now: float) -> None:
         """Report to the policy which nodes have changed sides, and the end of the rollout."""
         policy, round = self._policy, self._table.round
-        for name in policy.on_their_way:
+        for name in policy.changing:
             node = self._devices.nodes.get(name)
             if node is None or node.state is NodeState.DRAINING:
-                policy.lost(name)
+                policy.on_lost(name)
             elif node.state is NodeState.RELEASED:
-                policy.trains(name, now)
+                policy.on_asleep(name, now)
             elif node.state is NodeState.READY:
-                policy.samples(name, now)
+                policy.on_ready(name, now)
         is_closed = round is not None and round.state is RoundState.CLOSED
         if round is not None and is_closed and round is not self._closed_round:
             self._closed_round = round
-            policy.rollout_ended(round, now)
+            policy.on_rollout_ended(round, now)
 
     def _see(self) -> object:
         """Return what orders follow from; the round itself is identified by its step."""
@@ -209,7 +209,7 @@ class Colocation:
             return
         for name in sorted(wanted):
             if (node := devices.nodes[name]).state in AWAKE:
-                self._policy.leaves(name, now if node.state is NodeState.READY else None)
+                self._policy.on_ordered(name, now if node.state is NodeState.READY else None)
                 self._num_moved += len(node.running)
                 self._turns.sleep(node)
         nodes = devices.nodes.values()

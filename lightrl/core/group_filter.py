@@ -222,6 +222,13 @@ class _Tally:
 
 
 class UnscoredSteps:
+    """Steps without any score, after which a run ends, since nothing can be learned from them.
+
+    A run in which nothing was ever scored ends with its first such step or evaluation: its reward
+    is wrong, and no later step will differ. Once rewards have worked, what they need may be missing
+    for a while (a judge that is overloaded): then it takes `max_unscored_steps` in a row.
+    """
+
     def __init__(self, settings: Settings, outbox: Outbox) -> None:
         # why the run must end, in one line
         self.trouble: str | None = None

@@ -240,8 +240,13 @@ MAX_UNRECORDED = 1024  # placements of a response, in a row, without a token
 
 
 def can_exist(response: Response, attempt: int, was_recovered: bool) -> bool:
-    """`was_recovered`: the core was made from a journal, and another one may have placed the
-    response."""
+    """Return whether an attempt with this number can have been given out.
+
+    The number of a node that reconnects is taken up, so a node that makes numbers up could use up
+    all of them: after 2**31 - 1 comes one that no message can carry. Placements are not in the
+    journal: a core that `was_recovered` accepts up to MAX_UNRECORDED more than it has stored, until
+    it has placed the response itself.
+    """
     unrecorded = MAX_UNRECORDED if was_recovered and not response.is_placed else 0
     return attempt <= response.attempt + unrecorded
 

@@ -111,6 +111,13 @@ def with_rest_at_end(
 
 
 class RoundCurve:
+    """When the groups of a round are complete: as those of its predecessor, in tokens.
+
+    Lengths scatter far more than expected lengths do, so these do not tell when groups will be
+    complete; the last round of the kind does. In tokens that depends on the samples alone, not on
+    machines.
+    """
+
     def __init__(self, shape: RoundShape) -> None:
         self.shape = shape
         self._lengths = list(decode("i", shape.lengths))

@@ -3,7 +3,7 @@
 Owns that, and whether shards may leave for the ranks on them. Each rollout node that shares says
 whose devices it uses, and which part of them; a part is free for training when all that use it
 sleep, or nobody does, and free for engines when all ranks are parked. Decides nothing and sends
-nothing: `handover.py` does.
+nothing: `colocation.py` does.
 """
 
 from typing import TypeAlias

@@ -7,8 +7,8 @@ time, and t_train seconds of training behind the window, nobody waits if
     n (T + t_train) + N T = W        so        T* = max(0, (W - n t_train) / (n + N))
 
 and with n = W / t_train it is 0: more nodes save nothing. (RLBoost, arXiv 2510.19225, finds T by
-correcting it from step to step; the equation is ours.) Pure arithmetic over a `View`; who decides
-is in `foreseen` and `window`, what is measured for them in `sides`.
+correcting it from step to step; the equation is ours.) Pure arithmetic over a `View`; what decides
+are the classes below, what is measured for them is in `sharing_policy`.
 """
 
 import math
@@ -212,6 +212,15 @@ SLOTS_AGAIN = 0.2  # of those that stay may be used when more than the first hal
 
 @dataclass
 class ScaleDown:
+    """Half of the devices train while responses still run: what both rules do without preemptible
+    nodes.
+
+    RollPacker's stream trainer (arXiv 2509.21009, algorithm 1): once in a round, evaluated whenever
+    another 5 % of the responses have finished, between 20 and 50 %, and only if the other half has
+    slots and cache for the rest. `again` releases halves of the rest, too, while few responses run
+    on the nodes that stay.
+    """
+
     again: bool = False
     _opened_at: float = float("nan")
     _next_look: float = FIRST_LOOK
@@ -241,6 +250,20 @@ CONSTANT = 0.05  # of the nodes there are now: so far from that their mean is in
 
 
 class Window:
+    """The rule "window": all shared nodes sample for T_seed seconds of each step, then train.
+
+    RLBoost's algorithm 1 (arXiv 2510.19225). After each step
+
+        T_seed += (w_train - w_remote) / eta          who waited longer, trainer or other nodes
+        M[n]    = T_seed           if n was the same all through the step
+        T_seed  = M[n']            if n' nodes take part now and M has them
+
+    Kept by kind of round, as short and long rounds differ several times over. Where M has nothing,
+    T_seed starts from T* with the work of the last round of its kind; `first_guess` off, as
+    published: it stays what it was. As published, caches of the others are not looked at. The
+    published cap of preemptible nodes is left out: `cost_model` decides how many are worth having.
+    """
+
     def __init__(self, first_guess: bool = True, remembers: bool = True) -> None:
         self._first_guess = first_guess
         self._remembers = remembers
@@ -315,6 +338,22 @@ class Plan:
 
 
 class ForecastRule:
+    """The rule "foreseen": devices change sides when the step is predicted to end soonest.
+
+    Compared are, each from now on: no change; releasing half of the shared nodes that sample; all
+    of them, if others sample; and if nodes have left since a release, taking back half of the
+    released ones, or all. Known are the seconds that those who sample need for the rest
+    (`View.rest_s`), and what the trainer still has to do at its measured rate. A release waits
+    while those who stay need longer than the trainer will, so that it would run dry:
+
+        R(t) <= s + M / f
+
+    R falls by `pace` a second while everybody samples, s is a switch, M what the trainer has to do,
+    f its share of the devices. In a fluid that is T*; here it holds also for a tail that one device
+    finishes as soon as eight (pace 1), and for a fleet that has just changed. Nothing is stored
+    from step to step.
+    """
+
     def __init__(self) -> None:
         self._opened_at = math.nan
         self._others = 0  # at the last release in this round
@@ -342,7 +381,7 @@ class ForecastRule:
         )
 
     def learn(self, step: StepTimes) -> None:
-        """What it needs is measured by `sides`, for both rules."""
+        """Measured by `sharing_policy`, for both rules."""
 
 
 def plans_of(view: View, may_return: bool) -> list[Plan]:

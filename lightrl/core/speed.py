@@ -1,6 +1,6 @@
 """How long an engine step takes at a node, learned from the chunks that the node sends.
 
-Owns the estimate, no policy. How many tokens a step brings a response is `gain`'s business; without
+Owns the estimate, no policy. How many tokens a step brings a response is in `chunk_stats`; without
 speculation that is one.
 """
 

@@ -77,7 +77,7 @@ def test_what_is_parked_within_a_step_goes_on_with_the_parts_that_are_left():
     d.finish("p1@0#0")
     released(d, "a")
     assert orders(released(d, "b")) == [("t", AssignDevices(0, (0, 1)))]
-    d.core.policy.lost("a")  # whoever decides so
+    d.core.policy.on_lost("a")  # whoever decides so
     assert orders(d.feed(NodeLost("nobody", "gone"))) == [("t", SuspendTrainer(1))]
     assert orders(parked(d, 1)) == [("a", WakeEngine), ("t", AssignDevices(0, (1,)))]
     d.confirm("a", 0)

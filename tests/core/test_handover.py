@@ -223,7 +223,7 @@ def test_one_that_is_taken_back_before_it_slept_is_told_so_when_it_does():
     later(d, script, Change(release=("a",)))
     d.finish("p0@0#0")
     assert state(d, "a") == "releasing"
-    d.core.policy.lost("a")  # whoever decides so
+    d.core.policy.on_lost("a")  # whoever decides so
     assert orders(d.feed(TimerFired())) == []
     d.confirm("a", 0)
     assert state(d, "a") == "releasing"

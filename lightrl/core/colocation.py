@@ -39,7 +39,6 @@ class Colocation:
         policy: SharingPolicy,
         outbox: Outbox,
     ) -> None:
-        self._changes = settings.offload != "off"  # within a step
         self._fleet = fleet
         self._devices = fleet.devices
         self._table = table
@@ -115,14 +114,6 @@ class Colocation:
     def on_step_done(self, done: StepDone, now: float) -> None:
         if self._devices.nodes and done.step == self._steps.step:
             self._policy.on_step_done(now, done.metrics)
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether shared nodes may leave the rollout before it is over, while others sample."""
-        if not self._changes or not self._devices.nodes or self._table.is_evaluating:
-            return False
-        num_sampling = len(self._fleet.ready) + len(self._fleet.updating)
-        return num_sampling > self._devices.num_awake
 
     @property
     def deadline(self) -> float | None:

@@ -55,7 +55,7 @@ from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
 from lightrl.core.sharing_policy import SharingPolicy
 from lightrl.core.shutdown import Shutdown
-from lightrl.core.state import Node, NodeState, Response, RunState
+from lightrl.core.state import Node, NodeState, RunState
 from lightrl.core.versions import Versions
 from lightrl.messages.nodes import ENDING, Drain, Hello, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
@@ -230,24 +230,10 @@ class Coordinator:
             return
         self.balance.relieve()
         if nodes := self.table.nodes_with_room():
-            room, most = sum(n.room for n in nodes), self._num_unreserved(nodes)
-            if most <= room and self.colocation.may_leave:
-                placed = self._place_apart(nodes, most)
-            else:
-                waiting = self.group_filter.pop_waiting(min(room, most))
-                placed = placement.assign(waiting, nodes, self._expect)
+            room = sum(n.room for n in nodes)
+            waiting = self.group_filter.pop_waiting(min(room, self._num_unreserved(nodes)))
+            placed = placement.assign(waiting, nodes, self._expect)
             self.table.generate(placed)
-
-    def _place_apart(self, nodes: list[Node], count: int) -> list[tuple[Response, Node]]:
-        """There is room for all, and some nodes will leave the rollout before it is over: they take
-        the shortest responses, the others the longest, so that few have to move. All have equally
-        many: that is the throughput until then."""
-        taken = placement.slots_by_pace(nodes, count)
-        leaving = [node for node in taken if node.shares]
-        staying = [node for node in taken if not node.shares]
-        longest = self.group_filter.pop_waiting(len(staying))
-        shortest = self.group_filter.pop_waiting(len(leaving), shortest=True)
-        return [*zip(longest, staying, strict=False), *zip(shortest, leaving, strict=False)]
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Waiting responses that are not the share of nodes that still load."""

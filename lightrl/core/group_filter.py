@@ -36,10 +36,10 @@ class GroupFilter:
 
     # Responses
 
-    def pop_waiting(self, most: int, shortest: bool = False) -> list[Response]:
+    def pop_waiting(self, most: int) -> list[Response]:
         """From the head of the queue; what has lost while it waited needs no slot."""
         taken: list[Response] = []
-        while len(taken) < most and (response := self._table.queue.pop(shortest)) is not None:
+        while len(taken) < most and (response := self._table.queue.pop()) is not None:
             if race.has_lost(response):
                 self.give_up(response)
             else:

@@ -149,25 +149,6 @@ def assign(
     return placed
 
 
-def slots_by_pace(nodes: Iterable[Node], count: int) -> list[Node]:
-    """Who should take the next `count` responses, of whatever length, one after the other: each
-    time the node whose steps are shortest with one more. O(count log nodes)."""
-    by_name = {n.name: n for n in nodes if n.room > 0}
-    heap = [(n.speed.step_s(len(n.running) + 1), 1, name) for name, n in by_name.items()]
-    heapq.heapify(heap)
-    taken: list[Node] = []
-    while heap and len(taken) < count:
-        _, more, name = heap[0]
-        node = by_name[name]
-        taken.append(node)
-        if more < node.room:
-            step_s = node.speed.step_s(len(node.running) + more + 1)
-            heapq.heapreplace(heap, (step_s, more + 1, name))
-        else:
-            heapq.heappop(heap)
-    return taken
-
-
 def moves(
     nodes: Sequence[Node], foresee: LengthForecast, chunk_tokens: int = 16
 ) -> list[tuple[Response, Node]]:

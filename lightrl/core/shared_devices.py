@@ -86,12 +86,6 @@ class SharedDevices:
         return sorted({node.shares for node in self.nodes.values()})
 
     @property
-    def num_awake(self) -> int:
-        """Nodes that sample, or will in a moment."""
-        coming = {NodeState.READY, NodeState.UPDATING}
-        return sum(node.state in coming for node in self.nodes.values())
-
-    @property
     def are_parked(self) -> bool:
         """Nothing of the ranks is on any of them."""
         return all(name in self.parked for name in self.trainers)

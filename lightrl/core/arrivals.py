@@ -1,19 +1,19 @@
 """Tokens of responses come in here: from nodes, which are not trusted, and from the journal.
 
 Owns what a chunk must be like, and which part of it is new. Whoever takes tokens ends in `_append`;
-what becomes of a response by them is for `judge`, where it runs for `responses`.
+what becomes of a response by them is for `group_filter`, where it runs for `responses`.
 """
 
 import math
 from dataclasses import dataclass, field
 
-from lightrl.core import attempts, race
+from lightrl.core import race
 from lightrl.core.arrays import decode, encode, native
 from lightrl.core.commands import Outbox
 from lightrl.core.fleet import Fleet
-from lightrl.core.judge import Judge
+from lightrl.core.group_filter import GroupFilter
 from lightrl.core.log_entries import TokensTaken
-from lightrl.core.responses import ResponseTable
+from lightrl.core.responses import ResponseTable, can_exist
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState
 from lightrl.errors import InvariantViolation
@@ -25,7 +25,7 @@ class Arrivals:
     _settings: Settings
     _fleet: Fleet
     _table: ResponseTable
-    _judge: Judge
+    _filter: GroupFilter
     _outbox: Outbox
     # of the chunk at hand
     _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
@@ -95,12 +95,12 @@ class Arrivals:
             self._taken.append(item)
         if finish is None:
             if held >= group.bound or held >= round.cut:  # as race.has_lost
-                self._judge.give_up(response)
+                self._filter.give_up(response)
         elif finish == "abort":  # the node gave it up: it drains, or loads a new version
             self._table.counters.responses_moved += 1
             self._table.requeue(response)
         else:
-            self._judge.finish(response, finish)
+            self._filter.finish(response, finish)
         return None
 
     def _comes_back(
@@ -112,7 +112,7 @@ class Arrivals:
         has_ended = item.finish_reason in {"stop", "length"}
         if response.state is not ResponseState.QUEUED or not has_ended:
             return False
-        if not attempts.can_exist(response, item.attempt, self._table.was_recovered):
+        if not can_exist(response, item.attempt, self._table.was_recovered):
             return False
         staleness = response.group.round.step - version
         known = encode(response.tokens[item.offset :])
@@ -139,9 +139,9 @@ class Arrivals:
         self._table.counters.count_tokens(num_tokens, response.group.round.is_eval)
         if item.finish_reason in {"stop", "length"}:
             response.move(ResponseState.RUNNING)  # somewhere
-            self._judge.finish(response, item.finish_reason)
+            self._filter.finish(response, item.finish_reason)
         elif race.has_lost(response):
-            self._judge.give_up(response)
+            self._filter.give_up(response)
 
 
 def _append(response: Response, version: int, token_ids: bytes, logprobs: bytes) -> None:

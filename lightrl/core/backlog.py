@@ -11,7 +11,7 @@ from lightrl.core.state import DrawnPrompt, HeldResponse, Response
 
 
 @dataclass(frozen=True, slots=True)
-class PutOff:
+class Deferred:
     """A prompt that lost the race of a short round."""
 
     prompt: DrawnPrompt
@@ -27,20 +27,20 @@ class PutOff:
 class Backlog:
     """First in, first out: a prompt waits for about one period of rounds.
 
-    Example: Backlog(256, put_off=deque([PutOff(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
+    Example: Backlog(256, put_off=deque([Deferred(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
     num_drawn=64)
     """
 
     # of one epoch
     num_prompts: int
-    put_off: deque[PutOff] = field(default_factory=deque[PutOff])
+    put_off: deque[Deferred] = field(default_factory=deque[Deferred])
     # drawn, but not usable then
     held_back: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])
     # from the data, over all epochs
     num_drawn: int = 0
 
     def restore(
-        self, num_drawn: int, put_off: Iterable[PutOff], held_back: Iterable[DrawnPrompt]
+        self, num_drawn: int, put_off: Iterable[Deferred], held_back: Iterable[DrawnPrompt]
     ) -> None:
         """All that it held is replaced."""
         self.num_drawn = num_drawn
@@ -52,10 +52,10 @@ class Backlog:
         """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
         return -self.num_drawn % self.num_prompts + len(self.held_back)
 
-    def pop_oldest(self, count: int) -> list[PutOff]:
+    def pop_oldest(self, count: int) -> list[Deferred]:
         """The `count` that have waited longest, or all; of one prompt only the older epoch."""
-        taken: dict[str, PutOff] = {}
-        kept: list[PutOff] = []
+        taken: dict[str, Deferred] = {}
+        kept: list[Deferred] = []
         while self.put_off and len(taken) < count:
             held = self.put_off.popleft()
             if held.prompt.id in taken:

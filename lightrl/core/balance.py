@@ -5,13 +5,14 @@ room gets waiting work first, but for a response that a slow node holds and that
 round. When nothing waits, what others have too much moves.
 """
 
+from collections.abc import Sequence
+
 from lightrl.core import placement
 from lightrl.core.fleet import Fleet
-from lightrl.core.placement import Foresee
+from lightrl.core.placement import LengthForecast, taken_s, works_of
 from lightrl.core.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response
-from lightrl.core.stragglers import stragglers
 
 # At least so long between two looks at all nodes, and so much longer for each: looking then takes
 # under one percent of the time.
@@ -25,7 +26,7 @@ class Balance:
         settings: Settings,
         fleet: Fleet,
         table: ResponseTable,
-        expect: Foresee,
+        expect: LengthForecast,
         now: float,
     ) -> None:
         self.deadline: float | None = None  # of the next look
@@ -102,3 +103,33 @@ class Balance:
         chunk_tokens = self._settings.chunk_tokens
         self._table.generate(placement.moves(nodes, self._expect, chunk_tokens))
         self._table.mark_idle()  # looked at again: a prediction may turn out wrong meanwhile
+
+
+SLOW = 1.25  # times as long as at the fastest, for a token
+
+
+def stragglers(
+    nodes: Sequence[Node], waiting_tokens: float, foresee: LengthForecast
+) -> list[Response]:
+    """Those that would run on where they are when everything else could be done; the last at the
+    end.
+
+    Done is everything, at the earliest, when all tokens that run and wait are sampled at the best
+    throughput of all nodes together. O(nodes); with a slow one among them, what runs as well.
+    """
+    busy = [n for n in nodes if n.running and n.speed.num_observed]
+    paces = {n.name: n.speed.step_s(len(n.running)) for n in busy}
+    fastest = min(paces.values(), default=0.0)
+    slow = {n.name for n in busy if paces[n.name] > SLOW * fastest}
+    if not slow:
+        return []
+    works = {n.name: works_of(n, foresee) for n in busy}
+    tokens = waiting_tokens + sum(w.steps for many in works.values() for w, _ in many)
+    done_s = tokens / sum(n.speed.curve.best_rate(n.slots) for n in nodes)
+    late = [
+        (taken_s(w, n, len(n.running))[0], r.id, r)
+        for n in busy
+        if n.name in slow
+        for w, r in works[n.name]
+    ]
+    return [r for seconds, _, r in sorted(late, key=lambda x: x[:2]) if seconds > done_s]

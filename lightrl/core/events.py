@@ -7,7 +7,7 @@ from lightrl.core.state import DrawnPrompt
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
-from lightrl.messages.sharing import Parked, Released
+from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import (
     BadSource,
@@ -181,7 +181,7 @@ class NodeReleased:
     """A rollout node has given back the devices that it shares."""
 
     node: str
-    message: Released
+    message: EngineAsleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class TrainerParked:
     """The ranks of a trainer node have given back its devices, or had before it publishes."""
 
     node: str
-    message: Parked
+    message: TrainerSuspended
 
 
 Event: TypeAlias = (

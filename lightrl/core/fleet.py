@@ -11,8 +11,8 @@ from itertools import chain, islice
 from statistics import fmean
 
 from lightrl.core.broadcasts import Broadcasts
+from lightrl.core.chunk_stats import Gain
 from lightrl.core.commands import Admit, Outbox
-from lightrl.core.gain import Gain
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
 from lightrl.core.speed import Speed
@@ -159,6 +159,7 @@ class Fleet:
         if (node := self.nodes.get(name)) is not None:
             node.heard_at, node.load, node.weights = now, heartbeat.load, heartbeat.weights
             node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
+            node.has_reported = True
             node.num_workers, node.is_saving = heartbeat.num_workers, heartbeat.is_saving
 
     def _typical(self) -> tuple[Speed, Gain]:

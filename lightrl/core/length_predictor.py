@@ -83,7 +83,7 @@ class LengthPredictor:
         """A group that was put off says less than its last epoch, unless it came farther."""
         lengths = [len(r.tokens) for r in group.responses if r.tokens]
         epoch, older = self._lengths.get(group.prompt.id, (-1, []))
-        if group.state is GroupState.PUT_OFF and epoch < group.prompt.epoch and older:
+        if group.state is GroupState.DEFERRED and epoch < group.prompt.epoch and older:
             farthest = max(lengths, default=0)
             self._lengths[group.prompt.id] = (epoch, [max(n, farthest) for n in older])
         elif lengths:
@@ -94,14 +94,6 @@ class LengthPredictor:
         epoch, known = self._lengths.get(group.prompt.id, (0, []))
         is_new = group.round.is_eval or epoch >= group.prompt.epoch
         return None if is_new or not known else sum(known) / len(known)
-
-    def lengths(self, prompt: str) -> list[float]:
-        """Of this prompt's responses when they were sampled last; one that had come as far as any
-        of them, and so may have been given up there, is expected to go on."""
-        _, known = self._lengths.get(prompt, (0, []))
-        longest = max(known, default=0)
-        most = min(self._tail_mean(longest), float(self._max_tokens))
-        return [most if n == longest else float(n) for n in known]
 
     def expect(self, response: Response) -> float:
         """Expected whole length of a response that goes on, given what it has already.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from lightrl.core.state import Node, Response
 
-Foresee = Callable[[Response], float]  # expected whole length of a response that goes on
+LengthForecast = Callable[[Response], float]  # expected whole length of a response that goes on
 
 # What a move costs, in engine steps of the receiving node: to sample again what was not sent yet
 # (up to a chunk), and to prefill what is held (16,000 tokens take less than 100 ms where a step
@@ -37,8 +37,6 @@ class Work:
     tokens: float
     # of the engine
     steps: float
-    # tokens of context, summed over these steps
-    reads: float
 
 
 @dataclass(slots=True)
@@ -48,8 +46,6 @@ class Outlook:
     node: Node
     # steps of each of its responses, fewest first
     left: list[float]
-    # tokens of context, summed over all these steps
-    reads: float
 
     @property
     def running(self) -> int:
@@ -57,11 +53,11 @@ class Outlook:
 
     def finishes_in(self, more: Work | None = None) -> float:
         """Seconds until all is done, with one more response."""
-        speed, left, reads = self.node.speed, self.left, self.reads
+        left = self.left
         if more is not None:
-            at, reads = bisect(left, more.steps), reads + more.reads
+            at = bisect(left, more.steps)
             left = [*left[:at], more.steps, *left[at:]]
-        return speed.finishes_in(left, reads)
+        return self.node.speed.finishes_in(left)
 
     def key(self, more: Work) -> tuple[float, int, str]:
         """Orders nodes for one more response; of equal ones the emptier is better."""
@@ -69,34 +65,25 @@ class Outlook:
 
     def add(self, work: Work) -> None:
         insort(self.left, work.steps)
-        self.reads += work.reads
-
-    def drop_longest(self, work: Work) -> None:
-        del self.left[-1]
-        self.reads -= work.reads
 
 
-def outlook(node: Node, foresee: Foresee) -> Outlook:
+def outlook(node: Node, foresee: LengthForecast) -> Outlook:
     """As `work_of` all that runs there; a look at all nodes makes no object for each response."""
     left: list[float] = []
-    reads = 0.0
     gain = node.gain.tokens if node.speculates else 0.0
     for r in node.running.values():
         tokens = _remaining(r, foresee)
-        steps = tokens / gain if gain and r.has_history else tokens
-        left.append(steps)
-        reads += steps * (r.context + tokens / 2)
+        left.append(tokens / gain if gain and r.has_history else tokens)
     left.sort()
-    return Outlook(node, left, reads)
+    return Outlook(node, left)
 
 
-def work_of(response: Response, node: Node, foresee: Foresee) -> Work:
+def work_of(response: Response, node: Node, foresee: LengthForecast) -> Work:
     return _work(response, node, _remaining(response, foresee))
 
 
 def _work(response: Response, node: Node, tokens: float) -> Work:
-    steps = tokens / node.gain_of(response)
-    return Work(tokens, steps, steps * (response.context + tokens / 2))
+    return Work(tokens, tokens / node.gain_of(response))
 
 
 @dataclass(slots=True)
@@ -133,7 +120,7 @@ class _Order:
 
 
 def assign(
-    responses: Sequence[Response], nodes: Iterable[Node], foresee: Foresee
+    responses: Sequence[Response], nodes: Iterable[Node], foresee: LengthForecast
 ) -> list[tuple[Response, Node]]:
     """(response, node) for as many of `responses`, in order, as `nodes` have room for.
 
@@ -162,27 +149,8 @@ def assign(
     return placed
 
 
-def slots_by_pace(nodes: Iterable[Node], count: int) -> list[Node]:
-    """Who should take the next `count` responses, of whatever length, one after the other: each
-    time the node whose steps are shortest with one more. O(count log nodes)."""
-    by_name = {n.name: n for n in nodes if n.room > 0}
-    heap = [(n.speed.step_s(len(n.running) + 1), 1, name) for name, n in by_name.items()]
-    heapq.heapify(heap)
-    taken: list[Node] = []
-    while heap and len(taken) < count:
-        _, more, name = heap[0]
-        node = by_name[name]
-        taken.append(node)
-        if more < node.room:
-            step_s = node.speed.step_s(len(node.running) + more + 1)
-            heapq.heapreplace(heap, (step_s, more + 1, name))
-        else:
-            heapq.heappop(heap)
-    return taken
-
-
 def moves(
-    nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16
+    nodes: Sequence[Node], foresee: LengthForecast, chunk_tokens: int = 16
 ) -> list[tuple[Response, Node]]:
     """Running responses that should go on elsewhere, and where, when nothing waits for a slot.
 
@@ -224,7 +192,7 @@ def moves(
         moved.append((response, target.node))
         cost_s[target_name] += cost
         target.add(there)
-        source.drop_longest(work)
+        del source.left[-1]
         heapq.heapreplace(last, (-source.finishes_in(), source_name))
         step_s = target.node.speed.step_s(target.running + 1)
         heapq.heapreplace(idle, (cost_s[target_name] + target.finishes_in() + step_s, target_name))
@@ -250,11 +218,11 @@ def move_s(response: Response, to: Node, chunk_tokens: int) -> float:
     return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
 
 
-def works_of(node: Node, foresee: Foresee) -> list[tuple[Work, Response]]:
+def works_of(node: Node, foresee: LengthForecast) -> list[tuple[Work, Response]]:
     """What a node has before it, most steps last."""
     works = [(work_of(r, node, foresee), r) for r in node.running.values()]
     return sorted(works, key=lambda w: (w[0].steps, w[1].id))
 
 
-def _remaining(response: Response, foresee: Foresee) -> float:
+def _remaining(response: Response, foresee: LengthForecast) -> float:
     return max(1.0, foresee(response) - len(response.tokens))

@@ -1,9 +1,8 @@
-"""Responses that wait for a slot, in the order in which they should get one; from both ends where
-nodes that leave soon take the short ones."""
+"""Responses that wait for a slot, in the order in which they should get one."""
 
 import heapq
 
-from lightrl.core.placement import Foresee
+from lightrl.core.placement import LengthForecast
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, ResponseState
 
@@ -14,20 +13,16 @@ Entry = tuple[int, bool, int, float, int, Response]
 class WorkQueue:
     """A heap; an entry whose response was given up, taken back or queued once more is skipped."""
 
-    def __init__(self, settings: Settings, expect: Foresee) -> None:
+    def __init__(self, settings: Settings, expect: LengthForecast) -> None:
         self._settings = settings
         self._expect = expect
         self._heap: list[Entry] = []
-        # The same from the other end, once that was asked for, until the queue is empty; and what
-        # was taken from there: its numbers
-        self._shortest: list[Entry] | None = None
-        self._taken: set[int] = set()
         self.tokens = 0.0  # predicted, of all entries
         self._num_pushed = 0  # so far: ties are broken by arrival
 
     def __len__(self) -> int:
         """Entries, those that will be skipped included."""
-        return len(self._heap) - len(self._taken)
+        return len(self._heap)
 
     @property
     def has_waiting(self) -> bool:
@@ -59,52 +54,15 @@ class WorkQueue:
         of_set = -response.group.longest_of_set
         entry = (order, not resumed, of_set, length, self._num_pushed, response)
         heapq.heappush(self._heap, entry)
-        if self._shortest is not None:
-            heapq.heappush(self._shortest, _turned(entry))
 
-    def pop(self, shortest: bool = False) -> Response | None:
-        """The next that waits, or None; `shortest`: of those that are equal but for their length,
-        the other end."""
-        if shortest:
-            return self._pop_shortest()
+    def pop(self) -> Response | None:
+        """Return the next response that waits, or None."""
         while self._heap:
             *_, length, number, response = heapq.heappop(self._heap)
-            if number in self._taken:
-                self._taken.discard(number)
-            else:
-                self.tokens -= abs(length)
-            self._see_whether_empty()
+            self.tokens = self.tokens - abs(length) if self._heap else 0.0
             if _is_valid(number, response):
-                response.queued_as = 0  # it is in the other order, too
                 return response
         return None
-
-    def _pop_shortest(self) -> Response | None:
-        if self._shortest is None:
-            self._shortest = [_turned(entry) for entry in self._heap]
-            heapq.heapify(self._shortest)
-        while self._shortest:
-            *_, length, number, response = heapq.heappop(self._shortest)
-            if _is_valid(number, response):
-                response.queued_as = 0
-                self._taken.add(number)
-                self.tokens -= abs(length)
-                self._see_whether_empty()
-                return response
-        self._heap.clear()  # of what is left all has been given up
-        self._taken.clear()
-        self._see_whether_empty()
-        return None
-
-    def _see_whether_empty(self) -> None:
-        if not len(self):
-            self._heap, self._shortest, self.tokens = [], None, 0.0
-            self._taken.clear()
-
-
-def _turned(entry: Entry) -> Entry:
-    order, is_new, of_set, length, number, response = entry
-    return order, is_new, -of_set, -length, number, response
 
 
 def _is_valid(number: int, response: Response) -> bool:

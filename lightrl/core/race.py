@@ -12,7 +12,7 @@ has lost as soon as n reaches the finishing time of those ahead. A round is over
 has finished and has its score, or has provably lost.
 
 Nothing is changed here: what a race has come to (`finishers`, `bound`, `cut`) is written in
-`judge`.
+`group_filter`.
 """
 
 import bisect
@@ -141,17 +141,17 @@ def _can_be_compared(group: Group) -> bool:
     return group.round.is_eval or len(group.kept) >= least
 
 
-def is_flat(group: Group) -> bool:
+def zero_std(group: Group) -> bool:
     """No reward differs from the others: no advantage, no gradient."""
     return len({r.reward for r in group.kept}) <= 1
 
 
-def is_surplus_flat(settings: Settings, group: Group) -> bool:
+def is_surplus_zero_std(settings: Settings, group: Group) -> bool:
     """Whether a group was left out for being flat alone; put off, it would only come again."""
     if (
         group.state is not GroupState.COMPLETE
         or not settings.dynamic_sampling
-        or not is_flat(group)
+        or not zero_std(group)
     ):
         return False
     return group.round.cut == DECIDED or _last_kept(group)[0] <= group.round.cut

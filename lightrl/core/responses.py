@@ -1,27 +1,27 @@
 """Every response of the open rounds, and where it is: in the queue, at a node, or held here.
 
 Owns responses and their places; a response is in exactly one. Which node gets one is decided in
-`placement`, what its tokens are in `arrivals`, what becomes of it in `judge`.
+`placement`, what its tokens are in `arrivals`, what becomes of it in `group_filter`.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from lightrl.core import attempts
 from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox
-from lightrl.core.counters import Counters
 from lightrl.core.fleet import Fleet
-from lightrl.core.orders import orders
-from lightrl.core.placement import Foresee
+from lightrl.core.log_entries import Counters
+from lightrl.core.placement import LengthForecast
 from lightrl.core.queue import WorkQueue
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState, Round
-from lightrl.messages.responses import Abort, ResponseRequest, Sampling
+from lightrl.messages.responses import Abort, Generate, ResponseRequest, Sampling
 
 
 class ResponseTable:
-    def __init__(self, settings: Settings, fleet: Fleet, expect: Foresee, outbox: Outbox) -> None:
+    def __init__(
+        self, settings: Settings, fleet: Fleet, expect: LengthForecast, outbox: Outbox
+    ) -> None:
         self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
         self.responses: dict[str, Response] = {}  # of these rounds
         self.queue = WorkQueue(settings, expect)
@@ -206,10 +206,52 @@ class ResponseTable:
                 continue
             fits = is_ready and node.free > 0
             waits = fits and response is not None and response.state is ResponseState.QUEUED
-            if response and waits and attempts.is_current(response, attempt, self.was_recovered):
+            if response and waits and is_current(response, attempt, self.was_recovered):
                 self.run(response, node, attempt)
             else:
                 unwanted.append((name, attempt))
         if unwanted:
             self._outbox.send(node.name, Abort(tuple(unwanted)))
         return len(node.running) - num_before
+
+
+MAX_ORDER_BYTES = 8 << 20  # of tokens in one message
+OF_REQUEST = 512  # bytes of a request without its tokens, at most
+
+
+def orders(
+    version: int, sampling: Sampling, requests: Iterable[ResponseRequest]
+) -> Iterator[Generate]:
+    """All requests in order. One that is larger than a message should be has one to itself."""
+    part: list[ResponseRequest] = []
+    size = 0
+    for request in requests:
+        num_bytes = len(request.prompt) + len(request.prefix) + OF_REQUEST
+        if part and size + num_bytes > MAX_ORDER_BYTES:
+            yield Generate(version, sampling, tuple(part))
+            part, size = [], 0
+        part.append(request)
+        size += num_bytes
+    if part:
+        yield Generate(version, sampling, tuple(part))
+
+
+MAX_UNRECORDED = 1024  # placements of a response, in a row, without a token
+
+
+def can_exist(response: Response, attempt: int, was_recovered: bool) -> bool:
+    """Return whether an attempt with this number can have been given out.
+
+    The number of a node that reconnects is taken up, so a node that makes numbers up could use up
+    all of them: after 2**31 - 1 comes one that no message can carry. Placements are not in the
+    journal: a core that `was_recovered` accepts up to MAX_UNRECORDED more than it has stored, until
+    it has placed the response itself.
+    """
+    unrecorded = MAX_UNRECORDED if was_recovered and not response.is_placed else 0
+    return attempt <= response.attempt + unrecorded
+
+
+def is_current(response: Response, attempt: int, was_recovered: bool) -> bool:
+    """Whether it is of this round, too, not of one that put the prompt off, under older weights."""
+    is_newest = attempt >= response.attempt and attempt > response.group.attempts
+    return is_newest and can_exist(response, attempt, was_recovered)

@@ -7,15 +7,16 @@ is decided in `rounds`, who wins it in `race`; which node does the work is no co
 from collections import deque
 from statistics import median
 
-from lightrl.core import mini_batches, race, rounds, staleness
-from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core import mini_batches, race, rounds
+from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Outbox
 from lightrl.core.events import PromptsDrawn
 from lightrl.core.fleet import Fleet
-from lightrl.core.judge import Judge
+from lightrl.core.group_filter import GroupFilter
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import RoundOpened
 from lightrl.core.responses import ResponseTable
+from lightrl.core.rounds import admissible
 from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundKind, RoundState
@@ -32,7 +33,7 @@ class RoundScheduler:
         settings: Settings,
         fleet: Fleet,
         table: ResponseTable,
-        judge: Judge,
+        filter: GroupFilter,
         backlog: Backlog,
         predictor: LengthPredictor,
         scaling: Scaling,
@@ -47,7 +48,7 @@ class RoundScheduler:
         self._settings = settings
         self._fleet = fleet
         self._table = table
-        self._judge = judge
+        self._filter = filter
         self._predictor = predictor
         self._scaling = scaling
         self._outbox = outbox
@@ -62,7 +63,7 @@ class RoundScheduler:
         """What follows when groups are over: others are drawn for those that are out, and those
         that nobody can overtake go to the trainer."""
         # All are closed before: a group that waited may be ahead of others.
-        for round in self._judge.close_settled_groups():
+        for round in self._filter.close_settled_groups():
             if round.state is RoundState.RUNNING and self._draws_now(round):
                 self._draw_more(round)
             self._accept_decided(round)
@@ -73,7 +74,7 @@ class RoundScheduler:
         is_filling = round.state is RoundState.FILLING
         if round.is_eval or is_filling or not race.is_recheck_due(round):
             return
-        self._judge.accept_decided(round)
+        self._filter.accept_decided(round)
         self._take_turns(round)
 
     def _take_turns(self, round: Round) -> None:
@@ -143,10 +144,7 @@ class RoundScheduler:
                 self.finished = not self._table.rounds
                 return
             batch = self._settings.prompts_per_step
-            if (
-                staleness.admissible(self._settings.max_staleness, version, batch, step * batch)
-                < batch
-            ):
+            if admissible(self._settings.max_staleness, version, batch, step * batch) < batch:
                 return
             if not self._fleet.ready:
                 return
@@ -179,7 +177,7 @@ class RoundScheduler:
         missing = self.num_missing(round)
         if missing > 0:
             held_back = self._backlog.pop_held_back(missing, self._busy(round))
-            self._start(round, [PutOff(p, 0, round.step) for p in held_back])
+            self._start(round, [Deferred(p, 0, round.step) for p in held_back])
             missing -= len(held_back)
         if missing > 0:
             self._draw(round, missing)
@@ -195,7 +193,7 @@ class RoundScheduler:
         self._outbox.record(PromptsDrawn(prompts))
         round = self.draws.popleft()
         if round.is_eval:
-            self._start(round, [PutOff(p, 0, round.step) for p in prompts])
+            self._start(round, [Deferred(p, 0, round.step) for p in prompts])
             round.move(RoundState.RUNNING)
             return
         usable = self._backlog.draw(prompts, self._busy(round))
@@ -205,9 +203,9 @@ class RoundScheduler:
             )
             for prompt in unseen:
                 usable.remove(prompt)
-                self._judge.put_off(PutOff(prompt, 0, round.step))
+                self._filter.defer(Deferred(prompt, 0, round.step))
             round.prompts_launched -= len(unseen)
-        self._start(round, [PutOff(p, 0, round.step) for p in usable])
+        self._start(round, [Deferred(p, 0, round.step) for p in usable])
         self._draw_more(round)
 
     def _draws_now(self, round: Round) -> bool:
@@ -227,14 +225,14 @@ class RoundScheduler:
         put_off = {p.prompt.id for p in self._backlog.put_off}
         return {g.prompt.id for g in round.groups.values()} | put_off
 
-    def _start(self, round: Round, prompts: list[PutOff]) -> None:
+    def _start(self, round: Round, prompts: list[Deferred]) -> None:
         started = rounds.add(self._settings, round, prompts, self._predictor)
         self._table.start(started)
-        self._judge.count_finished(started)
+        self._filter.count_finished(started)
 
     def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now
-        self._judge.unscored.close(round, self._table.counters.trained_responses)
+        self._filter.unscored.close(round, self._table.counters.trained_responses)
         if round.is_eval:
             self.evaluated = round.step
             self._predictor.learn_evaluation(round)
@@ -243,7 +241,7 @@ class RoundScheduler:
             self._table.retire()
             return
         self._accept_decided(round)
-        self._judge.end(round)
+        self._filter.end(round)
         round.move(RoundState.CLOSED)
         self._take_turns(round)
         self._predictor.learn(round)
@@ -340,11 +338,16 @@ class RoundScheduler:
 
     def feed_trainer(self, has_come: bool) -> None:
         """The trainer stands at another step, or `has_come` and has said where it stands."""
-        stands_at, round = self.trainer_feed.stands_at, self.training()
-        if has_come and stands_at is not None and round is not None and stands_at > round.step:
+        trained_step, round = self.trainer_feed.trained_step, self.training()
+        if (
+            has_come
+            and trained_step is not None
+            and round is not None
+            and trained_step > round.step
+        ):
             # What it said of the step is lost if it, or we, were gone then; if not, it says it
             # again.
-            self._step_done = self._step_done or StepDone(round.step, stands_at, {})
+            self._step_done = self._step_done or StepDone(round.step, trained_step, {})
         self.trainer_feed.feed(round)
 
     def go_on(self) -> None:

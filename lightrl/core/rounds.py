@@ -30,10 +30,11 @@ is shorter; with fresh noise, as in the paper, always (`fresh_noise`, for compar
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from lightrl.core.arrays import decode, encode
-from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.settings import Settings
 from lightrl.core.state import (
@@ -105,7 +106,7 @@ def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
     return settings.num_eval_prompts > 0 and due and evaluated != step
 
 
-def first_prompts(round: Round, backlog: Backlog) -> list[PutOff]:
+def first_prompts(round: Round, backlog: Backlog) -> list[Deferred]:
     """Prompts that wait and belong into this round, before any is drawn."""
     return backlog.pop_oldest(round.needed) if round.kind in {"long", "flush"} else []
 
@@ -148,7 +149,7 @@ def put_off_unseen(
 
 
 def add(
-    settings: Settings, round: Round, prompts: Iterable[PutOff], predictor: LengthPredictor
+    settings: Settings, round: Round, prompts: Iterable[Deferred], predictor: LengthPredictor
 ) -> list[Response]:
     """Makes groups of a round for these prompts; returns their responses.
 
@@ -209,7 +210,7 @@ def num_launched(settings: Settings, group: Group) -> int:
     return settings.responses_launched if group.round.races else group.size
 
 
-def _new_group(settings: Settings, round: Round, held: PutOff) -> Group:
+def _new_group(settings: Settings, round: Round, held: Deferred) -> Group:
     """Without responses. How it is sampled is said by the set that an evaluation has it from."""
     label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
     if settings.tail.fresh_noise and held.attempts:
@@ -238,3 +239,36 @@ def sample_seed(run_seed: int, response: str) -> int:
     token."""
     digest = hashlib.blake2b(f"{run_seed} {response}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+class Staleness(NamedTuple):
+    """Of one response when it is trained; synchronous training has (1, 0, 0)."""
+
+    # versions that sampled its tokens
+    span: int
+    # trainer's version minus the newest of them
+    newest_gap: int
+    # trainer's version minus the oldest: this is what max_staleness bounds
+    oldest_gap: int
+
+
+def staleness(spans: Sequence[tuple[int, int]], version: int) -> Staleness:
+    """`spans` are (policy version, tokens) in order; `version` is the one that is being updated.
+
+    A response without tokens is as fresh as can be.
+    """
+    versions = [v for v, num_tokens in spans if num_tokens]
+    if not versions:
+        return Staleness(0, 0, 0)
+    return Staleness(len(set(versions)), version - max(versions), version - min(versions))
+
+
+def admissible(max_staleness: int, version: int, batch: int, admitted: int) -> int:
+    """How many more prompts may start while `version` is the newest.
+
+    (max_staleness + version + 1) * batch - (accepted + running), as in AReaL (arXiv 2505.24298,
+    section 5.1). Steps train what was admitted in the order of its admission, so a prompt that
+    starts under version v is trained at version v + max_staleness at the latest: nothing slow is
+    ever dropped.
+    """
+    return (max_staleness + version + 1) * batch - admitted

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from lightrl.core.commands import Outbox, Scale
+from lightrl.core.cost_model import Engine, Forecast, Observed, StepWork
 from lightrl.core.fleet import Fleet
-from lightrl.core.placement import Foresee, outlook
+from lightrl.core.placement import LengthForecast, outlook
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState, Round
-from lightrl.core.worth import Engine, Forecast, Learned, StepWork
 from lightrl.messages.nodes import Drain
 
 # what the trainer computes for a step, by its own word
@@ -49,9 +49,9 @@ class _Seen:
 
 class Scaling:
     def __init__(
-        self, settings: Settings, fleet: Fleet, expect: Foresee, outbox: Outbox, now: float
+        self, settings: Settings, fleet: Fleet, expect: LengthForecast, outbox: Outbox, now: float
     ) -> None:
-        self.learned = Learned()
+        self.learned = Observed()
         self._settings = settings
         self._fleet = fleet
         self._expect = expect

@@ -3,7 +3,7 @@
 Owns that, and whether shards may leave for the ranks on them. Each rollout node that shares says
 whose devices it uses, and which part of them; a part is free for training when all that use it
 sleep, or nobody does, and free for engines when all ranks are parked. Decides nothing and sends
-nothing: `handover.py` does.
+nothing: `colocation.py` does.
 """
 
 from typing import TypeAlias
@@ -32,7 +32,7 @@ def why_not_shared(hello: Hello, trainers: Trainers, settings: Settings) -> str 
     if settings.max_staleness:
         return f"{shares}, which async.max_staleness = {settings.max_staleness} needs all the time"
     own = {hello.node} if "trainer" in hello.roles else set[str]()
-    if trainers.are_strangers({hello.shares} - own):
+    if trainers.has_unknown({hello.shares} - own):
         return f"{shares}, {NO_TRAINER}"
     if hello.part >= (num := settings.device_parts // settings.num_trainers or 1):
         parts = f"which has parts 0 to {num - 1}" if num > 1 else "which change sides as a whole"
@@ -84,12 +84,6 @@ class SharedDevices:
     def trainers(self) -> list[str]:
         """Trainer nodes whose devices are shared."""
         return sorted({node.shares for node in self.nodes.values()})
-
-    @property
-    def num_awake(self) -> int:
-        """Nodes that sample, or will in a moment."""
-        coming = {NodeState.READY, NodeState.UPDATING}
-        return sum(node.state in coming for node in self.nodes.values())
 
     @property
     def are_parked(self) -> bool:

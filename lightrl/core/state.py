@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.chunk_window import ChunkWindow
-from lightrl.core.gain import Gain
+from lightrl.core.chunk_stats import ChunkWindow, Gain
 from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages.load import Load
@@ -36,7 +35,7 @@ class GroupState(StrEnum):
     ACCEPTED = "accepted"
     TRAINED = "trained"
     # lost the race of its round; its prompt waits for a long one
-    PUT_OFF = "put off"
+    DEFERRED = "deferred"
     # too few scores, or no signal
     DROPPED = "dropped"
 
@@ -93,11 +92,11 @@ EDGES: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         R.ABORTED: frozenset(),
     },
     G: {
-        G.OPEN: frozenset({G.COMPLETE, G.PUT_OFF, G.DROPPED}),
-        G.COMPLETE: frozenset({G.ACCEPTED, G.PUT_OFF, G.DROPPED}),
+        G.OPEN: frozenset({G.COMPLETE, G.DEFERRED, G.DROPPED}),
+        G.COMPLETE: frozenset({G.ACCEPTED, G.DEFERRED, G.DROPPED}),
         G.ACCEPTED: frozenset({G.TRAINED}),
         G.TRAINED: frozenset(),
-        G.PUT_OFF: frozenset(),
+        G.DEFERRED: frozenset(),
         G.DROPPED: frozenset(),
     },
     N: {
@@ -387,6 +386,7 @@ class Node:
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""  # "" until its engine, or its ranks, have started
+    has_reported: bool = False  # a heartbeat has come
     is_saving: bool = False  # its ranks stand until a checkpoint is written
     # accepted from it
     num_tokens: int = 0

@@ -14,7 +14,7 @@ from lightrl.core.commands import Outbox, ReplayShards
 from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import ShardSent
 from lightrl.core.state import Group, Round, RoundState
-from lightrl.messages.sharing import Give
+from lightrl.messages.sharing import AssignDevices
 from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard
 
 MAX_SHARD_TOKENS = 1 << 18  # some 2 MiB with their logprobs
@@ -47,7 +47,9 @@ class Window:
 
 class TrainerFeed:
     def __init__(self, fleet: Fleet, outbox: Outbox) -> None:
-        self.stands_at: int | None = None  # it trains this step next; None: it has not said so yet
+        self.trained_step: int | None = (
+            None  # it trains this step next; None: it has not said so yet
+        )
         self.missing_since: float | None = None  # a node of it; None: all are here, or were never
         self.num_hellos = 0
         # nothing is left to do: its last checkpoint is durable, or it has left in order
@@ -68,19 +70,19 @@ class TrainerFeed:
             self.hello()
         if trainers.are_complete:
             self.missing_since = None
-        elif missing := trainers.whom_we_lack():
+        elif missing := trainers.missing_text():
             self._outbox.report(f"the run waits for {missing}")
 
     def hello(self) -> None:
         """It has come, or come back: what it held of a step that is not done, it holds no more."""
         self.num_hellos += 1
-        self.stands_at = None
+        self.trained_step = None
         self.is_replaying = self._owes_replay = False
 
     def lost(self, now: float) -> None:
         """One of its nodes: without the leader nobody knows where it stands."""
         if self._fleet.trainer is None:
-            self.stands_at = self._leader = None
+            self.trained_step = self._leader = None
             self.is_replaying = self._owes_replay = False
         if self.missing_since is None or self._fleet.trainers.num_needed == 1:
             self.missing_since = now
@@ -89,14 +91,14 @@ class TrainerFeed:
         """It stands at a new step: that step's shards, of this round or, if it was trained before,
         again."""
         published = self._fleet.published
-        if self.stands_at is None or self._fleet.trainer is None or published is None:
+        if self.trained_step is None or self._fleet.trainer is None or published is None:
             return
         self._window, self._num_left = Window(), 0
         self.is_replaying = False
-        self._owes_replay = self.stands_at < published.policy_version
+        self._owes_replay = self.trained_step < published.policy_version
         if self._owes_replay:
             self._replay()
-        elif round is not None and round.step == self.stands_at:
+        elif round is not None and round.step == self.trained_step:
             round.num_sent = round.num_shards = 0
             round.is_handed_over = False
             self.send(round)
@@ -109,21 +111,21 @@ class TrainerFeed:
             self.send(round)
 
     def _replay(self) -> None:
-        if self.stands_at is None or self._fleet.trainer is None or not self._may_train():
+        if self.trained_step is None or self._fleet.trainer is None or not self._may_train():
             return
         self._owes_replay, self.is_replaying = False, True
         self.give()
-        self._outbox.add(ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos))
+        self._outbox.add(ReplayShards(self._fleet.trainer, self.trained_step, self.num_hellos))
         self._fleet.devices.train()
 
     def give(self) -> None:
         """The trainer is told which parts of its devices it has, if it has got another one."""
         devices, trainer = self._fleet.devices, self._fleet.trainer
-        if devices.are_whole or trainer is None or self.stands_at is None:
+        if devices.are_whole or trainer is None or self.trained_step is None:
             return
         if not (free := devices.free) <= devices.given:
             devices.give(free)
-            self._outbox.send(trainer, Give(self.stands_at, tuple(sorted(free))))
+            self._outbox.send(trainer, AssignDevices(self.trained_step, tuple(sorted(free))))
 
     def _may_train(self) -> bool:
         return self._fleet.devices.may_train
@@ -134,23 +136,23 @@ class TrainerFeed:
         published = self._fleet.published
         return (
             published is not None
-            and self.stands_at is not None
-            and self.stands_at < published.policy_version
+            and self.trained_step is not None
+            and self.trained_step < published.policy_version
         )
 
     def has_left(self, round: Round) -> bool:
         """All shards that were made of this round are on their way."""
-        return round.step != self.stands_at or round.num_shards <= self._num_left
+        return round.step != self.trained_step or round.num_shards <= self._num_left
 
     def on_shards_taken(self, round: Round | None, step: int, index: int) -> None:
         """It has this shard and those before it: there is room for more."""
-        if round is not None and step == round.step == self.stands_at:
+        if round is not None and step == round.step == self.trained_step:
             self._window.acknowledge(index)
             self.send(round)
 
     def left(self, round: Round | None, step: int, index: int) -> None:
         """This shard is durable and was sent: another one may be made."""
-        if round is not None and step == round.step == self.stands_at:
+        if round is not None and step == round.step == self.trained_step:
             self._num_left = max(self._num_left, index + 1)
             self.send(round)
 
@@ -158,7 +160,7 @@ class TrainerFeed:
         """Whether it stands at this step and lacks some; what was trained before is replayed."""
         published = self._fleet.published
         is_new = published is None or published.policy_version <= round.step
-        return is_new and self.stands_at == round.step and not round.is_handed_over
+        return is_new and self.trained_step == round.step and not round.is_handed_over
 
     def send(self, round: Round) -> None:
         """What it lacks of the round it is at, as far as it may; the last shard closes the step."""

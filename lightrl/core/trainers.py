@@ -1,8 +1,8 @@
-"""The nodes that train together: which of them leads, and whether all are there.
+"""The nodes that train together: which of them leads, and whether all take part.
 
-Owns that, and what they are told of each other. What the leader is sent to train is in
-`trainer_feed.py`; how the nodes start and lose their ranks is theirs (trainer/nodes/node.py).
-With one trainer node it leads, and nothing is told.
+Owns also the messages in which they learn of each other. What the leader is sent to train is in
+`trainer_feed.py`; how the nodes start and lose their ranks is in trainer/nodes/node.py. With one
+trainer node it leads, and no such message is sent.
 """
 
 from lightrl.core.commands import Outbox
@@ -15,7 +15,7 @@ class Trainers:
         self.leader: str | None = None
         self.num_needed = num_needed
         self._outbox = outbox
-        self._numbers: dict[str, int] = {}  # of the last hello of each that is here
+        self._numbers: dict[str, int] = {}  # of the last hello of each that takes part
         self._num_hellos = 0
         self._told: dict[str, TrainerSet] = {}  # since the last hello of each
 
@@ -34,33 +34,34 @@ class Trainers:
     def are_complete(self) -> bool:
         return self.leader is not None and not self.num_missing
 
-    def whom_we_lack(self) -> str:
-        """In words; "" if all are here."""
+    def missing_text(self) -> str:
+        """Return what is missing, in words; "" if nothing is."""
         if self.num_needed == 1:
             return "a trainer" if self.num_missing else ""
         missing = self.num_missing
         return f"{missing} of {self.num_needed} trainer nodes" if missing else ""
 
-    def patience(self, seconds: float) -> str:
-        """What is said when one was lost."""
-        return f"the run waits {seconds:g} s for {self.whom_we_lack()} to come back"
+    def lost_message(self, seconds: float) -> str:
+        """Return the line to report when a trainer node was lost."""
+        return f"the run waits {seconds:g} s for {self.missing_text()} to come back"
 
     def why_refused(self, hello: Hello) -> str | None:
-        """In one line, or None if there is room for it."""
+        """Return why the node is refused, in one line; None if the run lacks a trainer node."""
         if len(self._numbers.keys() - {hello.node}) < self.num_needed:
             return None
         many = f"{self.num_needed} trainer nodes" if self.num_needed > 1 else "a trainer node"
         return f"this run has {many} already"
 
-    def are_strangers(self, names: set[str]) -> bool:
-        """Whether it is certain that one of these is no trainer node."""
+    def has_unknown(self, names: set[str]) -> bool:
+        """Return whether one of these is no trainer node; False until all trainer nodes have
+        joined."""
         return not self.num_missing and not names <= self._numbers.keys()
 
     def heard(self, hello: Hello) -> None:
-        """It takes part, or says so again.
+        """A trainer node has joined, or reconnected.
 
-        Who led before leads again, for it has the ranks of all; else one is chosen when all are
-        there: the first by name, so that it is the one beside the coordinator where names say so.
+        The node that led before leads again, since it has the ranks of all; otherwise the first by
+        name leads once all have joined.
         """
         self._num_hellos += 1
         self._numbers[hello.node] = self._num_hellos
@@ -77,11 +78,11 @@ class Trainers:
             self.leader = None
 
     def may_relay(self, sender: str, receiver: str) -> bool:
-        """Whether what one says to the other is to be passed on: one of them leads."""
+        """Return whether messages between these two are relayed: one of them must lead."""
         return sender in self and receiver in self and self.leader in (sender, receiver)
 
     def tell(self) -> None:
-        """Each of them who takes part now, if that is news to it."""
+        """Send each trainer node who takes part now, if that has changed since the last time."""
         if self.num_needed == 1:
             return
         followers = [name for name in self.names if name != self.leader]

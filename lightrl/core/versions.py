@@ -12,11 +12,11 @@ import math
 
 from lightrl.core.arrays import decode
 from lightrl.core.commands import Outbox
-from lightrl.core.ending import Ending
 from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import VersionPublished, VersionRetrained
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
+from lightrl.core.shutdown import Shutdown
 from lightrl.core.state import RunState
 from lightrl.core.weight_sources import version_of
 from lightrl.messages.weights import Canary, PublishWeights
@@ -30,20 +30,20 @@ class Versions:
         settings: Settings,
         fleet: Fleet,
         steps: RoundScheduler,
-        ending: Ending,
+        shutdown: Shutdown,
         outbox: Outbox,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._steps = steps
         self._feed = steps.trainer_feed
-        self._ending = ending
+        self._shutdown = shutdown
         self._outbox = outbox
 
     def publish(self, name: str, message: PublishWeights, now: float) -> None:
         """The trainer has a version: a new one, or after it has come (back) where it stands."""
         version = message.policy_version
-        published, stood_at = self._fleet.published, self._feed.stands_at
+        published, stood_at = self._fleet.published, self._feed.trained_step
         if name != self._fleet.trainer:
             return
         if version == stood_at:  # it came twice, maybe with more
@@ -64,9 +64,9 @@ class Versions:
         problem = self._steps.why_not_at(version) if stood_at is None else None
         problem = problem or self._retrain(message)
         if problem is not None:
-            self._ending.begin(RunState.FAILED, problem)
+            self._shutdown.begin(RunState.FAILED, problem)
             return
-        self._feed.stands_at = version
+        self._feed.trained_step = version
         if published is None or version > published.policy_version:
             m = message
             sizes, what = (m.num_bytes, m.manifest_bytes), (m.canary, m.base, m.replicas)
@@ -81,8 +81,8 @@ class Versions:
             self._outbox.report(f"{behind}: the steps in between are trained again")
         self._fleet.on_trainer_ready()
         self._steps.feed_trainer(has_come=stood_at is None)
-        if self._ending.has_begun:
-            self._ending.dismiss_trainer()
+        if self._shutdown.has_begun:
+            self._shutdown.stop_trainer()
 
     def _retrain(self, message: PublishWeights) -> str | None:
         """Takes note of a version that differs from the one known under its number. Returns why it

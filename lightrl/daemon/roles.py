@@ -19,7 +19,7 @@ from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello, Role
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import Give, Park, Release, Wake
+from lightrl.messages.sharing import AssignDevices, SleepEngine, SuspendTrainer, WakeEngine
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
@@ -155,10 +155,10 @@ class Roles:
     def handle(self, message: Message) -> None:
         """Takes what the coordinator sends to a role; nothing if this node does not have it."""
         match message:
-            case TrainShard() | Give() | Park() | VersionTaken():
+            case TrainShard() | AssignDevices() | SuspendTrainer() | VersionTaken():
                 if self._trainer is not None:
                     self._trainer.handle(message)
-            case Generate() | Abort() | PublishWeights() | Release() | Wake():
+            case Generate() | Abort() | PublishWeights() | SleepEngine() | WakeEngine():
                 if self._rollout is not None:
                     self._rollout.handle(message)
             case TrainerSet() | TrainerRelay():

@@ -25,7 +25,14 @@ from typing import TypeAlias
 from lightrl.messages.broadcasts import BroadcastStatus, VersionTaken
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate, TokenChunk
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
@@ -57,12 +64,12 @@ Message: TypeAlias = (
     | BroadcastStatus
     | TrainerSet
     | TrainerRelay
-    | Release
-    | Released
-    | Wake
-    | Give
-    | Park
-    | Parked
+    | SleepEngine
+    | EngineAsleep
+    | WakeEngine
+    | AssignDevices
+    | SuspendTrainer
+    | TrainerSuspended
     | Drain
     | Bye
     | Watch

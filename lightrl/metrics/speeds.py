@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lightrl.core.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow
+from lightrl.core.chunk_stats import ENOUGH_STEPS, MOST, ChunkWindow
 from lightrl.core.commands import CloseRound, CloseStep, Command, ScoreResponse, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (

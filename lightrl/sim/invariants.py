@@ -22,7 +22,7 @@ from lightrl.errors import InvariantViolation
 if TYPE_CHECKING:
     from lightrl.core.coordinator import Coordinator
 
-FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.PUT_OFF, GroupState.DROPPED}
+FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.DEFERRED, GroupState.DROPPED}
 
 
 def check(core: "Coordinator") -> None:
@@ -154,7 +154,7 @@ def _devices(core: "Coordinator") -> None:
         asleep = node.state is NodeState.RELEASED
         leaves = node.state is NodeState.DRAINING
         _require(leaves or node.is_asleep == asleep, f"{node.name} is {node.state}, asleep or not")
-        trains = node.name in devices.wanted and not core.ending.has_begun
+        trains = node.name in devices.wanted and not core.shutdown.has_begun
         _require(
             not trains or node.state in {*RESTING, NodeState.DRAINING},
             f"{node.name} is {node.state}, and its devices train",
@@ -170,7 +170,7 @@ def _sizes(core: "Coordinator") -> None:
         if node.state is NodeState.RELEASED:
             _require(not node.running, f"{node.name} sleeps and runs something")
             _require(node.is_asleep, f"{node.name} sleeps and is awake")
-    if core.ending.has_begun:
+    if core.shutdown.has_begun:
         return
     for node in nodes.values():
         rests = node.state in {*RESTING, NodeState.DRAINING}
@@ -305,7 +305,7 @@ def _prompts(core: "Coordinator") -> None:
     if core.state in OVER:
         return
     in_rounds = sum(
-        g.state not in {GroupState.TRAINED, GroupState.DROPPED, GroupState.PUT_OFF}
+        g.state not in {GroupState.TRAINED, GroupState.DROPPED, GroupState.DEFERRED}
         for r in core.table.rounds
         if not r.is_eval
         for g in r.groups.values()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from lightrl.config.schema import Config
-from lightrl.messages.sharing import Give, Park, Parked
+from lightrl.messages.sharing import AssignDevices, SuspendTrainer, TrainerSuspended
 from lightrl.messages.training import TrainShard
 from lightrl.trainer.protocol import (
     TAKES_DEVICE,
@@ -32,8 +32,8 @@ class NodeDevices:
     def __init__(
         self,
         config: Config,
-        send: Callable[[Parked], None],
-        send_for_lost: Callable[[Parked], None] | None = None,
+        send: Callable[[TrainerSuspended], None],
+        send_for_lost: Callable[[TrainerSuspended], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`send` reaches the coordinator, if it hears this node and the ranks that it has;
@@ -89,7 +89,7 @@ class NodeDevices:
         if not is_repeated and not ends_first:
             self._take_back()
         if not self.has_devices and not ends_first:
-            self._say(Parked(number, self._num_bytes, 0.0))
+            self._say(TrainerSuspended(number, self._num_bytes, 0.0))
         elif not is_repeated:
             self._number, self._asked_at = number, self._clock()
 
@@ -112,9 +112,9 @@ class NodeDevices:
         match message:
             case TrainShard():
                 self.work_came()
-            case Give():
+            case AssignDevices():
                 self.give(message)
-            case Park(number) if self._are_lost and self.are_away:
+            case SuspendTrainer(number) if self._are_lost and self.are_away:
                 self.ask(number)
             case _:
                 pass
@@ -155,23 +155,23 @@ class NodeDevices:
     def _answer(self) -> None:
         if self._number is not None:
             seconds = self._clock() - self._asked_at
-            self._say(Parked(self._number, self._num_bytes, seconds))
+            self._say(TrainerSuspended(self._number, self._num_bytes, seconds))
             self._number = None
 
-    def _say(self, parked: Parked) -> None:
+    def _say(self, parked: TrainerSuspended) -> None:
         (self._send_for_lost if self._are_lost else self._send)(parked)
 
     def announce(self) -> None:
         """What comes before each version, if the ranks are parked."""
         if not self.has_devices and self._parked:
             slowest = max(parked.seconds for parked in self._parked.values())
-            self._say(Parked(0, self._num_bytes, slowest))
+            self._say(TrainerSuspended(0, self._num_bytes, slowest))
 
     def published(self) -> None:
         """The version was said."""
         self._is_told = True
 
-    def give(self, given: Give | None = None) -> None:
+    def give(self, given: AssignDevices | None = None) -> None:
         """They may be worked on: these parts of them, or all. What was meant for a step that is
         over counts for nothing."""
         if given is None:

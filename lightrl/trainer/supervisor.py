@@ -20,7 +20,7 @@ from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import Give, Park
+from lightrl.messages.sharing import AssignDevices, SuspendTrainer
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
@@ -106,17 +106,17 @@ class Trainer:
         """The last version is published; a checkpoint may still be written."""
         return self._done >= self._config.eval.last_step(self._config.train.steps)
 
-    def handle(self, message: TrainShard | VersionTaken | Give | Park) -> None:
+    def handle(self, message: TrainShard | VersionTaken | AssignDevices | SuspendTrainer) -> None:
         self.devices.hear(message)
         if self._state in UNHEARD:
             return
         if isinstance(message, TrainShard):
             self._shards.append(message)
-        elif isinstance(message, Park):
+        elif isinstance(message, SuspendTrainer):
             shards, step = self._shards, self._step
             ends_first = step.has_all if step else any(s.last for s in shards)
             self.devices.ask(message.number, ends_first)
-        elif not isinstance(message, Give):
+        elif not isinstance(message, AssignDevices):
             self._broadcasts.handle(message)
         self._changed.set()
 

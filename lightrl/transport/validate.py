@@ -32,7 +32,7 @@ from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
-from lightrl.messages.sharing import Parked, Released
+from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone
 from lightrl.messages.weights import (
     BadSource,
@@ -109,7 +109,7 @@ OF_NODES = (
     WeightsFailed,
     BadSource,
     BroadcastStatus,
-    Released,
+    EngineAsleep,
     Bye,
 )
 
@@ -158,9 +158,9 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return StepTrained(peer, message)
         case ShardsTaken():
             return ShardsDelivered(peer, message)
-        case Released():
+        case EngineAsleep():
             return NodeReleased(peer, message)
-        case Parked():
+        case TrainerSuspended():
             return TrainerParked(peer, message)
         case Bye(reason, ok):
             return NodeLeft(peer, reason, ok)

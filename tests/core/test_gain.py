@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightrl.core.chunk_stats import Gain
 from lightrl.core.events import NodeHeard, TimerFired, TokensArrived
-from lightrl.core.gain import Gain
 from lightrl.core.placement import assign, moves, outlook
 from lightrl.core.speed import PRIOR_HALF_BATCH, Speed
 from lightrl.core.state import Node, Response

@@ -30,9 +30,9 @@ def changed(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("text", "file"),
     [
-        ("move(ResponseState.ABORTED)", "judge.py"),
-        ("move(GroupState.PUT_OFF)", "judge.py"),
-        ("move(GroupState.DROPPED)", "judge.py"),
+        ("move(ResponseState.ABORTED)", "group_filter.py"),
+        ("move(GroupState.DEFERRED)", "group_filter.py"),
+        ("move(GroupState.DROPPED)", "group_filter.py"),
         (".tokens.frombytes(", "arrivals.py"),
         ("move(ResponseState.RUNNING, node)", "responses.py"),
     ],
@@ -42,8 +42,8 @@ def test_it_happens_in_one_place(text: str, file: str):
     assert {name: n for name, n in counts.items() if n} == {file: 1}
 
 
-def test_a_race_is_changed_by_the_judge_alone():
-    assert {p.name for p in CORE.glob("*.py") if changed(p) & RACE} == {"judge.py"}
+def test_a_race_is_changed_by_the_group_filter_alone():
+    assert {p.name for p in CORE.glob("*.py") if changed(p) & RACE} == {"group_filter.py"}
     assert changed(CORE / "race.py") == set()
 
 

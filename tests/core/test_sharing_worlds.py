@@ -189,4 +189,4 @@ def test_steps_that_take_the_trainer_no_time_are_trained_as_ever(rule: str):
         world = world_of(seed, rule)
         world.train_s = 0.0
         finish(world)
-        assert world.core.sides.memory().training.means()[1] == 0.0
+        assert world.core.policy.memory().training.means()[1] == 0.0

@@ -271,7 +271,7 @@ def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, m
 def test_in_these_worlds_everything_does_happen():
     """They are worth something only then."""
     totals: Counter[str] = Counter()
-    for seed in range(260):
+    for seed in range(340):
         world = World(seed, **settings(seed, max_staleness=seed % 3)).live(250)
         counters = asdict(world.core.table.counters)
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})

@@ -171,7 +171,7 @@ def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publis
     of_itself = {"Hello", "Heartbeat", "TokenChunk", "Bye"}
     of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed", "BadSource"}
     of_groups = {"BroadcastStatus"}
-    of_devices = {"Released"}
+    of_devices = {"EngineAsleep"}
     assert allowed == of_itself | of_weights | of_groups | of_devices
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightrl.journal.read import StepPortions, recut
 from lightrl.messages.broadcasts import VersionTaken
-from lightrl.messages.sharing import Give
+from lightrl.messages.sharing import AssignDevices
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.served import ServedVersions
@@ -108,7 +108,7 @@ class Coordinator:
 
     def hand_over(self, shard):
         if self.parts is not None:
-            self.trainer.handle(Give(shard.step, self.parts))
+            self.trainer.handle(AssignDevices(shard.step, self.parts))
         self.trainer.handle(shard)
 
     def feed(self, step):

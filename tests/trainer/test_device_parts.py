@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from lightrl.config.run_file import parse_config
-from lightrl.messages.sharing import Give, Park, Parked
+from lightrl.messages.sharing import AssignDevices, SuspendTrainer, TrainerSuspended
 from lightrl.messages.training import ShardsTaken
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.protocol import Accumulate, FinishStep, RankParked
@@ -52,7 +52,7 @@ class Giving(Coordinator):
     number = 0
 
     def give(self, step, parts):
-        self.trainer.handle(Give(step, parts))
+        self.trainer.handle(AssignDevices(step, parts))
 
     async def hand(self, shard):
         self.trainer.handle(shard)
@@ -60,11 +60,11 @@ class Giving(Coordinator):
 
     @property
     def parked(self):
-        return [m.number for m in self.sent if isinstance(m, Parked)]
+        return [m.number for m in self.sent if isinstance(m, TrainerSuspended)]
 
     async def park(self):
         self.number += 1
-        self.trainer.handle(Park(self.number))
+        self.trainer.handle(SuspendTrainer(self.number))
         await until(lambda: self.number in self.parked)
 
 
@@ -226,7 +226,7 @@ def test_a_rank_that_dies_while_it_is_asked_for_half_of_the_devices_answers_by_t
             await half_of_a_step(coordinator)
             kill(1, signal.SIGSTOP)
             coordinator.number += 1
-            coordinator.trainer.handle(Park(coordinator.number))
+            coordinator.trainer.handle(SuspendTrainer(coordinator.number))
             await turns()
             assert 1 not in coordinator.parked
             kill(1)
@@ -276,9 +276,9 @@ def test_who_may_work(node):
     devices.published()
     devices.work_came()
     assert not devices.is_given
-    devices.give(Give(3, BOTH))
+    devices.give(AssignDevices(3, BOTH))
     assert not devices.is_given
-    devices.give(Give(4, HALF))
+    devices.give(AssignDevices(4, HALF))
     assert devices.is_given
     assert not devices.all_given
     assert [devices.is_given_to(k) for k in BOTH] == [False, True]
@@ -286,13 +286,13 @@ def test_who_may_work(node):
     devices.ask(1, ends_first=True)  # it cannot end
     assert not devices.is_given
     park(devices)
-    assert said == [Parked(1, 200, said[0].seconds)]
-    devices.give(Give(4, BOTH))
+    assert said == [TrainerSuspended(1, 200, said[0].seconds)]
+    devices.give(AssignDevices(4, BOTH))
     assert devices.all_given
     devices.told(FinishStep(4, 1, 1, 5))
-    devices.give(Give(4, BOTH))  # it was on its way
+    devices.give(AssignDevices(4, BOTH))  # it was on its way
     assert not devices.is_given
-    devices.give(Give(5, HALF))
+    devices.give(AssignDevices(5, HALF))
     devices.forget_orders()
     assert not devices.is_given
 
@@ -304,14 +304,14 @@ def test_whose_ranks_are_lost_says_so_only_while_they_have_to_wait(node):
     assert devices.has_devices  # nobody was told a version: they start at once
     park(devices)
     devices.published()
-    devices.give(Give(0, BOTH))
+    devices.give(AssignDevices(0, BOTH))
     devices.told(Accumulate(0, ()))
     devices.ask(1, ends_first=True)
     devices.lost()
     assert devices.has_devices
     assert said == []
     devices.forget_orders()
-    devices.give(Give(0, HALF))
+    devices.give(AssignDevices(0, HALF))
     devices.ask(2)
     devices.lost()
     assert not devices.has_devices

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from lightrl.config.run_file import parse_config
-from lightrl.messages.sharing import Park, Parked
+from lightrl.messages.sharing import SuspendTrainer, TrainerSuspended
 from lightrl.messages.trainers import TrainerRelay
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import PublishWeights
@@ -60,11 +60,11 @@ class Asking(Coordinator):
 
     @property
     def parked(self):
-        return [m for m in self.sent if isinstance(m, Parked)]
+        return [m for m in self.sent if isinstance(m, TrainerSuspended)]
 
     def ask(self):
         self.number += 1
-        self.trainer.handle(Park(self.number))
+        self.trainer.handle(SuspendTrainer(self.number))
 
     async def park(self):
         """Has it park, and sees that it stays so."""
@@ -277,7 +277,7 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     assert not node.has_devices
     assert said == []
     node.announce()
-    assert said == [Parked(0, 3, 0.3)]
+    assert said == [TrainerSuspended(0, 3, 0.3)]
     node.told(ClearStep(0))
     assert not node.has_devices
     node.told(Accumulate(0, ()))
@@ -288,18 +288,18 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     node.heard(1, RankParked(101, 1.5, True))
     assert said[1:] == []
     node.heard(0, RankParked(100, 0.5, True))
-    assert said[1:] == [Parked(4, 201, 2.5)]
+    assert said[1:] == [TrainerSuspended(4, 201, 2.5)]
     assert not node.is_asked
     node.ask(4)  # again: it is still true
     node.ask(3)  # late
-    assert said[2:] == [Parked(4, 201, 0.0)]
+    assert said[2:] == [TrainerSuspended(4, 201, 0.0)]
     node.told(FinishStep(0, 1, 1, 1))
     node.ask(4)  # no longer
     assert not node.is_asked
     node.ask(5)
     park(node, is_asked=False)
     node.announce()
-    assert said[3:] == [Parked(5, 201, 0.0), Parked(0, 201, 1.5)]
+    assert said[3:] == [TrainerSuspended(5, 201, 0.0), TrainerSuspended(0, 201, 1.5)]
 
 
 def test_who_has_the_devices(devices):

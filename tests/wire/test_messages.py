@@ -28,7 +28,14 @@ from lightrl.messages.responses import (
     Sampling,
     TokenChunk,
 )
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.snapshot import (
     NodeRow,
     SampleText,
@@ -127,12 +134,12 @@ EXAMPLES: list[Message] = [
     BroadcastStatus(4, "7c1f", "10.0.0.1:41873", "rank 0: timed out"),
     TrainerSet("trainer-0", (("trainer-1", 2),)),
     TrainerRelay("trainer-1", b"frame"),
-    Release(3),
-    Released(3, 14_800_000_000, 0.6),
-    Wake(4),
-    Give(4, (0, 1)),
-    Park(2),
-    Parked(2, 22_000_000_000, 1.1),
+    SleepEngine(3),
+    EngineAsleep(3, 14_800_000_000, 0.6),
+    WakeEngine(4),
+    AssignDevices(4, (0, 1)),
+    SuspendTrainer(2),
+    TrainerSuspended(2, 22_000_000_000, 1.1),
     Drain("rollout-0", "SIGTERM"),
     Bye("drained", True),
     Watch(0.5),
@@ -198,8 +205,8 @@ def test_bytes_of_protocol_17_are_pinned():
     assert checkpointed.hex() == "92ac436865636b706f696e74656482a47374657014a66f6c646573740a"
     taken = wire.MESSAGES.encode(ShardsTaken(4, 2))
     assert taken.hex() == "92ab53686172647354616b656e82a47374657004a5696e64657802"
-    given = wire.MESSAGES.encode(Give(4, (0, 1)))
-    assert given.hex() == "92a44769766582a47374657004a57061727473920001"
+    given = wire.MESSAGES.encode(AssignDevices(4, (0, 1)))
+    assert given.hex() == "92ad41737369676e4465766963657382a47374657004a57061727473920001"
     saving = wire.MESSAGES.encode(Heartbeat(is_saving=True))
     assert saving.hex().endswith("ab6e756d5f776f726b65727300a969735f736176696e67c3")
     chunk = TokenChunk(

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from lightrl.messages.broadcasts import VersionTaken
-from lightrl.messages.sharing import Give, Park
+from lightrl.messages.sharing import AssignDevices, SuspendTrainer
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.trainer.node_devices import NodeDevices
@@ -56,7 +56,13 @@ class TrainerNode:
         return self._trainer is not None and self._trainer.all_steps_done
 
     def handle(
-        self, message: TrainShard | VersionTaken | Give | Park | TrainerSet | TrainerRelay
+        self,
+        message: TrainShard
+        | VersionTaken
+        | AssignDevices
+        | SuspendTrainer
+        | TrainerSet
+        | TrainerRelay,
     ) -> None:
         match message:
             case TrainerSet(leader, followers) if leader == self._name:
@@ -73,7 +79,7 @@ class TrainerNode:
                     self._trainer.followers.hear(message)
                 else:
                     self._follower.hear(message)
-            case Park(number) if self._trainer is None:
+            case SuspendTrainer(number) if self._trainer is None:
                 self._follower.devices.ask(number)
             case _:
                 if self._trainer is not None:

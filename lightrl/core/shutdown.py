@@ -1,7 +1,7 @@
-"""The end of the run: as what it ends, who is asked to leave, and for whom it still waits.
+"""Shutdown: the final state, the nodes to stop, and the nodes that are still awaited.
 
-Owns nothing but that. A run that has done its steps waits for the trainer to write its last
-checkpoint; one that is stopped still hands over the step of which all groups are known.
+A run that has done its steps waits for the trainer to write its last checkpoint; one that is
+stopped still sends the trainer the step of which all groups are known.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.nodes import Drain
 
 
-class Ending:
+class Shutdown:
     def __init__(
         self, settings: Settings, fleet: Fleet, steps: RoundScheduler, outbox: Outbox
     ) -> None:
@@ -23,7 +23,7 @@ class Ending:
         self.is_over = False  # all nodes have left
         self._outcome = RunState.FINISHED  # or stopped, or failed
         self._reason = ""
-        self._dismissed: set[str] = set()  # trainer nodes that followed
+        self._dismissed: set[str] = set()  # trainer nodes that do not lead
         self._settings = settings
         self._fleet = fleet
         self._steps = steps
@@ -32,16 +32,16 @@ class Ending:
 
     @property
     def state(self) -> RunState:
-        """Of a run that ends."""
+        """The state of a run that ends."""
         return self._outcome if self.is_over else RunState.FINISHING
 
     @property
-    def _farewell(self) -> str:
-        """What nodes are told. Example: run finished: 100 steps done"""
+    def _reason_text(self) -> str:
+        """The reason sent to nodes. Example: run finished: 100 steps done"""
         return f"run {self._outcome}: {self._reason}"[:MAX_TEXT]
 
     def begin(self, outcome: RunState, reason: str) -> None:
-        """Asks every node to leave; the run is over when all have. A failure outranks a success."""
+        """Ask every node to leave; the run is over when all have. A failure outranks a success."""
         if self.has_begun:
             if outcome is RunState.FAILED and self._outcome is RunState.FINISHED:
                 self._outcome, self._reason = outcome, reason
@@ -51,38 +51,37 @@ class Ending:
         self._outbox.report(reason)  # of a failure the last line is an error
         for name in self._fleet.nodes:
             if name not in self._fleet.trainers:
-                self._outbox.send(name, Drain(name, self._farewell))
-        self.dismiss_trainer()
+                self._outbox.send(name, Drain(name, self._reason_text))
+        self.stop_trainer()
 
     def conclude(self) -> None:
-        """The run is over when all have left. Trainer nodes that follow go after the one that
-        leads: it needs them for its last checkpoint."""
+        """End the run once all nodes have left. Other trainer nodes are asked after the leader has
+        left, which needs them for its last checkpoint."""
         if self._fleet.trainer is None and not self.awaits_trainer:
             for name in self._fleet.trainers.names:
                 if name not in self._dismissed:
                     self._dismissed.add(name)
-                    self._outbox.send(name, Drain(name, self._farewell))
+                    self._outbox.send(name, Drain(name, self._reason_text))
         if not self._fleet.nodes and not self.awaits_trainer:
             self.is_over = True
             self._outbox.add(Finish(self._outcome, self._reason))
 
-    def dismiss_trainer(self) -> None:
-        """Not before it has trained all steps, if it is what the run ends with."""
+    def stop_trainer(self) -> None:
+        """Ask the leader to leave; a run that finishes first lets it train all steps."""
         trainer = self._fleet.trainer
-        is_behind = self._trainer_feed.stands_at != self._settings.num_steps
+        is_behind = self._trainer_feed.trained_step != self._settings.num_steps
         has_work = self._ends_as(RunState.FINISHED) and is_behind
         if trainer is not None and not has_work and not self._hands_over:
-            self._outbox.send(trainer, Drain(trainer, self._farewell))
+            self._outbox.send(trainer, Drain(trainer, self._reason_text))
 
     @property
     def awaits_trainer(self) -> bool:
-        """All steps are done, but the last checkpoint is not written. Once it is, a trainer that is
-        lost, or whose last word is, is needed no more."""
+        """Whether all steps are done and the last checkpoint is not yet written."""
         return self._ends_as(RunState.FINISHED) and not self._trainer_feed.has_finished
 
     @property
     def patience_ends_at(self) -> float | None:
-        """When a run that has lost its trainer waits for it no longer."""
+        """When a run that has lost its trainer gives up waiting for it."""
         since = self._trainer_feed.missing_since
         if since is None or (self.has_begun and not self.awaits_trainer):
             return None
@@ -90,17 +89,17 @@ class Ending:
 
     @property
     def _hands_over(self) -> bool:
-        """A run that is stopped still trains the step of which all groups are known."""
+        """Whether a stopped run still trains the step of which all groups are known."""
         return self._ends_as(RunState.STOPPED) and self._steps.is_handing_over
 
-    def hand_on(self, tell: Callable[[], None]) -> None:
-        """Lets `tell` pass on news of shards while that still matters. Once a stopped run has
-        handed its step over, the trainer may go."""
+    def flush(self, send: Callable[[], None]) -> None:
+        """Call `send`, which sends shards, while shards still matter. Once a stopped run has sent
+        its step, ask the trainer to leave."""
         before = self._hands_over
         if not self.has_begun or before:
-            tell()
+            send()
         if before and not self._hands_over:
-            self.dismiss_trainer()
+            self.stop_trainer()
 
     def _ends_as(self, outcome: RunState) -> bool:
         return self.has_begun and self._outcome is outcome

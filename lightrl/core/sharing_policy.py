@@ -1,51 +1,80 @@
-"""On which side each shared device is, and what the rules of `offload` must know for a decision.
+"""Which shared nodes train and which sample within a step: asks the rule, and measures what it
+needs.
 
-Owns what is learned by measuring: how long a switch takes, how long a trained token takes the
-trainer, what a step has come to. `handover.py` says what happens and carries out the changes. The
-trainer does not say how far it is within a step: what it can have done since it got the devices is
-reckoned by the rate of the last steps. A decision is O(nodes + responses of the round), and the
-more there are, the less often it is made, unless the nodes have changed. Not in evaluations.
+Owns the measurements: seconds of a switch, seconds of the trainer for a token, the times of a step.
+`colocation` reports events and carries out the changes. The trainer does not report its progress
+within a step: it is estimated from the rate of the last steps. A decision is O(nodes + responses of
+the round); the more there are, the less often it is made, unless nodes have changed. Evaluations
+change nothing.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from lightrl.core import mini_batches
+from lightrl.core.curve import LineFit
 from lightrl.core.fleet import Fleet
-from lightrl.core.foreseen import Foreseen
 from lightrl.core.length_predictor import LengthPredictor
-from lightrl.core.line_fit import LineFit
-from lightrl.core.offload import Change, Never, Rule, StepTimes, View, best_window_s
+from lightrl.core.log_entries import SharingMemory
 from lightrl.core.placement import outlook
 from lightrl.core.responses import ResponseTable
-from lightrl.core.round_curve import RoundCurve, in_waves, shape_of, with_rest_at_end
-from lightrl.core.round_rest import rest_of
+from lightrl.core.round_outlook import RoundCurve, in_waves, rest_of, shape_of, with_rest_at_end
 from lightrl.core.scaling import TRAIN_METRICS
 from lightrl.core.settings import Settings
-from lightrl.core.sides_memory import Recent, SidesMemory
+from lightrl.core.sharing_rules import (
+    Change,
+    ForecastRule,
+    Never,
+    Rule,
+    StepTimes,
+    View,
+    Window,
+    best_window_s,
+)
 from lightrl.core.state import (
     Response,
     Round,
     RoundKind,
     RoundState,
 )
-from lightrl.core.window import Window
 
-# Between two looks: looking then takes about one percent of the time (60 ms at 10,000 responses on
-# 1,000 nodes). Less, if nodes have come or gone; they may do so together.
+# Between two decisions: they then take about one percent of the time (60 ms at 10,000 responses on
+# 1,000 nodes). HURRY of it, if nodes have joined or left: several may do so together.
 LOOK_S_PER_NODE, LOOK_S_PER_RESPONSE = 0.002, 0.0005
 HURRY = 0.1
-SOON_S = 0.05  # a decision is not put off for less
+SOON_S = 0.05  # a decision is delayed by no less
 FORGET = 0.8  # weight of earlier steps in what training takes
 PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
-EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # of what no round has told yet
+REMEMBERED = 5  # measurements, whose median counts: a single wrong one does no harm
+EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # arrivals before the first round
 WAVES = 2.0  # responses of a round for each slot; with fewer they run side by side
+
+
+class Recent:
+    """The newest measurements of one thing."""
+
+    def __init__(self, values: tuple[float, ...] = ()) -> None:
+        self._values: deque[float] = deque(values, maxlen=REMEMBERED)
+
+    def add(self, value: float) -> None:
+        if value >= 0:
+            self._values.append(value)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(self._values)
+
+    @property
+    def value(self) -> float | None:
+        return median(self._values) if self._values else None
 
 
 @dataclass(slots=True)
 class _Step:
-    """The step at hand, as it is measured."""
+    """Measurements of the current step."""
 
     kind: RoundKind
     opened_at: float
@@ -53,19 +82,19 @@ class _Step:
     # now: nodes that sample, and those that share nothing, loading or not
     nodes: int = 0
     others: int = 0
-    # times seconds
+    # these, times seconds
     node_s: float = 0.0
     other_s: float = 0.0
     closed_at: float | None = None
     # the trainer has all devices
     trains_at: float | None = None
-    # it has done the step, and gives them back
+    # it has trained the step, and gives them back
     trained_at: float | None = None
     num_tokens: int = 0
-    # until nodes were released; and by T* of `offload`
+    # until nodes were released; and T* of `sharing_rules`
     window_s: float | None = None
     foreseen_s: float | None = None
-    # of the trainer, as far as it is reckoned; until then
+    # of the trainer, estimated; and when
     worked_s: float = 0.0
     worked_at: float = 0.0
 
@@ -77,17 +106,17 @@ class _Step:
 
 
 def rule_of(settings: Settings) -> Rule:
-    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": Foreseen, "window": Window}
+    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": ForecastRule, "window": Window}
     return rules[settings.offload]()
 
 
-class Sides:
+class SharingPolicy:
     def __init__(
         self, settings: Settings, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor
     ) -> None:
         self.rule = rule_of(settings)
         self.released: set[str] = set()  # by the rule
-        self.wanted: frozenset[str] = frozenset()  # for training: of these, but who comes back
+        self.wanted: frozenset[str] = frozenset()  # for training: of these, not taken back
         self.look_again_at: float | None = None
         self.figures: dict[str, float] = {}  # of the step that was trained last
         self._look_pause = settings.look_pause
@@ -101,19 +130,19 @@ class Sides:
         self._training = LineFit()  # seconds of the trainer, by tokens of a step
         self._curves: dict[str, RoundCurve] = {}  # of the last round of a kind
         self._work: dict[str, tuple[float, float]] = {}  # W and t_train of the last step
-        self._since: dict[str, float | None] = {}  # nodes on their way to the other side
-        self._coming: set[str] = set()  # of these, those that come back
+        self._since: dict[str, float | None] = {}  # when nodes were ordered to change sides
+        self._coming: set[str] = set()  # of these, those that are taken back
         self._share = 0.0  # of the devices, that train
         self._step: _Step | None = None
         self._looked_at = self._look_at = self._pause_s = 0.0
         self._stamp: object = None  # what had happened at the last look
         self._moves = -1  # of nodes, until then
 
-    # What happens
+    # Events
 
-    def look(self, now: float) -> None:
-        """After every event; decides if responses have finished, nodes have come or gone, or the
-        time for it has come."""
+    def evaluate(self, now: float) -> None:
+        """Runs after every event. Decides if responses have finished, nodes have joined or left, or
+        the rule asked for it at this time."""
         round = self._table.round
         is_due = self.look_again_at is not None and now >= self.look_again_at
         if round is None or round.is_eval or round.state is not RoundState.RUNNING:
@@ -126,7 +155,7 @@ class Sides:
         self._stamp = stamp
         if is_due:
             self.look_again_at = None
-        is_early = self._looked_at <= now < self._look_at  # else the clock has been set back
+        is_early = self._looked_at <= now < self._look_at  # False if the clock was set back
         if self._since or (is_early and moves == self._moves):
             return
         if is_early and now < (soon := self._looked_at + HURRY * self._pause_s):
@@ -140,7 +169,7 @@ class Sides:
         self._account(round, view, now)
         change = self.rule.decide(view, now)
         if not (view.sampling or view.num_others or view.shared_loading or change.take_back):
-            change = Change(take_back=tuple(n.name for n in view.released))  # else nobody goes on
+            change = Change(take_back=tuple(n.name for n in view.released))  # nobody else samples
         self._moves, self._looked_at = self._devices.num_moves, now
         look_s = LOOK_S_PER_NODE * len(ready) + LOOK_S_PER_RESPONSE * view.num
         self._pause_s = self._look_pause * look_s
@@ -156,26 +185,26 @@ class Sides:
         for name in (*change.release, *change.take_back):
             self._since[name] = now
         self._coming.update(change.take_back)
-        self._aim()
+        self._update_wanted()
 
     @property
-    def on_their_way(self) -> tuple[str, ...]:
-        """Nodes of which nobody has said yet that they are on the other side."""
+    def changing(self) -> tuple[str, ...]:
+        """Nodes that are ordered to change sides and have not yet done so."""
         return tuple(self._since)
 
-    def leaves(self, name: str, now: float | None) -> None:
-        """A node is told to give its devices back, whoever wants it to. None: how long that takes
-        says nothing of the next switch."""
+    def on_ordered(self, name: str, now: float | None) -> None:
+        """A node is ordered to sleep, by the rule or at the end of the rollout. None: the switch is
+        not measured."""
         self._since.setdefault(name, now)
 
-    def trains(self, name: str, now: float) -> None:
-        """A released node's devices are free to train."""
+    def on_asleep(self, name: str, now: float) -> None:
+        """The devices of a node are free to train."""
         if name not in self._coming:
             self._switched(name, now)
             if self._step is not None and self._all_train():
                 self._step.trains_at = now
 
-    def samples(self, name: str, now: float) -> None:
+    def on_ready(self, name: str, now: float) -> None:
         """A node that was taken back samples again."""
         if name in self._coming:
             self._switched(name, now)
@@ -183,24 +212,24 @@ class Sides:
             if self._step is not None:
                 self._step.trains_at = None
 
-    def lost(self, name: str) -> None:
+    def on_lost(self, name: str) -> None:
         self._since.pop(name, None)
         self._forget(name)
 
     def _forget(self, name: str) -> None:
         self._coming.discard(name)
         self.released.discard(name)
-        self._aim()
+        self._update_wanted()
 
-    def _aim(self) -> None:
+    def _update_wanted(self) -> None:
         self.wanted = frozenset(self.released - self._coming)
 
-    def rollout_ended(self, round: Round, now: float) -> None:
-        """All responses have come; now all devices train."""
+    def on_rollout_ended(self, round: Round, now: float) -> None:
+        """All responses have arrived; all devices train now."""
         self.released.clear()
         self._since.clear()
         self._coming.clear()
-        self._aim()
+        self._update_wanted()
         step = self._step
         if step is None or round.is_eval or step.opened_at != round.opened_at:
             return
@@ -211,13 +240,14 @@ class Sides:
         if step.trains_at is None and self._all_train():
             step.trains_at = now
 
-    def parked(self, now: float) -> None:
-        """The trainer has given back all devices; at the end of a step, before it says so."""
+    def on_trainer_suspended(self, now: float) -> None:
+        """The trainer has given back all devices; at the end of a step this comes before
+        StepDone."""
         if self._step is not None and self._step.closed_at is not None:
             self._step.trained_at = now
 
-    def step_trained(self, now: float, metrics: Mapping[str, float]) -> None:
-        """The step is over for the trainer; the figures are its own."""
+    def on_step_done(self, now: float, metrics: Mapping[str, float]) -> None:
+        """The trainer has finished the step; `metrics` are its own."""
         step, self._step = self._step, None
         is_told = TRAIN_METRICS[0] in metrics
         if step is None or step.closed_at is None or step.trains_at is None or not is_told:
@@ -225,7 +255,7 @@ class Sides:
         ended = step.trained_at if step.trained_at is not None else now
         worked_s = sum(metrics.get(name, 0.0) for name in TRAIN_METRICS)
         if not 0 <= worked_s < math.inf:
-            return  # it would stand in every mean from now on
+            return  # one such value would spoil every mean
         if step.num_tokens:
             self._training.add(float(step.num_tokens), worked_s, FORGET)
         rollout_s = max(0.0, step.closed_at - step.opened_at)
@@ -254,25 +284,27 @@ class Sides:
 
     # What outlives the coordinator
 
-    def memory(self) -> SidesMemory:
+    def memory(self) -> SharingMemory:
         shapes = {kind: curve.shape for kind, curve in self._curves.items()}
-        known = SidesMemory(self._switch.values, replace(self._training), shapes, dict(self._work))
+        known = SharingMemory(
+            self._switch.values, replace(self._training), shapes, dict(self._work)
+        )
         return replace(known, window=self.rule.memory()) if isinstance(self.rule, Window) else known
 
-    def recall(self, known: SidesMemory) -> None:
+    def recall(self, known: SharingMemory) -> None:
         self._switch, self._training = Recent(known.switches), replace(known.training)
         self._curves = {kind: RoundCurve(shape) for kind, shape in known.rounds.items()}
         self._work = dict(known.work)
         if isinstance(self.rule, Window):
             self.rule.recall(known.window, known.work)
 
-    # What is known
+    # The view of the rule
 
     def view(self, round: Round, now: float) -> View:
         rest = rest_of(round, self._predictor.expect)
         curve = self._curves.get(round.kind)
-        # Nothing that goes on longer than this is trained. Each is foreseen as the mean of what it
-        # may become; the longest of many is longer.
+        # Nothing that runs longer than this is trained. An expected length is a mean: the longest
+        # of many is longer.
         last = rest.groups[-1][0] if rest.groups else 0.0
         if curve is not None:
             last = max(last, curve.shape.longest - rest.most_held)
@@ -303,7 +335,7 @@ class Sides:
         if self._one_of > 1 and train_s > ready_s:
             share = open_s / self._one_of / (train_s - ready_s)
             arrivals = with_rest_at_end(arrivals, share)
-        worked_s = self._reckon(ready_s, now)
+        worked_s = self._estimate_done(ready_s, now)
         return View(
             kind=round.kind,
             opened_at=round.opened_at,
@@ -324,8 +356,8 @@ class Sides:
             unused=self._devices.share_unused,
         )
 
-    def _reckon(self, ready_s: float, now: float) -> float:
-        """What the trainer has done of `ready_s`, in seconds of all shared devices."""
+    def _estimate_done(self, ready_s: float, now: float) -> float:
+        """Return how much of `ready_s` the trainer has done, in seconds of all shared devices."""
         step, share = self._step, self._share
         self._share = self._devices.share_free
         if step is None:
@@ -335,7 +367,7 @@ class Sides:
         return step.worked_s
 
     def _train_s(self, round: Round) -> tuple[float, float]:
-        """What the trainer takes for a group, and for a token of it."""
+        """Return seconds of the trainer for a group, and for a token of it."""
         if not self._training.n:
             return 0.0, 0.0
         tokens, seconds = self._training.means()
@@ -350,7 +382,7 @@ class Sides:
             self._step.others = view.num_others
             self._step.worked_at = now
             shared = view.num_shared + view.shared_loading
-            has_nodes = shared + view.num_others > 0  # else a resumed round that none has taken up
+            has_nodes = shared + view.num_others > 0  # none after a resume, until one joins
             if has_nodes and (work := self._work.get(round.kind)) is not None:
                 self._step.foreseen_s = best_window_s(*work, shared, view.num_others)
         self._step.look(now)

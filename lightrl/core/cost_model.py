@@ -31,8 +31,9 @@ times as fast. A window of T leaves a rollout of R(T) = rollout(n) - (pace - 1) 
     step(n) = max(T + train, max over y of (x(y) * R(T) + (1 - y) * train)) + rest
 
 least where both are the same, or at T = 0. With W = m * rollout(m) and all groups complete at the
-end that is T = (W - n * train) / (n + N), the equation of `offload`; from n = W / train on one node
-more saves nothing. Here `rest` is also what a switch takes, and what the rule misses of that.
+end that is T = (W - n * train) / (n + N), the equation of `sharing_rules`; from n = W / train on
+one node more saves nothing. Here `rest` is also what a switch takes, and what the rule misses of
+that.
 
 Rejected: seconds for which nodes were busy, divided by m. As responses share a node's engine steps,
 a node more makes steps shorter, not fewer: all of them stay busy until the longest response ends,
@@ -139,7 +140,7 @@ class StepWork:
 
 
 @dataclass(slots=True)
-class Learned:
+class Observed:
     """What outlives the coordinator."""
 
     # by kind of round
@@ -152,7 +153,7 @@ class Learned:
     reserved_s: float = 0.0
     preemptible_s: float = 0.0
 
-    def copy(self) -> "Learned":
+    def copy(self) -> "Observed":
         return replace(self, kinds=dict(self.kinds))
 
 

@@ -8,19 +8,18 @@ place, `give_up`: whoever finds that a response has lost, wherever it waits or r
 import bisect
 
 from lightrl.core import race, rounds
-from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.commands import Outbox
 from lightrl.core.events import ResponseScored
 from lightrl.core.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
-from lightrl.core.unscored import UnscoredSteps
 from lightrl.messages.responses import FinishReason
 
 MAX_SLOWEST = 100_000  # prompts
 
 
-class Judge:
+class GroupFilter:
     def __init__(
         self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
     ) -> None:
@@ -37,10 +36,10 @@ class Judge:
 
     # Responses
 
-    def pop_waiting(self, most: int, shortest: bool = False) -> list[Response]:
+    def pop_waiting(self, most: int) -> list[Response]:
         """From the head of the queue; what has lost while it waited needs no slot."""
         taken: list[Response] = []
-        while len(taken) < most and (response := self._table.queue.pop(shortest)) is not None:
+        while len(taken) < most and (response := self._table.queue.pop()) is not None:
             if race.has_lost(response):
                 self.give_up(response)
             else:
@@ -74,7 +73,7 @@ class Judge:
             self._table.counters.rewards_failed += 1
             reward = None if group.round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
-        if group.state is GroupState.PUT_OFF:
+        if group.state is GroupState.DEFERRED:
             self._backlog.keep_score(response)
         if not response.resolved:
             self._count(response)
@@ -147,7 +146,7 @@ class Judge:
     def _complete(self, group: Group) -> None:
         round = group.round
         group.move(GroupState.COMPLETE)
-        if self._settings.dynamic_sampling and not round.is_eval and race.is_flat(group):
+        if self._settings.dynamic_sampling and not round.is_eval and race.zero_std(group):
             if not round.races:  # in a race it is dropped only if it would have won
                 self._drop(group)
             return
@@ -186,18 +185,18 @@ class Judge:
         self._table.counters.aborted_tokens += round.aborted_tokens
 
     def _put_off_group(self, group: Group) -> None:
-        if race.is_surplus_flat(self._settings, group):
+        if race.is_surplus_zero_std(self._settings, group):
             self._drop(group)
             return
         self._give_up_all(group)
-        group.move(GroupState.PUT_OFF)
+        group.move(GroupState.DEFERRED)
         group.continues = self._settings.tail.continues
         attempts = max(r.attempt for r in group.responses)
         held = tuple(rounds.hold(self._settings, r) for r in group.responses[: group.size])
         held = () if self._settings.tail.fresh_noise else held
-        self.put_off(PutOff(group.prompt, attempts, group.round.step, held))
+        self.defer(Deferred(group.prompt, attempts, group.round.step, held))
 
-    def put_off(self, prompt: PutOff) -> None:
+    def defer(self, prompt: Deferred) -> None:
         self._backlog.put_off.append(prompt)
         self._table.counters.prompts_put_off += 1
 
@@ -211,3 +210,63 @@ class Judge:
     def _give_up_all(self, group: Group) -> None:
         for response in group.responses:
             self.give_up(response)
+
+
+class _Tally:
+    """Of a round that is open."""
+
+    def __init__(self) -> None:
+        self.num_scored = 0
+        self.num_failed = 0
+        self.failure = ""  # the first
+
+
+class UnscoredSteps:
+    """Steps without any score, after which a run ends, since nothing can be learned from them.
+
+    A run in which nothing was ever scored ends with its first such step or evaluation: its reward
+    is wrong, and no later step will differ. Once rewards have worked, what they need may be missing
+    for a while (a judge that is overloaded): then it takes `max_unscored_steps` in a row.
+    """
+
+    def __init__(self, settings: Settings, outbox: Outbox) -> None:
+        # why the run must end, in one line
+        self.trouble: str | None = None
+        self._max = settings.max_unscored_steps
+        self._outbox = outbox
+        self._open: dict[tuple[int, bool], _Tally] = {}  # (step, is evaluation)
+        self._has_scored = False
+        self._in_a_row = 0
+
+    def count(self, round: Round, response: str, failure: str | None) -> None:
+        """What the reward functions said of a response; `failure` None: it has a score. The first
+        failure of a round is told: hundreds may fail for the same reason."""
+        tally = self._open.setdefault((round.step, round.is_eval), _Tally())
+        if failure is None:
+            tally.num_scored += 1
+            self._has_scored = True
+            return
+        tally.num_failed += 1
+        if tally.num_failed == 1:
+            tally.failure = failure
+            self._outbox.warn(f"no reward for {response}: {failure}")
+
+    def close(self, round: Round, num_trained: int) -> None:
+        """A round has closed; `num_trained` responses were trained in the run before."""
+        tally = self._open.pop((round.step, round.is_eval), _Tally())
+        if tally.num_scored or not tally.num_failed:
+            self._in_a_row = 0 if tally.num_scored and not round.is_eval else self._in_a_row
+            return
+        self._in_a_row += not round.is_eval
+        what = f"evaluation at step {round.step}" if round.is_eval else f"step {round.step + 1}"
+        text = f"{what}: none of {tally.num_failed} responses has a score: {tally.failure}"
+        if self._max and not self._has_scored and not num_trained:
+            self.trouble = text
+        elif self._max and self._in_a_row >= self._max:
+            self.trouble = f"{text} ({self._in_a_row} such steps in a row)"
+        else:
+            self._outbox.warn(text)
+
+    def forgive(self) -> None:
+        """The run is resumed: whatever was wrong may have been mended."""
+        self.trouble, self._in_a_row = None, 0

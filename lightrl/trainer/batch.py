@@ -1,7 +1,6 @@
 """Which samples a step computes on, and how they are cut into micro-batches for the ranks.
 
-Pure planning on lengths: no torch, no clock, no order of arrival in the result. The daemon calls
-it.
+Pure: no torch, no clock. Must not import torch: the daemon imports this file.
 
 A packed micro-batch has its samples back to back, and only their sum counts. Families that cannot
 be packed are padded to the longest sample; sorting by length keeps that small.
@@ -23,8 +22,7 @@ PADDING_SHARE = 0.125
 
 
 def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[TrainSample]:
-    """The samples with a gradient. The others count in the denominators of `FinishStep` all the
-    same."""
+    """The samples with a gradient. The others count in the denominators of `Update` as well."""
     return [
         s
         for s in samples
@@ -36,7 +34,7 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
     """Of those that are not `trainable`: minus the sum of the logprobs [nats] with which their
     trained tokens were sampled, and the number of these. The mean is an unbiased estimate of the
     entropy at them; with top_k or top_p it leaves out the tokens that cannot be drawn."""
-    import numpy as np  # a daemon needs it from its first step on, not to start
+    import numpy as np  # not needed to start a daemon
 
     computed, total, number = set(map(id, trainable(samples, algorithm))), 0.0, 0
     for s in (s for s in samples if id(s) not in computed):
@@ -50,8 +48,7 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
 
 
 def useful(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:
-    """What ranks are told of them; an emulated one shows all that came, with a signal or
-    without."""
+    """The samples to send to ranks; emulated ones get all of them."""
     if config.train.engine == "emulated":
         return list(groups)
     return [trainable(samples, config.algorithm) for samples in groups]
@@ -113,7 +110,7 @@ def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple
 def micro_batches(
     samples: Sequence[TrainSample], ranks: int, max_tokens: int, packed: bool = True
 ) -> list[tuple[MicroBatch, ...]]:
-    """A plan applied: the micro-batches of each rank, for its `Accumulate`."""
+    """Plan the micro-batches of each rank, for its `Accumulate`."""
     planned = plan_packed if packed else plan
     plans = planned([num_tokens(s) for s in samples], ranks, max_tokens)
     return [tuple(tuple(samples[i] for i in rows) for rows in batches) for batches in plans]
@@ -131,12 +128,11 @@ def streamed(
     deterministic: bool,
     packed: bool = True,
 ) -> list[tuple[MicroBatch, ...]]:
-    """The micro-batches of each rank for the groups that wait, to be computed in this order.
+    """Plan the micro-batches of each rank for the groups that wait.
 
-    `deterministic`: those of one group after the other. Which sums a step adds up, and in which
-    order, then follows from the order of its groups alone, however few or many of them wait at a
-    time; the price is smaller micro-batches. Otherwise all that waits is planned together. Example,
-    of two ranks: streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
+    `deterministic`: each group by itself, so that the sums of a step follow from the order of its
+    groups alone; micro-batches are smaller. Otherwise all groups together. Example, of two ranks:
+    streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
     """
     parts = groups if deterministic else [[s for samples in groups for s in samples]]
     planned = [micro_batches(samples, ranks, max_tokens, packed) for samples in parts]

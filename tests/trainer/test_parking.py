@@ -14,19 +14,15 @@ from lightrl.trainer.learner import offload
 from lightrl.trainer.learner.host_memory import HostMemory
 from lightrl.trainer.protocol import (
     Accumulate,
-    Accumulated,
-    Cleared,
-    ClearStep,
-    FinishStep,
-    ParkRank,
-    Published,
-    RankParked,
+    Done,
     RankStarted,
+    ResetStep,
     Save,
     Saved,
-    Staged,
     StepFinished,
-    UpdateWeights,
+    Suspend,
+    Suspended,
+    Update,
 )
 from lightrl.weights.version.tensors import read_tensors
 from tests.support.tiers import e2e
@@ -50,35 +46,34 @@ def commands(samples, step, mini_batches=1):
     thirds = [tuple(samples[i : i + 8]) for i in range(0, 24, 8)]
     if mini_batches == 1:
         yield from (Accumulate(step, (third,), third is thirds[2]) for third in thirds)
-        yield FinishStep(step, *totals(samples), step + 1)
+        yield Update(step, *totals(samples), step + 1)
         return
     yield Accumulate(step, (thirds[0],))
     yield Accumulate(step, (thirds[1][:4], thirds[1][4:]), is_last=True)
-    yield UpdateWeights(step, *totals(samples[:16]))
+    yield Update(step, *totals(samples[:16]))
     yield Accumulate(step, (thirds[2],), is_last=True)
-    yield FinishStep(step, *totals(samples[16:]), step + 1)
+    yield Update(step, *totals(samples[16:]), step + 1)
 
 
 OF_THE_MACHINE = ("timing", "weights/", "perf/host_memory_gib")
 
 
 def run(rank, samples, parks=(), steps=2, mini_batches=1):
-    """Digests of all versions, and the last figures; ParkRank after so many commands of a step."""
+    """Digests of all versions, and the last figures; Suspend after so many commands of a step."""
     digests, metrics = [], {}
     for step in range(rank.step, rank.step + steps):
         for i, command in enumerate(commands(samples, step, mini_batches)):
             if i in parks:
-                [parked] = rank.perform(ParkRank(step))
+                [parked] = rank.perform(Suspend(step))
                 assert parked.is_asked
                 assert_away(rank)
             for event in rank.perform(command):
-                match event:
-                    case RankParked():
+                if isinstance(event, StepFinished):
+                    assert (event.suspended is None) == (rank.learner.parking is None)
+                    if event.suspended:
                         assert_away(rank)
-                    case Published():
-                        digests.append(event.file.digest)
-                    case StepFinished():
-                        metrics = event.metrics
+                    digests.append(event.published.file.digest)
+                    metrics = event.metrics
     return digests, {k: v for k, v in metrics.items() if not k.startswith(OF_THE_MACHINE)}
 
 
@@ -118,7 +113,7 @@ def test_a_step_has_the_same_bits_wherever_it_is_parked(new_rank, samples, way, 
     places = PLACES if way == "plain" else [(), (0, 1, 2, 3)]
     for parks in places:
         rank = new_rank(**WAYS[way], **SHARED)
-        assert rank.started.parked.num_bytes > 0
+        assert rank.started.suspended.num_bytes > 0
         assert_away(rank)
         assert run(rank, samples, parks) == expected, parks
 
@@ -167,8 +162,8 @@ def test_a_step_that_begins_anew_while_parked_is_as_if_it_had_not_begun(
     run(rank, samples, steps=1, mini_batches=2)
     for command in list(commands(samples, 1, 2))[: parks[0]]:
         list(rank.perform(command))
-    list(rank.perform(ParkRank(1)))
-    assert list(rank.perform(ClearStep(1))) == [Cleared(1)]
+    list(rank.perform(Suspend(1)))
+    assert list(rank.perform(ResetStep(1))) == [Done(1)]
     assert_away(rank)
     if stays:
         path = str(tmp_path / "run" / "checkpoints" / "step_1")
@@ -184,7 +179,7 @@ def test_a_checkpoint_of_a_parked_rank_has_the_same_bits(new_rank, samples, tmp_
     path = tmp_path / "run" / "checkpoints" / "step_1"
     rank = new_rank(**WAYS[way], **SHARED)
     first, _ = run(rank, samples, steps=1)
-    assert rank.save(Save(1, str(path))) == [Staged(str(path)), Saved(str(path))]
+    assert rank.save(Save(1, str(path))) == [Done(1), Saved(str(path))]
     assert_away(rank)
     on, _ = run(rank, samples, steps=1)
     for sections in (WAYS[way], WAYS[way] | SHARED):
@@ -273,17 +268,17 @@ async def two_steps(ranks, samples, path, parks):
                 for rank, half in zip(ranks, halves, strict=True):
                     rank.send(Accumulate(step, (tuple(half[part]),)))
                     if parks:
-                        rank.send(ParkRank(step))
+                        rank.send(Suspend(step))
                 if parks:
-                    assert all(p.num_bytes for p in await answers(ranks, RankParked))
+                    assert all(p.num_bytes for p in await answers(ranks, Suspended))
             if begins:
                 for rank in ranks:
-                    rank.send(ClearStep(step))
-                await answers(ranks, Cleared)
+                    rank.send(ResetStep(step))
+                await answers(ranks, Done)
         for rank in ranks:
-            rank.send(FinishStep(step, *totals(samples), step + 1))
-        [published] = await answers(ranks[:1], Published)
+            rank.send(Update(step, *totals(samples), step + 1))
         finished = await answers(ranks, StepFinished)
+        published = finished[0].published
     for rank in ranks:
         rank.send(Save(2, path))
     await answers(ranks[:1], Saved)
@@ -307,7 +302,7 @@ def test_two_ranks_that_park_learn_what_two_others_do(
             processes(start(**sections, **shared), world=2) as ranks,
         ):
             events = [await rank.receive() for rank in ranks]
-            assert all(isinstance(e, RankStarted) and bool(e.parked) == parks for e in events)
+            assert all(isinstance(e, RankStarted) and bool(e.suspended) == parks for e in events)
             return await two_steps(ranks, samples, path, parks)
 
     expected = asyncio.run(on_two(False))
@@ -325,28 +320,27 @@ async def steps_of_copies(ranks, samples, parks):
     async def compute(copy, step, some):
         for rank, mine in zip(copy, (some[k::half] for k in range(half)), strict=True):
             rank.send(Accumulate(step, (tuple(mine),)))
-        await answers(copy, Accumulated)
+        await answers(copy, Done)
 
     async def park(step):
         for rank in ranks if parks else ():
-            rank.send(ParkRank(step))
-        await answers(ranks if parks else (), RankParked)
+            rank.send(Suspend(step))
+        await answers(ranks if parks else (), Suspended)
 
     for step in range(2):
         for begins_anew in (True, False):
             await compute(copies[step], step, samples[:8])
             if begins_anew:
                 for rank in ranks:
-                    rank.send(ClearStep(step))
-                await answers(ranks, Cleared)
+                    rank.send(ResetStep(step))
+                await answers(ranks, Done)
             await park(step)
         await compute(copies[1 - step], step, samples[8:14])
         await park(step)
         await compute(copies[step], step, samples[14:])
         for rank in ranks:
-            rank.send(FinishStep(step, *totals(samples), step + 1))
-        [published] = await answers(ranks[:1], Published)
-        await answers(ranks, StepFinished)
+            rank.send(Update(step, *totals(samples), step + 1))
+        published = (await answers(ranks, StepFinished))[0].published
     return published.file.digest, {n: t.clone() for n, t in read_tensors(published.file)}
 
 

@@ -1,13 +1,10 @@
-"""What is in one checkpoint, for torch.distributed.checkpoint (DCP): weights and optimizer, on
-whatever number of ranks.
-
-Owns the state that is saved and restored. How it is written is `saver`'s, the names around it are
-`saved`'s. Knows nothing of what a run resumes besides the trainer (data cursor, journal).
+"""What a checkpoint holds for torch.distributed.checkpoint (DCP): weights and optimizer, readable
+on any number of ranks.
 
     step_N/trainer.json SavedStep
-    step_N/state/       DCP: master weights and optimizer state, readable by any number of ranks
+    step_N/state/       DCP: master weights and optimizer state
     step_N/layout.json  Layout, and
-    step_N/model/       the small files of the model directory: what an export needs besides
+    step_N/model/       the small files of the model directory: for an export
     step_N/hf/          optional: safetensors, config and tokenizer
 """
 
@@ -44,7 +41,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 def state_of(
     policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool, view: View = as_it_is
 ) -> dict[str, Any]:
-    """The tensors themselves, not copies; of each what `view` makes of it. Call on all ranks."""
+    """Return the tensors themselves, each as `view` returns it. A collective."""
     model = get_model_state_dict(policy.module, options=_options(policy))
     state: dict[str, Any] = {"model": model}
     if with_optimizer:
@@ -69,9 +66,8 @@ def restore(
     expect: Callable[[], None] | None = None,
     view: View = as_it_is,
 ) -> SavedStep:
-    """Loads a checkpoint into a policy and its optimizer, on whatever number of ranks. Call on all
-    ranks. `expect` makes the optimizer's state that is read into, where torch is not to; a
-    checkpoint from before the first update has none. `view`: as for `state_of`.
+    """Load a checkpoint into a policy and its optimizer. A collective. `expect` creates the
+    optimizer's state instead of torch. `view`: as for `state_of`.
 
     Raises TrainerError if there is no complete checkpoint of this model at `path`.
     """
@@ -87,13 +83,12 @@ def restore(
         load_state(state, checkpoint_id=path / STATE, no_dist=world == 1)
     except (*PROBLEMS, CheckpointException) as e:
         raise TrainerError(f"{path}: cannot be restored: {first_line(e)}") from e
-    # Tensors were read into those of the module and the optimizer, wherever they lie; the rest of
-    # an optimizer's state follows from the config.
+    # tensors were read in place; the rest of an optimizer's state follows from the config
     return saved
 
 
 def _options(policy: Policy) -> StateDictOptions:
-    """With adapters these alone: the model that they are beside is where it was."""
+    """With adapters these alone."""
     return StateDictOptions(
         ignore_frozen_params=policy.has_adapters, strict=not policy.has_adapters
     )
@@ -101,8 +96,7 @@ def _options(policy: Policy) -> StateDictOptions:
 
 @contextlib.contextmanager
 def together(world: int) -> Iterator[None]:
-    """Waits for all ranks at the end. Raises TrainerError on each of them if what is inside failed
-    on one."""
+    """Wait for all ranks at the end. Raise TrainerError on all of them if one failed."""
     problem = ""
     try:
         yield
@@ -118,7 +112,7 @@ def together(world: int) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what a user is told; with several ranks, of what the first of them met."""
+    """First line of its message; with several ranks, of the first error."""
     if isinstance(error, CheckpointException):
         error = next((problem for problem, _ in error.failures.values()), error)
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

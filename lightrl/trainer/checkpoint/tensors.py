@@ -1,8 +1,5 @@
-"""The tensors of the model that lie in a checkpoint, read one by one by whoever is no rank that
-trains.
-
-Owns how they are found and read. What becomes of them is in `export.py` and `rank/evaluated.py`.
-Needs no device. Imports torch; daemons must not import this.
+"""Reads the tensors of the model in a checkpoint one by one, for exports and evaluations. Imports
+torch; daemons must not import this.
 """
 
 from collections.abc import Iterator
@@ -26,7 +23,7 @@ from lightrl.trainer.checkpoint.saved import STATE
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint. `dtype`: as it is wanted; `saved`: as it is there."""
+    """A tensor of a checkpoint, in the `saved` dtype, to be read in `dtype`."""
 
     name: str
     dtype: torch.dtype
@@ -39,8 +36,7 @@ class Stored:
 
 
 class Reader(FileSystemReader):
-    """Of one checkpoint. Its index, which grows with tensors and ranks, is read once and not for
-    each tensor."""
+    """Reads one checkpoint, and its index once."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint / STATE)
@@ -54,7 +50,8 @@ class Reader(FileSystemReader):
 
 
 def find_tensors(reader: Reader, dtypes: dict[str, str]) -> Iterator[Stored]:
-    """Those of these names, in these dtypes. Raises TrainerError, one line, if one is missing."""
+    """Find tensors of these names, to read in these dtypes. Raises TrainerError, one line, if one
+    is missing."""
     checkpoint = reader.checkpoint
     try:
         known = reader.read_metadata().state_dict_metadata
@@ -68,7 +65,7 @@ def find_tensors(reader: Reader, dtypes: dict[str, str]) -> Iterator[Stored]:
 
 
 def read_tensors(reader: Reader, layer: list[Stored]) -> dict[str, Tensor]:
-    """One by one: of what the checkpoint holds in another dtype there is one at a time. Raises
+    """Read them one by one, so that one at a time is in memory in another dtype. Raises
     TrainerError, one line."""
     found: dict[str, Tensor] = {}
     for stored in layer:
@@ -83,7 +80,7 @@ def read_tensors(reader: Reader, layer: list[Stored]) -> dict[str, Tensor]:
 
 
 def read_adapters(checkpoint: Path, layout: Layout) -> dict[str, Tensor]:
-    """All of them, under peft's names. Raises TrainerError, one line."""
+    """Read all adapters, under peft's names. Raises TrainerError, one line."""
     reader = Reader(checkpoint)
     tensors = read_tensors(reader, list(find_tensors(reader, layout.dtypes)))
     return {public_name(name): tensor for name, tensor in tensors.items()}

@@ -1,14 +1,11 @@
-"""Memory of the host for tensors that are not on their device for now.
+"""Memory of the host for tensors of a device.
 
-Owns copies of whole storages, in memory that is allocated once and used again. A tensor that is
-away is the same object as before, of an empty storage, so that whoever refers to it, FSDP and
-optimizers included, need not be told; nothing may compute with it until it is fetched. Knows
-nothing of what the tensors are.
+A tensor that is away is the same object as before, of an empty storage, so that FSDP and optimizers
+keep their references; nothing may compute with it until it is fetched.
 
-All of it is one file that the kernel keeps in memory. On CUDA it is mapped and pinned: copies run
-beside the computation. On a processor, whose device and host have one memory, it is written and
-read without being mapped: this process has less resident memory by what is away, the machine has
-not.
+The memory is one file that the kernel keeps in memory, allocated once. On CUDA it is mapped and
+pinned, and copies run beside the computation. On a processor, whose device and host have one
+memory, it is written and read without being mapped, so that what is away is not resident.
 """
 
 import ctypes
@@ -22,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightrl.system import pages
@@ -32,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A part of the file. `pinned`: mapped, uint8, as long as this process lives."""
+    """A part of the file. `pinned`: mapped, uint8."""
 
     offset: int
     num_bytes: int
@@ -40,8 +38,9 @@ class _Place:
 
 
 class HostMemory:
+    """Holds whole storages of tensors of one device; other tensors stay where they are."""
+
     def __init__(self, device: torch.device) -> None:
-        """Of the tensors of `device`; all others stay where they are."""
         self._device = device
         self._file = os.memfd_create("lightrl-parked")
         weakref.finalize(self, os.close, self._file)
@@ -51,8 +50,7 @@ class HostMemory:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
-        """Returns when they take nothing of the device. Tensors that share a storage go together;
-        those that are away already are left alone.
+        """Move tensors to the host; those that share a storage go together.
 
         Raises OSError where the host has no memory for them.
         """
@@ -62,7 +60,7 @@ class HostMemory:
             place = self._place(storage.size())
             self._copy(storage, place, is_out=True)
             self._away[storage._cdata] = storage, place
-            if self._stream is None:  # no more than one is there twice
+            if self._stream is None:  # at most one storage is in memory twice
                 if problem := pages.forget(storage.data_ptr(), storage.size()):
                     logger.warning("%d bytes stay resident: %s", storage.size(), problem)
                 storage.resize_(0)
@@ -72,20 +70,20 @@ class HostMemory:
                 storage.resize_(0)
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        """That are away, of these."""
+        """Bytes of these tensors that are away."""
         found = [self._away.get(storage._cdata) for storage in self._storages(tensors)]
         return sum(entry[1].num_bytes for entry in found if entry)
 
-    def give_back(self) -> None:
-        """What is free is no longer held for this process."""
+    def release(self) -> None:
+        """Return memory that is free to the device or the kernel."""
         if self._stream is not None:
             torch.cuda.empty_cache()
         else:
             pages.trim()
 
     def fetch(self, tensors: Iterable[Tensor], beside: bool = False) -> None:
-        """To the device, those of them that are away. `beside` other work of the device: `wait`
-        before they are used."""
+        """Move tensors back to the device; `beside` other work of the device: `wait` before they
+        are used."""
         found = [
             self._away.pop(s._cdata) for s in self._storages(tensors) if s._cdata in self._away
         ]
@@ -99,19 +97,19 @@ class HostMemory:
             self._read(found)
 
     def wait(self) -> None:
-        """What is computed from here on finds all that was fetched."""
+        """Make later computation wait for all that was fetched."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """They are never used again: nothing is kept of them."""
+        """Forget tensors that are away and never used again."""
         for storage in self._storages(tensors):
             if (found := self._away.pop(storage._cdata, None)) is not None:
                 self._free[found[1].num_bytes].append(found[1])
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or, while it is away, one of the same values on the host; what is
-        written there is fetched later."""
+        """Return the tensor itself, or, while it is away, one of the same values on the host;
+        values written there are fetched later."""
         local = local_part(tensor)
         if (found := self._away.get(local.untyped_storage()._cdata)) is None:
             return tensor
@@ -127,7 +125,7 @@ class HostMemory:
         return made(here, tensor._spec, requires_grad=False)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-        """Of those that belong to the device, each once."""
+        """Yield those of the device, each once."""
         known: set[int] = set()
         for tensor in tensors:
             local = local_part(tensor)
@@ -171,16 +169,23 @@ class HostMemory:
                 done += os.preadv(self._file, [data[done:]], at)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _pinned(data: Tensor) -> Tensor:
-    """The same, so that CUDA copies to and from it without help of the processor. torch's own
-    allocator of pinned memory takes the next power of two."""
+    """Pin the memory of `data`, which CUDA then copies without the processor. torch's own allocator
+    of pinned memory takes the next power of two."""
     cudart: Any = torch.cuda.cudart()
     problem = cudart.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
     if int(problem):
         logger.warning("%d bytes of the host cannot be pinned: %s", data.nbytes, problem)
     return data
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Drop the weights that FSDP has gathered for a pass and keeps until a backward pass."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -1,8 +1,7 @@
 """The trainer role of a daemon where several nodes train together: it leads, or it follows.
 
-Owns which of the two this node is, by the word of the coordinator: once it leads it does so until
-it ends. What a leader does is in supervisor.py, what a follower does in follower.py. Must not
-import torch: the daemon imports this file.
+The coordinator decides which; a node that leads does so until it ends. supervisor.py has the
+leader, follower.py the follower. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
@@ -32,9 +31,9 @@ class TrainerNode:
         self._follower = follower
         self._new_trainer = new_trainer
         self._leave = leave
-        self._trainer: Trainer | None = None  # that leads
+        self._trainer: Trainer | None = None  # if this node leads
         self._is_stopping = False
-        self._settled = asyncio.Event()  # it leads, or is to stop
+        self._leads = asyncio.Event()
 
     @property
     def leads(self) -> bool:
@@ -61,19 +60,16 @@ class TrainerNode:
     ) -> None:
         match message:
             case TrainerSet(leader, followers) if leader == self._name:
-                self._lead().followers.told(followers)
+                self._lead().followers.set_members(followers)
             case TrainerSet(leader):
                 if self._trainer is None:
-                    self._follower.led_by(leader)
+                    self._follower.set_leader(leader)
                 elif leader:
                     self._leave(f"{leader} leads the trainer nodes now")
                 else:
-                    self._trainer.followers.told(())
+                    self._trainer.followers.set_members(())
             case TrainerRelay():
-                if self._trainer is not None:
-                    self._trainer.followers.hear(message)
-                else:
-                    self._follower.hear(message)
+                (self._trainer.followers if self._trainer else self._follower).receive(message)
             case Park(number) if self._trainer is None:
                 self._follower.devices.ask(number)
             case _:
@@ -85,7 +81,7 @@ class TrainerNode:
             self._trainer = self._new_trainer()
             if self._is_stopping:
                 self._trainer.stop()
-            self._settled.set()
+            self._leads.set()
         return self._trainer
 
     def pause(self) -> None:
@@ -98,33 +94,30 @@ class TrainerNode:
         if self._trainer is not None:
             self._trainer.rejoin()
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         """Messages of other trainer nodes may have been lost."""
         if self._trainer is not None:
-            self._trainer.followers.break_off()
+            self._trainer.followers.disconnect()
         else:
-            self._follower.break_off()
+            self._follower.set_leader("")
 
     def stop(self) -> None:
         self._is_stopping = True
-        if self._trainer is not None:
-            self._trainer.stop()
-        else:
-            self._follower.stop()
+        (self._trainer or self._follower).stop()
 
     async def run(self) -> None:
-        """Until it is to stop. Raises TrainerError if that is not in order."""
+        """Run until it is stopped. Raises TrainerError as the supervisor does."""
         following = asyncio.create_task(self._follower.run(), name="follower")
-        settled = asyncio.create_task(self._settled.wait())
+        leads = asyncio.create_task(self._leads.wait())
         try:
-            await asyncio.wait({following, settled}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({following, leads}, return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 following.result()
                 return
         finally:
-            for task in (following, settled):
+            for task in (following, leads):
                 task.cancel()
-            await asyncio.wait({following, settled})
+            await asyncio.wait({following, leads})
         assert self._trainer is not None
         await self._trainer.run()
 

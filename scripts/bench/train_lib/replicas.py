@@ -19,8 +19,9 @@ from lightrl.messages.message import Message
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainResponse, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer import step
-from lightrl.trainer.replicas import Replicas
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
+from lightrl.trainer.step import Replicas
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import pack_f32, pack_i32
@@ -163,7 +164,7 @@ async def _fed(config: Config, folder: Path, groups: list[TrainGroup]) -> list[D
     server = WeightServer()
     await server.start("127.0.0.1")
     versions = ServedVersions(server)
-    trainer = Trainer(config, folder, folder / "weights", versions, send, lambda: None)
+    trainer = Trainer(config, Place(folder, folder / "weights"), versions, send, lambda: None)
     try:
         await trainer.run()
     finally:

@@ -7,7 +7,7 @@ E = TrainerEvent
 
 
 def after(ranks: str, event: TrainerEvent) -> str | None:
-    """What an event does to the ranks: "starting", "up", "updating", "lost"; None where it cannot happen."""
+    """What an event does to the ranks; None where it cannot happen."""
     match event:
         case E.RANKS_LOST:
             return "lost"

@@ -12,8 +12,8 @@ from pathlib import Path
 from lightrl.client.address import run_folder
 from lightrl.config.sections import Checkpoint
 from lightrl.errors import LightRLError
-from lightrl.trainer.checkpoint.saved import STEP_FILE, newest_in, those_beside
 from lightrl.trainer.checkpoint.checksums import find_corruption
+from lightrl.trainer.checkpoint.saved import STEP_FILE, newest_in, those_beside
 
 MB = 1_000_000
 

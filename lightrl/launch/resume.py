@@ -29,6 +29,7 @@ from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.system.output import print_lines
+from lightrl.trainer.checkpoint.checksums import find_corruption
 from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,
     REWOUND,
@@ -38,7 +39,6 @@ from lightrl.trainer.checkpoint.saved import (
     set_aside,
     step_of,
 )
-from lightrl.trainer.checkpoint.checksums import find_corruption
 
 # how a model and its batches lie on devices: the same result, up to rounding
 HOW_IT_LIES = (

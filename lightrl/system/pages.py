@@ -10,16 +10,12 @@ allocator keeps between them takes small pages first, and no huge one fits any m
 """
 
 import ctypes
-import mmap
-import os
 from collections.abc import Mapping
 
 TUNABLES = "GLIBC_TUNABLES"
 _HUGE = "glibc.malloc.hugetlb"
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_TRIM = getattr(_LIBC, "malloc_trim", None)  # of the GNU C library
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
 
 
 def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
@@ -29,17 +25,6 @@ def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
     if _HUGE in set_already:
         return {}
     return {TUNABLES: ":".join(filter(None, (set_already, f"{_HUGE}=1")))}
-
-
-def forget(address: int, num_bytes: int) -> str:
-    """The kernel takes back what lies wholly in there; its content is needed no more. Freeing it is
-    not enough: the allocator of C keeps what is last in an arena of a thread. Why not; "" = it has.
-    """
-    page = mmap.PAGESIZE
-    first, end = -(-address // page) * page, (address + num_bytes) // page * page
-    if first < end and _LIBC.madvise(first, end - first, mmap.MADV_DONTNEED):
-        return os.strerror(ctypes.get_errno())
-    return ""
 
 
 def trim() -> None:

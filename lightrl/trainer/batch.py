@@ -7,16 +7,15 @@ be packed are padded to the longest sample; sorting by length keeps that small.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.schema import Config
 from lightrl.loss_mask import num_trained
 from lightrl.trainer.protocol import MicroBatch, TrainSample
 
-# A micro-batch is closed once its padding costs more than starting another one: the larger of a
-# fixed price (tokens whose forward and backward pass takes as long as the Python around a pass) and
-# a share of its real tokens.
+# A padded micro-batch ends once its padding costs more than another one: tokens whose pass takes as
+# long as the Python around it, or a share of its real tokens.
 BATCH_PRICE_TOKENS = 128
 PADDING_SHARE = 0.125
 
@@ -60,50 +59,48 @@ def num_tokens(sample: TrainSample) -> int:
 
 
 def plan_packed(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
-    """As `plan`, of micro-batches whose tokens together are <= max_tokens, unless a single sample
-    exceeds it alone.
+    """Plan micro-batches whose tokens together are <= max_tokens, unless a single sample exceeds it
+    alone: as few as possible, of about the same size. Otherwise as `plan`.
 
-    As few as will do, all of about the same size. Example: plan_packed([3, 9, 3, 3], ranks=2,
-    max_tokens=12) == [[(0, 2, 3)], [(1,)]]
+    Example: plan_packed([3, 9, 3, 3], ranks=2, max_tokens=12) == [[(0, 2, 3)], [(1,)]]
     """
     short = [length for length in lengths if length <= max_tokens]
     num = len(lengths) - len(short) - (-sum(short) // max_tokens)
     num += -num % ranks
     while (batches := _levelled(lengths, num, max_tokens)) is None:
         num += ranks
-    batches.sort(key=lambda rows: (-sum(lengths[i] for i in rows), rows))
-    plans: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    for first in range(0, len(batches), ranks):  # there and back: no rank gets all the larger ones
-        some = batches[first : first + ranks]
-        for mine, rows in zip(plans, some if first // ranks % 2 == 0 else some[::-1], strict=True):
-            mine.append(rows)
-    return plans
+    return _deal(batches, ranks, lambda rows: sum(lengths[i] for i in rows))
 
 
 def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
-    """Micro-batches of each rank, as indices into `lengths` (tokens of prompt and response).
+    """Plan the micro-batches of each rank, as indices into `lengths` (tokens of prompt and
+    response), for models that pad.
 
     Every index occurs once. rows x longest <= max_tokens, unless a single sample exceeds it alone.
-    All ranks get the same number of micro-batches, if need be empty ones, and the i-th of each rank
-    cost about the same, since collectives make the ranks wait for each other there. The ranks'
-    padded totals differ by no more than the largest micro-batch. Example: plan([3, 9, 3, 3],
-    ranks=2, max_tokens=9) == [[(1,)], [(3, 2, 0)]]
+    All ranks get equally many micro-batches, some perhaps empty, whose i-th cost about the same:
+    collectives make the ranks wait for each other there. The ranks' totals differ by no more than
+    the largest micro-batch. Example: plan([3, 9, 3, 3], 2, 9) == [[(1,)], [(3, 2, 0)]]
     """
-    batches = _cut(lengths, max_tokens)
-    while len(batches) % ranks and (largest := _splittable(batches, lengths)) is not None:
-        rows = batches.pop(largest)
-        batches += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    batches += [()] * (-len(batches) % ranks)
-    batches.sort(key=lambda rows: (-_cost(rows, lengths), rows))
+    padded = len(lengths) * max(lengths, default=0)
+    share = -(-padded // ranks)  # so that few samples go to all ranks
+    return _deal(
+        _cut(lengths, min(max_tokens, share)),
+        ranks,
+        lambda rows: len(rows) * max(lengths[i] for i in rows),
+    )
 
+
+def _deal(
+    batches: list[tuple[int, ...]], ranks: int, cost: Callable[[tuple[int, ...]], int]
+) -> list[list[tuple[int, ...]]]:
+    """Deal micro-batches to the ranks, the costliest first, there and back."""
+    batches = sorted(batches, key=lambda rows: (-cost(rows) if rows else 0, rows))
+    batches += [()] * (-len(batches) % ranks)
     plans: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    # the costliest of a round goes to the least loaded rank
     for first in range(0, len(batches), ranks):
-        order = sorted(range(ranks), key=lambda rank: (load[rank], rank))
-        for rank, rows in zip(order, batches[first : first + ranks], strict=True):
-            plans[rank].append(rows)
-            load[rank] += _cost(rows, lengths)
+        some = batches[first : first + ranks]
+        for mine, rows in zip(plans, some if first // ranks % 2 == 0 else some[::-1], strict=True):
+            mine.append(rows)
     return plans
 
 
@@ -140,7 +137,7 @@ def streamed(
 
 
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
-    """Micro-batches of neighbours in length, longest first."""
+    """Cut into micro-batches of neighbours in length, longest first."""
     batches: list[tuple[int, ...]] = []
     rows: list[int] = []
     real = 0
@@ -158,8 +155,8 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
 
 
 def _levelled(lengths: Sequence[int], num: int, max_tokens: int) -> list[tuple[int, ...]] | None:
-    """`num` micro-batches, each sample in that which has the fewest tokens so far, longest first;
-    None if one would have too many."""
+    """Fill `num` micro-batches, longest sample first, each into that with the fewest tokens; None
+    if one would have too many."""
     batches: list[list[int]] = [[] for _ in range(num)]
     least = [(0, number) for number in range(num)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -169,13 +166,3 @@ def _levelled(lengths: Sequence[int], num: int, max_tokens: int) -> list[tuple[i
         batches[number].append(i)
         heapq.heapreplace(least, (tokens + lengths[i], number))
     return [tuple(rows) for rows in batches]
-
-
-def _splittable(batches: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> int | None:
-    """Index of the costliest micro-batch of more than one sample."""
-    several = [i for i, rows in enumerate(batches) if len(rows) > 1]
-    return max(several, key=lambda i: (_cost(batches[i], lengths), -i), default=None)
-
-
-def _cost(rows: Sequence[int], lengths: Sequence[int]) -> int:
-    return len(rows) * max((lengths[i] for i in rows), default=0)

@@ -32,8 +32,7 @@ from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.system.addresses import WILDCARD, split_address
 from lightrl.system.interfaces import own_host
-from lightrl.trainer.nodes.follower import Follower
-from lightrl.trainer.nodes.node import TrainerNode
+from lightrl.trainer.nodes.node import Follower, TrainerNode
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer

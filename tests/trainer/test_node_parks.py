@@ -13,7 +13,7 @@ from lightrl.messages.trainers import TrainerRelay
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.nodes.follower import Follower
+from lightrl.trainer.nodes.node import Follower
 from lightrl.trainer.protocol import Accumulate, RankStarted, ResetStep, Suspended, Update
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.state import TrainerState

@@ -18,6 +18,13 @@ from lightrl.adapters import PREFIX
 from lightrl.errors import TrainerError
 from lightrl.model_files import ADAPTER_CONFIG, ADAPTERS, weights_folder
 from lightrl.system import files
+from lightrl.trainer.checkpoint.contents import (
+    Reader,
+    Stored,
+    find_tensors,
+    read_adapters,
+    read_tensors,
+)
 from lightrl.trainer.checkpoint.layout import (
     MODEL,
     Layout,
@@ -25,13 +32,6 @@ from lightrl.trainer.checkpoint.layout import (
     model_of,
     read_layout,
     reverter,
-)
-from lightrl.trainer.checkpoint.tensors import (
-    Reader,
-    Stored,
-    find_tensors,
-    read_adapters,
-    read_tensors,
 )
 from lightrl.weight_files import WEIGHTS_INDEX, weight_files
 

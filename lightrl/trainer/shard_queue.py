@@ -4,8 +4,10 @@ accumulated together by which replica, and which update they belong to.
 Pure: no ranks, no clock. `trainer.step` decides when they are trained.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 from lightrl.errors import TrainerError
 from lightrl.loss_mask import num_trained
@@ -87,29 +89,44 @@ class ShardQueue:
         is_apart = self._was_alone or (bool(waiting) and waiting[0].alone)
         return self.has_whole or is_apart
 
-    def next_share(
-        self, sizes: Sequence[int], free: Collection[int], is_due: bool, in_order: bool = False
-    ) -> tuple[int, int] | None:
-        """Return (replica, number of groups) of those that wait, with `sizes` tokens each; None if
-        they wait for others or for a `free` replica.
+    def next_replica(self, in_order: bool = False) -> int | None:
+        """Return the replica that has to accumulate the next groups; None = any. In a repeated step
+        it is the same as before; `in_order` it follows from the groups before."""
+        if self.replica is not None:  # there may be fewer replicas now
+            return self.replica % len(self._loads)
+        return self._least_loaded(range(len(self._loads))) if in_order else None
 
-        A replica takes its equal share of the groups that wait. `in_order`: it takes one group, and
-        which replica it is follows from the groups before. Example, of two replicas:
-        next_share([60, 10, 10], {0, 1}, True) == (0, 2)
+    def next_share(
+        self,
+        sizes: Sequence[int],
+        free: Collection[int],
+        is_due: bool,
+        in_order: bool = False,
+        most: int | None = None,
+    ) -> tuple[int, int] | None:
+        """Return (replica, number of groups) of those that are held, with `sizes` tokens each; None
+        if they wait for others or for a `free` replica.
+
+        A replica takes its equal share of the groups that wait, or one after the other `in_order`,
+        also while it is busy. With `most` it must be free, and takes no more groups than it needs
+        for so many tokens. Example, of two replicas: next_share([60, 10, 10], {0, 1}, True) == (0,
+        2)
         """
         if not sizes:
             return None
-        everyone = range(len(self._loads))
-        if self.replica is not None:  # there may be fewer replicas now
-            replica, num = self.replica % len(everyone), len(sizes)
-        elif in_order and len(everyone) > 1:
-            replica, num = self._least_loaded(everyone), 1
-        elif free and is_due:
-            replica, num = self._least_loaded(free), -(-len(sizes) // len(everyone))
-        else:
+        num, share = len(self._loads), len(sizes)
+        if (replica := self.next_replica(in_order and num > 1)) is None:
+            if not (free and is_due):
+                return None
+            replica, share = self._least_loaded(free), -(-share // num)
+            if most is not None:
+                share = min(share, bisect_left(list(accumulate(sizes)), most) + 1)
+        elif most is not None and replica not in free:
             return None
-        self._loads[replica] += sum(sizes[:num])
-        return replica, num
+        elif self.replica is None:
+            share = 1
+        self._loads[replica] += sum(sizes[:share])
+        return replica, share
 
     def give_out(self, num: int, replica: int = 0) -> Sequence[list[TrainSample]]:
         """Return the next `num` groups that are held, which `replica` accumulates."""

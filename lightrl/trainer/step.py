@@ -29,83 +29,53 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_processes import Ranks
 from lightrl.trainer.shard_queue import ShardQueue
 
-IN_FLIGHT = 2  # commands that a replica has not answered
-
 
 class Replicas:
     """The replicas of the model (`train.replicas`) in one step: each computes its own groups.
     Always `close` it."""
 
-    def __init__(
-        self, ranks: Ranks, num: int, changed: Callable[[], None], devices: NodeDevices
-    ) -> None:
-        """`changed` is called when a replica has computed all that it got. On shared `devices` each
-        command is one micro-batch, before which the ranks may be suspended."""
+    def __init__(self, ranks: Ranks, num: int, changed: Callable[[], None]) -> None:
+        """`changed` is called when a replica has computed all that it got."""
         self._ranks = ranks
         self._changed = changed
-        self._devices = devices
-        self._size = 1 if devices.are_shared else AT_ONCE  # micro-batches of a command
-        self.is_halted: Callable[[], bool] = lambda: False  # nothing is sent then
         self.num_ranks = len(ranks) // num  # of each
-        self._unanswered = [0] * num
-        # commands to send, each for all ranks of the replica
-        self._unsent: list[deque[list[Accumulate]]] = [deque() for _ in range(num)]
+        self._unanswered = [0] * num  # commands
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.busy_s = 0.0  # seconds in which any of them computed
         self._busy_since = 0.0
 
-    def __len__(self) -> int:
-        return len(self._unsent)
-
     @property
-    def free(self) -> list[int]:
-        """Replicas that have their devices and nothing to compute. Raises the error of a failed
-        task."""
-        self._check()
-        idle = (k for k, n in enumerate(self._unanswered) if not (n or self._unsent[k]))
-        return [k for k in idle if self._devices.is_given_to(k)]
+    def idle(self) -> list[int]:
+        """Replicas that have nothing to compute. Raises the error of a failed task."""
+        for task in self._tasks.values():
+            if task.done():
+                task.result()
+        return [replica for replica, num in enumerate(self._unanswered) if not num]
 
     @property
     def are_idle(self) -> bool:
-        """No rank computes. Raises the error of a failed task."""
-        self._check()
-        return not any(self._unanswered)
-
-    @property
-    def have_more(self) -> bool:
-        """A replica was halted before it got all of its commands."""
-        each = enumerate(zip(self._unanswered, self._unsent, strict=True))
-        return any(todo and not n and self._devices.is_given_to(k) for k, (n, todo) in each)
+        return len(self.idle) == len(self._unanswered)
 
     def accumulate(
-        self,
-        replica: int,
-        step: int,
-        batches_R: Sequence[tuple[MicroBatch, ...]],
-        is_last: bool = False,
+        self, replica: int, step: int, batches_R: Sequence[tuple[MicroBatch, ...]], is_last: bool
     ) -> None:
         """Send each rank of the replica its micro-batches, equally many. `is_last`: an update
         follows."""
-        num = len(batches_R[0])
-        for start in range(0, num, self._size):
-            end = start + self._size
-            ends = is_last and end >= num
-            commands = [Accumulate(step, batches[start:end], ends) for batches in batches_R]
-            self._unsent[replica].append(commands)
-        self._start(replica)
-
-    def resume(self) -> None:
-        """Continue after a halt."""
-        for replica in range(len(self)):
-            self._start(replica)
-
-    def drop(self) -> None:
-        """Forget what was not sent."""
-        for commands in self._unsent:
-            commands.clear()
+        num, was_idle = len(batches_R[0]), not self._unanswered[replica]
+        for start in range(0, num, AT_ONCE):
+            end = start + AT_ONCE
+            for rank, batches in zip(self._members(replica), batches_R, strict=True):
+                ends = is_last and end >= num
+                self._ranks.send(rank, Accumulate(step, batches[start:end], ends))
+            if not any(self._unanswered):
+                self._busy_since = asyncio.get_running_loop().time()
+            self._unanswered[replica] += 1
+        if num and was_idle:
+            self._tasks[replica] = task = asyncio.ensure_future(self._answers(replica))
+            task.add_done_callback(lambda _: self._changed())
 
     async def settle(self) -> None:
-        """Wait until no rank computes; after a halt commands may be left."""
+        """Wait until no rank computes."""
         await asyncio.gather(*self._tasks.values())
 
     async def close(self) -> None:
@@ -113,38 +83,12 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _check(self) -> None:
-        for task in self._tasks.values():
-            if task.done():
-                task.result()
-
-    def _start(self, replica: int) -> None:
-        """Send now, so that later commands to all ranks come after it; a task awaits the
-        answers."""
-        was_idle = not self._unanswered[replica]
-        self._send(replica)
-        if was_idle and self._unanswered[replica]:
-            self._tasks[replica] = task = asyncio.ensure_future(self._run(replica))
-            task.add_done_callback(lambda _: self._changed())
-
-    async def _run(self, replica: int) -> None:
+    async def _answers(self, replica: int) -> None:
         while self._unanswered[replica]:
             await self._ranks.replies(Done, ranks=self._members(replica))
             self._unanswered[replica] -= 1
             if not any(self._unanswered):
                 self.busy_s += asyncio.get_running_loop().time() - self._busy_since
-            self._send(replica)
-
-    def _send(self, replica: int) -> None:
-        unsent = self._unsent[replica]
-        while unsent and self._unanswered[replica] < IN_FLIGHT:
-            if self.is_halted() or not self._devices.is_given_to(replica):
-                return
-            for rank, command in zip(self._members(replica), unsent.popleft(), strict=True):
-                self._ranks.send(rank, command)
-            if not any(self._unanswered):
-                self._busy_since = asyncio.get_running_loop().time()
-            self._unanswered[replica] += 1
 
     def _members(self, replica: int) -> range:
         """Ranks of a replica, neighbours as in FSDP's mesh."""
@@ -171,8 +115,9 @@ class Step:
         self._is_packed = is_packed
         self._send = send
         self._devices = devices
-        self._replicas = Replicas(ranks, config.train.replicas, changed, devices)
-        self._replicas.is_halted = lambda: self._must_suspend
+        self._replicas = Replicas(ranks, config.train.replicas, changed)
+        self._full = self._replicas.num_ranks * config.train.max_tokens_per_gpu
+        self._in_order = config.run.deterministic  # the same micro-batches however few groups wait
         self._begin(step)
 
     @property
@@ -182,12 +127,13 @@ class Step:
             return True
         if not self._devices.is_given:
             return False
-        if self._replicas.have_more:
-            return True
         if self.queue.is_accumulated or self.queue.has_mini_batch:  # all ranks update
             return self._devices.all_given and not self.is_busy
-        waits = self._waiting or self._waits_for_replica or self.queue.has_whole
-        return bool(waits and self._replicas.free)
+        waits = self._waiting or self._has_due or self.queue.has_whole
+        needed, free = None, self._free
+        if self._devices.are_shared and self.queue.held:
+            needed = self.queue.next_replica(self._in_order)
+        return bool(waits and free) and (needed is None or needed in free)
 
     @property
     def has_all(self) -> bool:
@@ -212,8 +158,7 @@ class Step:
 
     @property
     def is_accumulated(self) -> bool:
-        is_done = self.queue.is_accumulated and not (self._replicas.have_more or self.is_busy)
-        return is_done and self._devices.all_given
+        return self.queue.is_accumulated and not self.is_busy and self._devices.all_given
 
     @property
     def is_restarted(self) -> bool:
@@ -223,7 +168,6 @@ class Step:
     async def reset(self) -> None:
         """Start again from shard 0; the ranks undo what they did of the step."""
         step = self.queue.step
-        self._replicas.drop()
         await self.settle()
         if self.queue.portions:
             self._ranks.send_all(ResetStep(step))
@@ -232,20 +176,18 @@ class Step:
 
     async def advance(self) -> None:
         """Take the shards that wait, give them to free replicas as soon as that is due, and update
-        with a mini-batch that is complete, unless it is the last. Where the ranks have to be
-        suspended, a later call continues."""
+        with a mini-batch that is complete, unless it is the last."""
         queue = self.queue
         if self._must_suspend:
             await self.settle()
             self._ranks.send_all(Suspend(queue.step))
             await self._ranks.replies(Suspended)
             return
-        self._replicas.resume()
         queue.held += [train_samples(group, self._config) for group in self._next_groups()]
         self._accumulate()
         if queue.has_mini_batch:
             await self.settle()
-            if self._replicas.have_more or not self._devices.all_given:
+            if not self._devices.all_given:
                 return
             self._ranks.send_all(Update(queue.step, queue.num_responses, queue.num_tokens))
             await self._ranks.replies(Done)
@@ -276,7 +218,7 @@ class Step:
     def _begin(self, step: int) -> None:
         self.queue = ShardQueue(step, self._config.train.replicas)
         self._rest = [0.0, 0.0]  # see `surprisal_of_rest`
-        self._waits_for_replica = False  # some groups are due, but no replica is free
+        self._has_due = False  # groups wait for a replica alone
 
     def _next_groups(self) -> list[TrainGroup]:
         """Take what waits; ShardsTaken lets the coordinator send more meanwhile."""
@@ -287,25 +229,31 @@ class Step:
         return groups
 
     def _accumulate(self) -> None:
-        """Give out what is due of the groups that are held."""
-        config, queue = self._config, self.queue
-        in_order = config.run.deterministic  # same micro-batches however few groups wait
-        sizes = [total_tokens(samples) for samples in useful(queue.held, config)]
-        full = self._replicas.num_ranks * config.train.max_tokens_per_gpu
-        is_all = in_order or queue.must_not_wait(self._waiting)
-        while share := queue.next_share(
-            sizes, self._replicas.free, is_all or sum(sizes) >= full, in_order
-        ):
+        """Give out what is due of the groups that are held; on shared devices little at a time, as
+        the ranks may have to be suspended."""
+        queue, is_shared = self.queue, self._devices.are_shared
+        sizes = [total_tokens(samples) for samples in useful(queue.held, self._config)]
+        is_all = self._in_order or queue.must_not_wait(self._waiting)
+        while True:
+            is_due, most = is_all or sum(sizes) >= self._full, self._full if is_shared else None
+            share = queue.next_share(sizes, self._free, is_due, self._in_order, most)
+            if share is None:
+                break
             replica, num = share
             sizes = sizes[num:]
             self._compute(replica, queue.give_out(num, replica))
-        self._waits_for_replica = bool(sizes) and not self._replicas.free
+        self._has_due = bool(sizes) and is_due
+
+    @property
+    def _free(self) -> list[int]:
+        """Replicas that have their devices and nothing to compute."""
+        return [k for k in self._replicas.idle if self._devices.is_given_to(k)]
 
     def _compute(self, replica: int, groups: Sequence[list[TrainSample]]) -> None:
         config, num = self._config, self._replicas.num_ranks
         rest = surprisal_of_rest([s for samples in groups for s in samples], config.algorithm)
         self._rest = [a + b for a, b in zip(self._rest, rest, strict=True)]
-        most, in_order = config.train.max_tokens_per_gpu, config.run.deterministic
-        batches_R = streamed(useful(groups, config), num, most, in_order, self._is_packed)
+        most = config.train.max_tokens_per_gpu
+        batches_R = streamed(useful(groups, config), num, most, self._in_order, self._is_packed)
         is_last = self.queue.has_whole and not self.queue.held
         self._replicas.accumulate(replica, self.queue.step, batches_R, is_last)

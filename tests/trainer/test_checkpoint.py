@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
@@ -88,6 +89,25 @@ def test_saving_changes_nothing_even_before_the_first_update(new_rank, samples, 
     rank, other = new_rank(), new_rank()
     save(rank, tmp_path, 0)
     assert train(rank, samples, 0) == train(other, samples, 0)
+
+
+def test_a_second_checkpoint_is_staged_where_torch_closes_its_stager(
+    new_rank, samples, tmp_path, monkeypatch
+):
+    """As torch 2.11 and 2.12 do after each copy."""
+    stage = DefaultStager._stage
+
+    def stage_once(self, *args, **kwargs):
+        try:
+            return stage(self, *args, **kwargs)
+        finally:
+            self.close()
+
+    monkeypatch.setattr(DefaultStager, "_stage", stage_once)
+    rank = new_rank()
+    for step in range(2):
+        train(rank, samples, step)
+        save(rank, tmp_path, step + 1)
 
 
 def test_only_whole_checkpoints_appear_and_the_newest_stay(new_rank, samples, tmp_path):

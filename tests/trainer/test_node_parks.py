@@ -153,7 +153,7 @@ def test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does(
             await until(lambda: any(m.number == 1 for m in coordinator.parked))
             await coordinator.park()  # once more
             assert step.can_advance is False  # though there is more
-            assert step._replicas.have_more
+            assert step.queue.held
             for shard in others:
                 await coordinator.give(shard)
 

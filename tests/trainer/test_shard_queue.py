@@ -149,3 +149,14 @@ def test_shares_in_order_follow_from_the_groups_alone():
         assert parts == expected
     loads = [sum(s for s, (r, _) in zip(sizes, expected, strict=True) if r == k) for k in (0, 1)]
     assert abs(loads[0] - loads[1]) <= max(sizes)
+
+
+def test_on_shared_devices_shares_are_small_and_wait_for_their_replica():
+    queue = ShardQueue(0, 2)
+    assert queue.next_share([60, 60, 10, 10], [0, 1], True, most=100) == (0, 2)
+    assert queue.next_share([60, 60, 10, 10], [1], True, most=50) == (1, 1)
+    assert queue.next_share([10], [0], True, in_order=True, most=50) is None
+    assert queue.next_share([10, 10], [1], True, in_order=True, most=50) == (1, 1)
+    queue.replica = 0
+    assert queue.next_share([10, 10], [1], True, most=50) is None
+    assert queue.next_share([10, 10], [0], True, most=5) == (0, 2)

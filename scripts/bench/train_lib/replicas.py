@@ -79,9 +79,9 @@ class Lockstep(Replicas):
         self._served: set[int] = set()
 
     @property
-    def free(self) -> list[int]:
-        idle = super().free
-        if len(idle) == len(self):
+    def idle(self) -> list[int]:
+        idle = super().idle
+        if len(idle) == len(self._unanswered):
             self._served.clear()
         return [replica for replica in idle if replica not in self._served]
 

@@ -1,5 +1,5 @@
 """Whether the ranks of one trainer node hold its devices, where these are shared with engines, and
-what the coordinator is told about it.
+what the coordinator is sent about it.
 
 Each trainer node answers for its own ranks. The leading node suspends the ranks of all nodes at the
 same place of the step. Must not import torch: the daemon imports this file.
@@ -108,7 +108,7 @@ class NodeDevices:
 
     def on_message(self, message: object) -> None:
         match message:
-            case TrainShard() if self._num_parts == 1:  # nothing else says that they are given
+            case TrainShard() if self._num_parts == 1:  # there is no Give
                 self.give()
             case Give():
                 self.give(message)

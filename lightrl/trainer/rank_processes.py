@@ -153,7 +153,7 @@ class Ranks:
             while not (await asyncio.wait({waiting}, timeout=every_s))[0]:
                 logger.warning(
                     "the ranks have not all started after %.0f s: one downloads or loads, or they "
-                    "do not reach each other; their logs tell which",
+                    "do not reach each other; see their logs",
                     time.monotonic() - begun,
                 )
             return waiting.result()[0]
@@ -242,8 +242,8 @@ class Ranks:
     ) -> list[Reply]:
         """One of each of these ranks, of all by default, to what they do for a broadcast.
 
-        They are told to leave the group when `over` says why, or after `limit_s`. Raises
-        WeightsError with the reason once they have answered then, RanksLost when one says nothing
+        They leave the group with the reason of `over`, or after `limit_s`. Raises WeightsError with
+        the reason once they have answered then, RanksLost when one does not answer
         for `grace_s` more.
         """
         asked = range(len(self)) if ranks is None else ranks

@@ -168,7 +168,7 @@ class Saves:
 
     def _log_times(self, path: str) -> None:
         took_s = time.monotonic() - self._began
-        logger.info("saved %s in %.1f s; the ranks stood %.1f s", path, took_s, self._blocked_s)
+        logger.info("saved %s in %.1f s; the ranks waited %.1f s", path, took_s, self._blocked_s)
         if took_s > self._grace_s and not self._has_taken_long:
             self._has_taken_long = True
             logger.warning(

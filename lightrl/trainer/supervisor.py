@@ -387,8 +387,8 @@ class Trainer:
         self.saves.announce()
 
     def _send_if_heard(self, message: Message) -> None:
-        """Send to a coordinator that counts on this trainer: it is connected, and knows the version
-        that an update began with. Without ranks only that engines may have the devices."""
+        """Send if the coordinator is connected, and was connected when a running update began.
+        Without ranks, send only that engines may have the devices."""
         is_waited_for = isinstance(message, Parked) and self._waits_for_devices
         is_late = self._rejoined and self._state is TrainerState.UPDATING
         if is_waited_for or (self._connected and not is_late):

@@ -91,12 +91,12 @@ class HostMemory:
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
         """Yield those of the device, each once."""
-        known: set[int] = set()
+        seen: set[int] = set()
         for tensor in tensors:
             local = local_part(tensor)
             storage = local.untyped_storage()
-            if local.device == self._device and storage._cdata not in known:
-                known.add(storage._cdata)
+            if local.device == self._device and storage._cdata not in seen:
+                seen.add(storage._cdata)
                 yield storage
 
     def _place(self, num_bytes: int) -> Tensor:

@@ -283,4 +283,4 @@ def _order_sums(config: Config, device: torch.device) -> None:
     attention.order_backward(is_attention)
     torch.use_deterministic_algorithms(deterministic)
     # on by default with the above; it costs time
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - pyright knows it not
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - pyright does not have it

@@ -92,6 +92,7 @@ class Ranks:
         self._life = life
         self._devices = devices
         self.num_local = config.train.ranks  # on this machine
+        self.is_packed = True  # micro-batches, once they have started
         self._checkpoints = config.checkpoints(place.run_dir)
         self._ranks: list[Rank | RemoteRank] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
@@ -156,7 +157,9 @@ class Ranks:
                     "do not reach each other; see their logs",
                     time.monotonic() - begun,
                 )
-            return waiting.result()[0]
+            first = waiting.result()[0]
+            self.is_packed = first.is_packed
+            return first
         finally:
             waiting.cancel()
 

@@ -102,17 +102,15 @@ class Step:
         ranks: Ranks,
         step: int,
         waiting: deque[TrainShard],
-        is_packed: bool,
+        devices: NodeDevices,
         send: Callable[[Message], None],
         changed: Callable[[], None],
-        devices: NodeDevices,
     ) -> None:
         """`waiting`: shards as they arrive; those of this step are taken from its front. `changed`
         is called when the step may be able to advance. Always `close` it."""
         self._config = config
         self._ranks = ranks
         self._waiting = waiting
-        self._is_packed = is_packed
         self._send = send
         self._devices = devices
         self._replicas = Replicas(ranks, config.train.replicas, changed)
@@ -254,6 +252,8 @@ class Step:
         rest = surprisal_of_rest([s for samples in groups for s in samples], config.algorithm)
         self._rest = [a + b for a, b in zip(self._rest, rest, strict=True)]
         most = config.train.max_tokens_per_gpu
-        batches_R = streamed(useful(groups, config), num, most, self._in_order, self._is_packed)
+        batches_R = streamed(
+            useful(groups, config), num, most, self._in_order, self._ranks.is_packed
+        )
         is_last = self.queue.has_whole and not self.queue.held
         self._replicas.accumulate(replica, self.queue.step, batches_R, is_last)

@@ -95,7 +95,6 @@ class Trainer:
         self._connected = True  # to the coordinator
         self._rejoined = False  # the step must be reset; during an update: and announced after it
         self._is_stopping = False
-        self._is_packed = True  # micro-batches
         self._changed = asyncio.Event()  # something may have to be done
         self._shards: deque[TrainShard] = deque()
         self._broadcasts = Broadcasts(config, place.host, self._send_if_heard, self._changed)
@@ -252,7 +251,6 @@ class Trainer:
             raise TrainerError("rank 0 started without publishing its weights")
         self.device, took_s = started.device, started.start_s
         logger.info("ranks started: %d, on %s, in %.1f s", len(ranks), self.device, took_s)
-        self._is_packed = started.is_packed
         for note in started.notes:
             logger.warning(note)
         self._done = step
@@ -288,8 +286,8 @@ class Trainer:
     async def _train(self, ranks: Ranks) -> bool:
         """Train one step. Return False if stopped before all of its groups arrived; the weights are
         those of the last step. Raises TrainerError for any shard but the next of this step."""
-        what = self._config, ranks, self._done, self._shards, self._is_packed
-        self._step = step = Step(*what, self._send_if_heard, self._changed.set, self.devices)
+        what = self._config, ranks, self._done, self._shards, self.devices
+        self._step = step = Step(*what, self._send_if_heard, self._changed.set)
         try:
             if is_whole := await self._accumulate(ranks, step):
                 await self._finish(ranks, step)

@@ -81,13 +81,12 @@ class StartRank:
 class Accumulate:
     """Add the gradients of this rank's micro-batches; answered by Done.
 
-    Every rank of a replica gets the same number of them, some of which may be empty. `is_last`: the
-    update follows. Example: Accumulate(4, batches=((s0, s1), (s2,), ()))
+    Every rank of a replica gets the same number of them, some of which may be empty. Example:
+    Accumulate(4, batches=((s0, s1), (s2,), ()))
     """
 
     step: int
     batches: tuple[MicroBatch, ...]
-    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

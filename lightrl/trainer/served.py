@@ -59,8 +59,7 @@ class ServedVersions:
         ):
             if known is not None:
                 await self._retire(version)
-            publish = partial(self._publish, file)
-            await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
+            await self._publish(file, f"version {version}")
             self._files[version] = file
             for delta in self._deltas:  # tickets are for this version
                 self._server.publish(replace(delta, policy_version=version))
@@ -72,8 +71,7 @@ class ServedVersions:
         """Serve the model beside adapters, from its first file: engines have mapped it. Restarted
         ranks write another one."""
         if self._base is None:
-            publish = partial(self._publish, file)
-            await retry_on_resource_limit(publish, "serving the base", logger.warning)
+            await self._publish(file, "the base")
             self._base = file
             await self._announce_here(file, stays=True)
         elif self._base.path != file.path:
@@ -97,8 +95,7 @@ class ServedVersions:
             await in_thread(_remove, [file])
             return _offer(made, known) if known is not None else None
         try:
-            publish = partial(self._publish, file)
-            await retry_on_resource_limit(publish, "serving a difference", logger.warning)
+            await self._publish(file, "a difference")
         except WeightsError as e:  # the version itself is served
             logger.warning("%s", e)
             await in_thread(_remove, [file])
@@ -131,12 +128,17 @@ class ServedVersions:
         if not any(other.digest == file.digest for other in self._files.values()):
             await self._server.retire(file.digest, GRACE_S)
 
-    async def _publish(self, file: VersionFile) -> None:
-        try:
-            self._server.publish(file)
-        except WeightsError as e:
-            lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
-            raise (e.__cause__ if lacks and e.__cause__ else e) from None
+    async def _publish(self, file: VersionFile, what: str) -> None:
+        """Serve a file, waiting while the machine lacks resources for it."""
+
+        async def publish() -> None:
+            try:
+                self._server.publish(file)
+            except WeightsError as e:
+                lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
+                raise (e.__cause__ if lacks and e.__cause__ else e) from None
+
+        await retry_on_resource_limit(publish, f"serving {what}", logger.warning)
 
 
 def _size(files: list[VersionFile]) -> int:

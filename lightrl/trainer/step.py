@@ -57,16 +57,13 @@ class Replicas:
         return len(self.idle) == len(self._unanswered)
 
     def accumulate(
-        self, replica: int, step: int, batches_R: Sequence[tuple[MicroBatch, ...]], is_last: bool
+        self, replica: int, step: int, batches_R: Sequence[tuple[MicroBatch, ...]]
     ) -> None:
-        """Send each rank of the replica its micro-batches, equally many. `is_last`: an update
-        follows."""
+        """Send each rank of the replica its micro-batches, equally many."""
         num, was_idle = len(batches_R[0]), not self._unanswered[replica]
         for start in range(0, num, AT_ONCE):
-            end = start + AT_ONCE
             for rank, batches in zip(self._members(replica), batches_R, strict=True):
-                ends = is_last and end >= num
-                self._ranks.send(rank, Accumulate(step, batches[start:end], ends))
+                self._ranks.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
             if not any(self._unanswered):
                 self._busy_since = asyncio.get_running_loop().time()
             self._unanswered[replica] += 1
@@ -255,5 +252,4 @@ class Step:
         batches_R = streamed(
             useful(groups, config), num, most, self._in_order, self._ranks.is_packed
         )
-        is_last = self.queue.has_whole and not self.queue.held
-        self._replicas.accumulate(replica, self.queue.step, batches_R, is_last)
+        self._replicas.accumulate(replica, self.queue.step, batches_R)

@@ -46,9 +46,9 @@ def commands(samples, step, mini_batches=1):
         yield Update(step, *totals(samples), step + 1)
         return
     yield Accumulate(step, (thirds[0],))
-    yield Accumulate(step, (thirds[1][:4], thirds[1][4:]), is_last=True)
+    yield Accumulate(step, (thirds[1][:4], thirds[1][4:]))
     yield Update(step, *totals(samples[:16]))
-    yield Accumulate(step, (thirds[2],), is_last=True)
+    yield Accumulate(step, (thirds[2],))
     yield Update(step, *totals(samples[16:]), step + 1)
 
 

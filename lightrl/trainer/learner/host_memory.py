@@ -2,10 +2,9 @@
 
 A tensor that is away is the same object as before, of an empty storage, so that FSDP and optimizers
 keep their references; nothing may compute with it until it is fetched. Its memory on the host is
-allocated once; on CUDA it is pinned, and copies run beside the computation.
+allocated once; on CUDA it is pinned.
 """
 
-import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -27,17 +26,16 @@ class HostMemory:
         # storages that are away, by identity, each with its bytes on the host
         self._away: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._is_cuda = device.type == "cuda"
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors to the host; those that share a storage go together."""
-        self.wait()
         storages = [s for s in self._storages(tensors) if s.size()]
         for storage in storages:
             place = self._place(storage.size())
             place.untyped_storage().copy_(storage, non_blocking=True)
             self._away[storage._cdata] = storage, place
-        if self._stream is not None:
+        if self._is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
         for storage in storages:
             storage.resize_(0)
@@ -47,26 +45,14 @@ class HostMemory:
         found = [self._away.get(storage._cdata) for storage in self._storages(tensors)]
         return sum(entry[1].nbytes for entry in found if entry)
 
-    def fetch(self, tensors: Iterable[Tensor], beside: bool = False) -> None:
-        """Move tensors back to the device; `beside` other work of it: `wait` before they are
-        used."""
-        found = [
-            self._away.pop(s._cdata) for s in self._storages(tensors) if s._cdata in self._away
-        ]
-        for storage, place in found:  # memory of the stream that will use it
-            storage.resize_(place.nbytes)
-        stream = self._stream if beside else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-            for storage, place in found:
+    def fetch(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors back to the device."""
+        for storage in self._storages(tensors):
+            if (found := self._away.pop(storage._cdata, None)) is not None:
+                place = found[1]
+                storage.resize_(place.nbytes)
                 storage.copy_(place.untyped_storage(), non_blocking=True)
                 self._free[place.nbytes].append(place)
-
-    def wait(self) -> None:
-        """Make later computation wait for all that was fetched."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Forget tensors that are away and never used again."""
@@ -103,7 +89,7 @@ class HostMemory:
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         place = torch.empty(num_bytes, dtype=torch.uint8)
-        if self._stream is not None:
+        if self._is_cuda:
             # torch's own allocator of pinned memory takes the next power of two
             cudart: Any = torch.cuda.cudart()
             if problem := int(cudart.cudaHostRegister(place.data_ptr(), num_bytes, 0)):

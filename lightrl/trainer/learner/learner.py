@@ -81,13 +81,13 @@ class Learner:
         self.parking = self._new_parking(self.host) if is_shared and self.host else None
         self._begin()
 
-    def accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
+    def accumulate(self, batches: Sequence[MicroBatch]) -> None:
         """Add these to the mini-batch; where advantages depend on all of it, hold them until its
-        end. `is_last`: the update follows."""
+        end."""
         if self.algorithm.is_whitened:
             self.held += batches
         else:
-            self._accumulate(batches, is_last)
+            self._accumulate(batches)
 
     def reset(self) -> None:
         """Undo the step. What is parked stays parked. No collective: some replicas may be parked,
@@ -111,8 +111,7 @@ class Learner:
         if self.held or (self.algorithm.is_whitened and self.config.train.replicas > 1):
             batches = self._whitened()
             for first in range(0, len(batches), AT_ONCE):
-                end_of_some = first + AT_ONCE
-                self._accumulate(batches[first:end_of_some], end_of_some >= len(batches))
+                self._accumulate(batches[first : first + AT_ONCE])
                 self._still_computing()
         if self.late is not None:
             self.late.reduce()
@@ -233,19 +232,19 @@ class Learner:
         bounds = self.config.tis_bounds(is_float32) or "off"
         return self.config.algorithm.model_copy(update={"tis_bounds": bounds})
 
-    def _accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
+    def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
         self._fetch()
-        for i, samples in enumerate(batches):
+        for samples in batches:
             # also without samples, for collectives with other ranks of this replica
             if samples or self.world > self.config.train.replicas:
                 vocabulary, packed = self.policy.vocabulary, self.policy.way.packed
                 batch = collate(samples, self.device, vocabulary, packed)
                 with self.computing.running(), out_of_memory.final(self.config, "", samples):
-                    self._backward(batch, samples, is_last and i == len(batches) - 1)
+                    self._backward(batch, samples)
                 self._num_flops += self._flops.of(map(num_tokens_read, samples))
         self.num_batches += len(batches)
 
-    def _backward(self, batch: Batch, samples: MicroBatch, is_last: bool) -> None:
+    def _backward(self, batch: Batch, samples: MicroBatch) -> None:
         if self.late is not None:
             self.late.begin()
         # Greedy samples have no distribution of their own.
@@ -266,8 +265,6 @@ class Learner:
             batch.mask,
             entropy if has_bonus else None,
         )
-        if is_last and self.parking is not None and self.hosted is None:
-            self.parking.begin_fetching_state()
         sums.total.backward()
         # engines serve the weights of the step's beginning
         is_compared = begun_with is not None or not self._has_moved

@@ -112,14 +112,9 @@ class Parking:
             self._host.fetch(self._of_passes())
             self.is_parked = False
 
-    def begin_fetching_state(self) -> None:
-        """Fetch the optimizer's state, beside a pass."""
-        self._host.fetch(self._state(), beside=True)
-
     def fetch_state(self) -> None:
-        """An update follows."""
-        self._host.fetch(self._state(), beside=True)
-        self._host.wait()
+        """Fetch the optimizer's state for an update."""
+        self._host.fetch(self._state())
 
     def put_state_away(self) -> None:
         """Gradients are only accumulated."""

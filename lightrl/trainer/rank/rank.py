@@ -140,8 +140,8 @@ class Rank:
     def _perform(self, command: RankCommand, is_unwanted: IsUnwanted | None) -> Iterator[RankEvent]:
         require_step(self.step, command)
         match command:
-            case Accumulate(step, batches, is_last):
-                self.learner.accumulate(batches, is_last)
+            case Accumulate(step, batches):
+                self.learner.accumulate(batches)
                 yield Done(step)
             case Update(step, policy_version=None):
                 self.learner.update(command)

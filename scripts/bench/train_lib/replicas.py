@@ -151,7 +151,7 @@ async def _fed(config: Config, folder: Path, groups: list[TrainGroup]) -> list[D
             case StepDone(number, metrics=metrics):
                 now, used = perf_counter(), cpu_s()
                 took_s = now - begun[0] - metrics["timing_s/publish"]
-                passes = metrics["num_micro_batches"]
+                passes = metrics["perf/micro_batches"]
                 done.append(Done(took_s, used - begun[1], peak_mb(), passes))
                 begun = (now, used)
                 if number + 1 < config.train.steps:

@@ -196,13 +196,11 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """Nothing of the rank is on its device. `is_asked`: in answer to Suspend. Example:
-    Suspended(22_000_000_000, 1.1)."""
+    """Nothing of the rank is on its device. Example: Suspended(22_000_000_000, 1.1)."""
 
     # moved to the host
     num_bytes: int
     seconds: float
-    is_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

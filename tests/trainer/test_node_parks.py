@@ -265,9 +265,9 @@ def devices(new_config):
     return made, said, clock
 
 
-def park(devices, is_asked=True):
+def park(devices):
     for rank in range(2):
-        devices.on_event(rank, Suspended(100 + rank, 0.5 + rank, is_asked))
+        devices.on_event(rank, Suspended(100 + rank, 0.5 + rank))
 
 
 def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
@@ -286,9 +286,9 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     node.ask(4)
     assert node.is_asked
     clock.now += 2.5
-    node.on_event(1, Suspended(101, 1.5, True))
+    node.on_event(1, Suspended(101, 1.5))
     assert said[1:] == []
-    node.on_event(0, Suspended(100, 0.5, True))
+    node.on_event(0, Suspended(100, 0.5))
     assert said[1:] == [Parked(4, 201, 2.5)]
     assert not node.is_asked
     node.ask(4)  # again: it is still true
@@ -298,7 +298,7 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     node.ask(4)  # no longer
     assert not node.is_asked
     node.ask(5)
-    park(node, is_asked=False)
+    park(node)
     node.announce()
     assert said[3:] == [Parked(5, 201, 0.0), Parked(0, 201, 1.5)]
 
@@ -318,7 +318,7 @@ def test_who_has_the_devices(devices):
     assert said == []
     node.on_command(Accumulate(0, ()))
     node.on_command(Update(0, 1, 1, 1))
-    park(node, is_asked=False)
+    park(node)
     assert [m.number for m in said] == [1]
     node.published()
     assert node.are_away
@@ -332,7 +332,7 @@ def test_nobody_has_the_devices_until_a_version_is_said(devices):
     node, said, _ = devices
     for begins in (node.starting, lambda: node.on_command(Update(0, 1, 1, 1))):
         begins()
-        park(node, is_asked=False)
+        park(node)
         node.announce()
         assert said.pop().number == 0
         assert not node.has_devices

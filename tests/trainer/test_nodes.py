@@ -12,7 +12,7 @@ from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
     TO_LEADER,
     EndRanks,
-    RankEventFrame,
+    RankFrame,
     RanksGone,
     StartRanks,
 )
@@ -59,9 +59,9 @@ def test_each_node_starts_its_ranks_and_what_they_say_is_heard_of_this_life_only
         [file] = tmp_path.iterdir()
         assert (str(file), file.read_text()) == (proof, led.life.name)
         frame = RANK_EVENTS.encode(Done(4))
-        led.hear("v", RankEventFrame("another life", 2, RANK_EVENTS.encode(Done(3))))
-        led.hear("u", RankEventFrame(led.life.name, 2, RANK_EVENTS.encode(Done(3))))  # not its own
-        led.hear("v", RankEventFrame(led.life.name, 2, frame))
+        led.hear("v", RankFrame("another life", 2, RANK_EVENTS.encode(Done(3))))
+        led.hear("u", RankFrame(led.life.name, 2, RANK_EVENTS.encode(Done(3))))  # not its own
+        led.hear("v", RankFrame(led.life.name, 2, frame))
         assert await led.life.ranks[1].receive() == Done(4)
         await led.life.end(is_orderly=True)
         assert [m for _, m in led.told[2:]] == [EndRanks(led.life.name, True)] * 2

@@ -24,8 +24,7 @@ from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
     TO_LEADER,
     EndRanks,
-    RankCommandFrame,
-    RankEventFrame,
+    RankFrame,
     RanksGone,
     StartRanks,
     ToFollower,
@@ -96,12 +95,12 @@ class Life:
             self._send_to(node, StartRanks(self.name, mine, str(proof)))
 
     def _sender(self, node: str, rank: int) -> Callable[[bytes], None]:
-        return lambda frame: self._send_to(node, RankCommandFrame(self.name, rank, frame))
+        return lambda frame: self._send_to(node, RankFrame(self.name, rank, frame))
 
     def _send_to(self, node: str, message: ToFollower) -> None:
         self._send(TrainerRelay(node, TO_FOLLOWER.encode(message)))
 
-    def receive(self, node: str, message: RankEventFrame | RanksGone) -> None:
+    def receive(self, node: str, message: RankFrame | RanksGone) -> None:
         if message.life != self.name:
             return
         if isinstance(message, RanksGone):

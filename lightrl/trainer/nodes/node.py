@@ -28,8 +28,7 @@ from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
     TO_LEADER,
-    RankCommandFrame,
-    RankEventFrame,
+    RankFrame,
     RanksGone,
     StartRanks,
     ToFollower,
@@ -139,7 +138,7 @@ class Follower:
             self._lives.put_nowait(self._life)
         elif self._life is None or message.life != self._life.name:
             pass
-        elif isinstance(message, RankCommandFrame):
+        elif isinstance(message, RankFrame):
             if self.devices.are_shared:
                 self.devices.on_command(RANK_COMMANDS.decode(message.frame))
             self._life.send(message.rank, message.frame)
@@ -188,7 +187,7 @@ class Follower:
             if isinstance(event, RankStarted | StepFinished):
                 self.devices.announce()
                 self.devices.published()
-            self._report(RankEventFrame(life.name, number, RANK_EVENTS.encode(event)))
+            self._report(RankFrame(life.name, number, RANK_EVENTS.encode(event)))
 
     def _report(self, message: ToLeader) -> None:
         if self._life is not None and message.life == self._life.name and self._leader:

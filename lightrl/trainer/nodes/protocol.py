@@ -3,8 +3,8 @@
 Each belongs to one life of the ranks: messages of another life are dropped. Must not import torch:
 the daemon imports this file.
 
-    leader -> follower   StartRanks RankCommandFrame EndRanks
-    follower -> leader   RankEventFrame RanksGone
+    leader -> follower   StartRanks RankFrame EndRanks
+    follower -> leader   RankFrame RanksGone
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class StartRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCommandFrame:
-    """A RankCommand for this rank, encoded for its pipe."""
+class RankFrame:
+    """A RankCommand or RankEvent of this rank, encoded for its pipe."""
 
     life: str
     rank: int
@@ -45,15 +45,6 @@ class EndRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class RankEventFrame:
-    """A RankEvent of this rank, as it came through its pipe."""
-
-    life: str
-    rank: int
-    frame: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class RanksGone:
     """A rank has died, or none can be started; `is_final`: a restart would fail in the same way."""
 
@@ -62,8 +53,8 @@ class RanksGone:
     is_final: bool = False
 
 
-ToFollower: TypeAlias = StartRanks | RankCommandFrame | EndRanks
-ToLeader: TypeAlias = RankEventFrame | RanksGone
+ToFollower: TypeAlias = StartRanks | RankFrame | EndRanks
+ToLeader: TypeAlias = RankFrame | RanksGone
 
 TO_FOLLOWER: Codec[ToFollower] = Codec(ToFollower)
 TO_LEADER: Codec[ToLeader] = Codec(ToLeader)

@@ -139,7 +139,7 @@ class EmulatedRank:
                 self._reset()
                 yield Done(step)
             case Suspend():
-                if suspended := self._suspend(is_asked=True):
+                if suspended := self._suspend():
                     yield suspended
             case EncodeDelta():
                 yield DeltaMade()  # its weights are a digest: all of them differ
@@ -228,13 +228,13 @@ class EmulatedRank:
         self._reset()
         return metrics
 
-    def _suspend(self, is_asked: bool = False) -> Suspended | None:
+    def _suspend(self) -> Suspended | None:
         """Free the device, if it is shared, in `park_ms` unless it is free."""
         if self.config.rollout.placement != "shared":
             return None
         seconds = 0.0 if self._is_suspended else self._sleep("park_ms")
         self._is_suspended = True
-        return Suspended(int(self._times["parked_mb"] * 1e6), seconds, is_asked)
+        return Suspended(int(self._times["parked_mb"] * 1e6), seconds)
 
     def _fetch(self) -> None:
         if self._is_suspended:

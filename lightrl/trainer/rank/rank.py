@@ -152,7 +152,7 @@ class Rank:
                 self.learner.reset()
                 yield Done(step)
             case Suspend():
-                if suspended := self._suspend(is_asked=True):
+                if suspended := self._suspend():
                     yield suspended
             case EncodeDelta():
                 yield self._publish_delta()
@@ -186,13 +186,13 @@ class Rank:
         base = self._base.digest if self._base else ""
         self.file = self._publisher.publish(policy_version, shards(self.learner.policy), base)
 
-    def _suspend(self, is_asked: bool = False) -> Suspended | None:
+    def _suspend(self) -> Suspended | None:
         """Free the device, if it is shared."""
         if self.learner.parking is None:
             return None
         began = time.monotonic()
         num_bytes = self.learner.parking.park()
-        return Suspended(num_bytes, time.monotonic() - began, is_asked)
+        return Suspended(num_bytes, time.monotonic() - began)
 
     def _name_of_model(self) -> str:
         """Its absolute path, or its name on the hub."""

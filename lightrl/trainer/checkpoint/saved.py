@@ -221,7 +221,7 @@ def tidy(checkpoints: Path) -> None:
                 continue
         if state in {"old", "draft", "gone"}:
             shutil.rmtree(left, ignore_errors=True)
-    for pattern in (".latest.draft", ".life-*", ".ranks-*"):  # the last two of several nodes
+    for pattern in (".life-*", ".ranks-*"):  # rendezvous of several nodes
         for left in checkpoints.glob(pattern):
             left.unlink(missing_ok=True)
     for left in checkpoints.glob(f"step_*/.{EXPORT}.draft"):

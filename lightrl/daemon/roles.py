@@ -25,8 +25,8 @@ from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.system.addresses import WILDCARD, own_host, split_address
-from lightrl.trainer.nodes.follower import Follower
-from lightrl.trainer.nodes.node import TrainerNode
+from lightrl.trainer.nodes.node import Follower, TrainerNode
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
@@ -125,21 +125,14 @@ class Roles:
             if config.train.nodes > 1 and host == WILDCARD:
                 host = own_host()
 
+            place = Place(run_dir, published, gpus.ranks, host)
+
             def new_trainer() -> Trainer:
-                return Trainer(
-                    config,
-                    run_dir,
-                    published,
-                    ServedVersions(weights.server, weights.store.point),
-                    self._send,
-                    self._on_restart,
-                    gpus.ranks,
-                    host,
-                    self._relay,
-                )
+                versions = ServedVersions(weights.server, weights.store.point)
+                return Trainer(config, place, versions, self._send, self._on_restart, self._relay)
 
             if config.train.nodes > 1:
-                follower = Follower(config, run_dir, self._relay, gpus.ranks, host, self._send)
+                follower = Follower(config, place, self._relay, self._send)
                 self._trainer = TrainerNode(self._node, follower, new_trainer, self._drain)
             else:
                 self._trainer = new_trainer()
@@ -177,7 +170,7 @@ class Roles:
     def on_lost_messages(self) -> None:
         """What this node has said to other trainer nodes, or they to it, may not have come."""
         if isinstance(self._trainer, TrainerNode):
-            self._trainer.break_off()
+            self._trainer.disconnect()
 
     def on_welcome(self) -> None:
         """It hears us again: all that it may have missed is said."""

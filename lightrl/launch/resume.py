@@ -28,6 +28,7 @@ from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.system.output import print_lines
+from lightrl.trainer.checkpoint.checksums import find_corruption
 from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,
     REWOUND,
@@ -37,7 +38,6 @@ from lightrl.trainer.checkpoint.saved import (
     set_aside,
     step_of,
 )
-from lightrl.trainer.checkpoint.seal import damage
 
 # how a model and its batches lie on devices: the same result, up to rounding
 HOW_IT_LIES = (
@@ -216,7 +216,7 @@ def _rewind(run_dir: Path) -> str:
     from lightrl.journal.read import LOG, rewind  # numpy comes with it
 
     try:
-        path = newest_sound(run_dir / CHECKPOINTS, damage, print_lines)
+        path = newest_sound(run_dir / CHECKPOINTS, find_corruption, print_lines)
         if path is None:
             raise LightRLError(f"{relative(run_dir)}: has no undamaged checkpoint")
         step = step_of(path)

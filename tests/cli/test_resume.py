@@ -21,8 +21,8 @@ from lightrl.keys import join_key, read_key
 from lightrl.launch.resume import FIXED, MAY_CHANGE, newest_checkpoint, prepare
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
+from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.saved import SavedStep, point
-from lightrl.trainer.checkpoint.seal import sealed
 from lightrl.wire import to_json
 from tests.support.cli import (
     DEADLINE_S,
@@ -292,7 +292,9 @@ def test_from_the_newest_checkpoint_that_is_not_damaged(tmp_path, capsys):
         path = checkpoints / f"step_{step}"
         (path / "state").mkdir(parents=True)
         (path / "state" / "weights").write_bytes(bytes(99))
-        (path / "trainer.json").write_bytes(to_json(sealed(SavedStep(step, step, ""), path)))
+        (path / "trainer.json").write_bytes(
+            to_json(with_checksums(SavedStep(step, step, ""), path))
+        )
         point(checkpoints, path)
     damaged(checkpoints / "step_1" / "state" / "weights")
     prepare("one", from_checkpoint=True)

@@ -14,6 +14,7 @@ from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.sharing import AssignDevices
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
@@ -55,7 +56,9 @@ class Coordinator:
         self.published.mkdir(exist_ok=True)
         self.server = WeightServer()
         versions = ServedVersions(self.server)
-        self.trainer = Trainer(config, folder, self.published, versions, self.take, self.restarted)
+        self.trainer = Trainer(
+            config, Place(folder, self.published), versions, self.take, self.restarted
+        )
 
     def restarted(self):
         self.num_hellos += 1

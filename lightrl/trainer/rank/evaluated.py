@@ -25,9 +25,9 @@ from lightrl.config.schema import Config
 from lightrl.devices.cuda import has_cuda
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.model_files import ADAPTERS, weights_folder
+from lightrl.trainer.checkpoint.contents import Reader, find_tensors, read_adapters, read_tensors
 from lightrl.trainer.checkpoint.layout import MODEL, read_layout
 from lightrl.trainer.checkpoint.saved import SavedStep, read_step
-from lightrl.trainer.checkpoint.tensors import Reader, find_tensors, read_adapters, read_tensors
 from lightrl.trainer.model.loading import build
 from lightrl.trainer.model.policy import OF_FAMILIES, Policy, load_served, shards
 from lightrl.trainer.protocol import Published, RankCommand, RankEvent, RankStarted, StartRank

@@ -1,9 +1,7 @@
-"""Whether a checkpoint is still what was saved: digests of its files, written down in it and
-compared later.
+"""Checksums of the files of a checkpoint: neither a disk nor the format of the tensors reports bits
+that have changed.
 
-A disk that returns other bits than it was given says nothing, and neither does the format of the
-tensors. Owns how a checkpoint is sealed and looked through. Must not import torch: the daemon
-looks, not its ranks.
+Must not import torch: the daemon checks them, not its ranks.
 """
 
 import errno
@@ -18,36 +16,35 @@ from lightrl.errors import ProtocolError
 from lightrl.trainer.checkpoint.saved import EXPORT, STEP_FILE, SavedStep
 from lightrl.wire import from_json, to_json
 
-GONE = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR}  # what a bad disk or a lost file says
+GONE = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR}  # of a bad disk or a lost file
 PIECE_BYTES = 8 << 20  # of a file, for one thread
 READ_BYTES = 1 << 20
 MAX_THREADS = 8  # each takes about a second for a gigabyte
 
 
 class _Unwanted(Exception):
-    """Nobody waits for the answer any more."""
+    """The result is not wanted any more."""
 
 
-def sealed(saved: SavedStep, checkpoint: Path) -> SavedStep:
-    """With the digests of all files that are in the checkpoint now. Raises OSError."""
+def with_checksums(saved: SavedStep, checkpoint: Path) -> SavedStep:
+    """Add the digests of all files in the checkpoint but its export. Raises OSError."""
     exported = checkpoint / EXPORT
     found = [p for p in sorted(checkpoint.rglob("*")) if p.is_file()]
     paths = [p for p in found if not p.is_relative_to(exported)]
     names = [str(p.relative_to(checkpoint)) for p in paths]
-    return resealed(replace(saved, files=dict(zip(names, _digests(paths), strict=True))))
+    return with_seal(replace(saved, files=dict(zip(names, _digests(paths), strict=True))))
 
 
-def resealed(saved: SavedStep) -> SavedStep:
-    """The same files, of which something else is said."""
+def with_seal(saved: SavedStep) -> SavedStep:
+    """Replace the digest of all other fields."""
     return replace(saved, seal=_seal(to_json(replace(saved, seal=""))))
 
 
-def damage(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> str:
-    """What of a checkpoint is not as it was saved, in one line; "" if all of it is.
+def find_corruption(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> str:
+    """Return what of a checkpoint is not as it was saved, in one line, or "".
 
-    One that was saved without digests is taken as it is. Blocks for about as long as reading it
-    takes, or until `is_wanted` says no. Raises OSError if it cannot be looked at for a reason that
-    may pass.
+    A checkpoint without digests passes. Blocks for about as long as reading it takes, while
+    `is_wanted`. Raises OSError if it cannot be read for a reason that may pass.
     """
     try:
         data = (checkpoint / STEP_FILE).read_bytes()
@@ -63,7 +60,7 @@ def damage(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> st
     except _Unwanted:
         return ""
     except OSError as e:
-        # a right that is missing, a file server that is away: it may be sound
+        # a missing right, an unreachable file server: the files may be sound
         if e.errno not in GONE:
             raise
         return f"{Path(e.filename).name}: {e.strerror}" if e.filename else e.strerror or str(e)
@@ -73,15 +70,13 @@ def damage(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> st
 
 
 def _seal(data: bytes) -> str:
-    """Of STEP_FILE as it is without its seal, whatever fields another version puts there."""
+    """Digest of STEP_FILE without its seal, whatever fields another release has."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _digests(paths: Iterable[Path], is_wanted: Callable[[], bool] = lambda: True) -> list[str]:
-    """One for each file: of the digests of its pieces, so that many threads share one large file.
-
-    Raises OSError.
-    """
+    """Digest each file by the digests of its pieces: many threads share a large file. Raises
+    OSError."""
     threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
         pieces = [

@@ -4,7 +4,7 @@ policy."""
 from collections.abc import Mapping
 
 from lightrl.config.schema import Config
-from lightrl.core.cost_model import Prices
+from lightrl.core.nodes.cost_model import Prices
 from lightrl.core.settings import EvalSet, Settings, Tail
 from lightrl.messages.responses import Sampling
 

@@ -1,6 +1,6 @@
 """The eval section of a run's config: sets of held-out prompts, and how each is answered.
 
-Owns the defaults of a set. When an evaluation takes place is core/rounds.py's,
+Owns the defaults of a set. When an evaluation takes place is core/rounds/rounds.py's,
 its figures are metrics/evaluation.py's. Must stay importable without torch.
 """
 

@@ -2,7 +2,7 @@
 
 Owns when it runs. The command may be missing, hang, fail, print without end, or start other nodes
 than it should: that costs one line of the log. How many nodes are wanted is decided in
-core/scaling.py.
+core/nodes/scaling.py.
 """
 
 import asyncio

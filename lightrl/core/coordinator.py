@@ -12,14 +12,7 @@ clock or touch a socket: time is an argument.
 import math
 from typing import assert_never
 
-from lightrl.core import placement
-from lightrl.core.arrivals import Arrivals
-from lightrl.core.backlog import Backlog
-from lightrl.core.balance import Balance
-from lightrl.core.colocation import Colocation
 from lightrl.core.commands import Command, Outbox
-from lightrl.core.device_turns import DeviceTurns
-from lightrl.core.engine_sizes import EngineSizes
 from lightrl.core.events import (
     BroadcastReported,
     CheckpointWritten,
@@ -46,17 +39,24 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.fleet import Fleet
-from lightrl.core.group_filter import GroupFilter
-from lightrl.core.length_predictor import LengthPredictor
-from lightrl.core.responses import ResponseTable
-from lightrl.core.round_scheduler import RoundScheduler
-from lightrl.core.scaling import Scaling
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.nodes.scaling import Scaling
+from lightrl.core.responses import placement
+from lightrl.core.responses.arrivals import Arrivals
+from lightrl.core.responses.balance import Balance
+from lightrl.core.responses.length_predictor import LengthPredictor
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds.backlog import Backlog
+from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.rounds.round_scheduler import RoundScheduler
+from lightrl.core.rounds.shutdown import Shutdown
 from lightrl.core.settings import Settings
-from lightrl.core.sharing_policy import SharingPolicy
-from lightrl.core.shutdown import Shutdown
+from lightrl.core.sharing.colocation import Colocation
+from lightrl.core.sharing.device_turns import DeviceTurns
+from lightrl.core.sharing.engine_sizes import EngineSizes
+from lightrl.core.sharing.sharing_policy import SharingPolicy
 from lightrl.core.state import Node, NodeState, RunState
-from lightrl.core.versions import Versions
+from lightrl.core.training.versions import Versions
 from lightrl.messages.nodes import ENDING, Drain, Hello, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
 from lightrl.messages.weights import WeightsFailed, WeightsReady

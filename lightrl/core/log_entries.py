@@ -9,12 +9,12 @@ and when, is the shell's business.
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
-from lightrl.core.backlog import Deferred
-from lightrl.core.cost_model import Observed
-from lightrl.core.curve import LineFit
 from lightrl.core.events import PromptsDrawn, ResponseScored
-from lightrl.core.length_predictor import Memory
-from lightrl.core.planner import PlannerMemory
+from lightrl.core.nodes.cost_model import Observed
+from lightrl.core.nodes.curve import LineFit
+from lightrl.core.responses.length_predictor import Memory
+from lightrl.core.rounds.backlog import Deferred
+from lightrl.core.sharing.planner import PlannerMemory
 from lightrl.core.state import DrawnPrompt, RoundKind
 from lightrl.messages.responses import ResponseTokens
 from lightrl.messages.training import StepDone, TrainShard

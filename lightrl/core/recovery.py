@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, assert_never
 
-from lightrl.core import rounds
 from lightrl.core.arrays import encode
-from lightrl.core.backlog import Deferred
 from lightrl.core.commands import CloseRound, Command, DrawPrompts
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import PromptsDrawn, ResponseScored
@@ -28,6 +26,8 @@ from lightrl.core.log_entries import (
     VersionPublished,
     VersionRetrained,
 )
+from lightrl.core.rounds import rounds
+from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.state import (
     Group,
     Response,
@@ -36,7 +36,7 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
 )
-from lightrl.core.weight_sources import PublishedVersion
+from lightrl.core.weights.weight_sources import PublishedVersion
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.messages.training import StepDone

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightrl.core.cost_model import Prices
+from lightrl.core.nodes.cost_model import Prices
 from lightrl.errors import InvariantViolation
 from lightrl.messages.responses import Sampling
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.chunk_stats import ChunkWindow, Gain
-from lightrl.core.speed import Speed
+from lightrl.core.nodes.chunk_stats import ChunkWindow, Gain
+from lightrl.core.nodes.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import Role

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.race import MIN_COMPARED, zero_std
-from lightrl.core.rounds import staleness
+from lightrl.core.rounds.race import MIN_COMPARED, zero_std
+from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages.snapshot import SampleText
 from lightrl.metrics.evaluation import Evaluated, Scores, scores_line

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightrl.core.arrays import encode
-from lightrl.core.backlog import Backlog
-from lightrl.core.rounds import staleness
+from lightrl.core.rounds.backlog import Backlog
+from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import DrawnPrompt, GroupState, Response, Round
 
 MIN_AT_RISK = 10  # observations up to whose length a mean is estimated, if some are censored

@@ -3,9 +3,8 @@
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lightrl.core import race, rounds
-from lightrl.core.broadcasts import Phase
-from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
+from lightrl.core.nodes.fleet import MAX_WEIGHTS_FAILURES
+from lightrl.core.rounds import race, rounds
 from lightrl.core.state import (
     OVER,
     RESTING,
@@ -16,7 +15,8 @@ from lightrl.core.state import (
     Round,
     RoundState,
 )
-from lightrl.core.weight_sources import PULLING
+from lightrl.core.weights.broadcasts import Phase
+from lightrl.core.weights.weight_sources import PULLING
 from lightrl.errors import InvariantViolation
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from lightrl.core.weight_sources import MAX_CHAIN
+from lightrl.core.weights.weight_sources import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsBase
 from lightrl.system.child import LACKING, retry_on_resource_limit

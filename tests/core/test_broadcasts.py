@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.broadcasts import MAX_FAILURES, Broadcasts, Phase
 from lightrl.core.commands import Command, Report, Send
 from lightrl.core.events import (
     BroadcastReported,
@@ -19,6 +18,7 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
+from lightrl.core.weights.broadcasts import MAX_FAILURES, Broadcasts, Phase
 from lightrl.messages.broadcasts import (
     BroadcastGroup,
     BroadcastOrder,

@@ -5,8 +5,8 @@ import pytest
 
 from lightrl.core.commands import Command, Send
 from lightrl.core.events import NodeLeft, NodeLost, StepTrained
-from lightrl.core.shared_devices import SharedDevices
-from lightrl.core.sharing_rules import Change, ScaleDown
+from lightrl.core.sharing.shared_devices import SharedDevices
+from lightrl.core.sharing.sharing_rules import Change, ScaleDown
 from lightrl.messages.nodes import Welcome
 from lightrl.messages.responses import Generate
 from lightrl.messages.sharing import AssignDevices, SleepEngine, SuspendTrainer, WakeEngine

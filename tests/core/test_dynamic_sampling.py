@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lightrl.core.commands import CloseRound, DrawPrompts
-from lightrl.core.rounds import MAX_REDRAWS
+from lightrl.core.rounds.rounds import MAX_REDRAWS
 from lightrl.core.settings import Tail
 from tests.core.conftest import Driver, held_out, of_kind
 

@@ -26,7 +26,7 @@ from lightrl.core.events import (
 )
 from lightrl.core.log_entries import RoundShape, SharingMemory
 from lightrl.core.settings import Tail
-from lightrl.core.sharing_rules import Change, StepTimes, View
+from lightrl.core.sharing.sharing_rules import Change, StepTimes, View
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from lightrl.core import mini_batches
 from lightrl.core.commands import Command
+from lightrl.core.rounds import mini_batches
 from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState
 from lightrl.messages.responses import Sampling
 from lightrl.messages.training import TrainGroup, TrainShard

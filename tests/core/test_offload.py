@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.placement import Outlook
-from lightrl.core.round_outlook import in_waves, peak_context
-from lightrl.core.sharing_rules import (
+from lightrl.core.nodes.speed import Speed
+from lightrl.core.responses.placement import Outlook
+from lightrl.core.sharing.round_outlook import in_waves, peak_context
+from lightrl.core.sharing.sharing_rules import (
     NOTHING,
     Change,
     ForecastRule,
@@ -16,7 +17,6 @@ from lightrl.core.sharing_rules import (
     Window,
     best_window_s,
 )
-from lightrl.core.speed import Speed
 from lightrl.core.state import Node
 
 SLOPE = 0.001  # seconds that each response adds to a step: 1,000 tokens a second and node

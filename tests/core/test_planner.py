@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.core.planner import (
+from lightrl.core.sharing.planner import (
     QUIET_ROUNDS,
     EngineKind,
     KindMemory,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lightrl.core import rounds
-from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish, Report
 from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
+from lightrl.core.rounds import rounds
+from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Tail
 from lightrl.core.state import DrawnPrompt, RoundState
 from lightrl.messages.nodes import Drain

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightrl.core.commands import Command, Scale
-from lightrl.core.cost_model import Forecast, Prices
 from lightrl.core.events import NodeLeft, NodeLost, TimerFired
+from lightrl.core.nodes.cost_model import Forecast, Prices
 from lightrl.core.settings import Tail
 from lightrl.core.state import NodeState
 from lightrl.messages.nodes import Drain

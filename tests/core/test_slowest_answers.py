@@ -2,11 +2,11 @@
 
 import pytest
 
-from lightrl.core import group_filter
 from lightrl.core.commands import Record
 from lightrl.core.events import ResponseScored
 from lightrl.core.log_entries import SnapshotBegan
 from lightrl.core.recovery import take_snapshot
+from lightrl.core.rounds import group_filter
 from tests.core.conftest import Driver, held_out, of_kind
 
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from lightrl.core.speed import PRIOR_HALF_BATCH, PRIOR_STEP_S, Speed
+from lightrl.core.nodes.speed import PRIOR_HALF_BATCH, PRIOR_STEP_S, Speed
 from lightrl.core.state import Node
 from tests.core.conftest import Driver
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import Counters, SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
-from lightrl.core.rounds import sample_seed
+from lightrl.core.rounds.backlog import Backlog, Deferred
+from lightrl.core.rounds.rounds import sample_seed
 from lightrl.core.settings import Tail
 from lightrl.core.state import DrawnPrompt
 from lightrl.errors import InvariantViolation

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.commands import Finish, Record, ReplayShards, Report
 from lightrl.core.events import (
     CheckpointWritten,
@@ -18,6 +17,7 @@ from lightrl.core.events import (
     WeightsPublished,
 )
 from lightrl.core.log_entries import ShardSent, VersionPublished
+from lightrl.core.training import trainer_feed as trainer_feed
 from lightrl.messages.nodes import PROTOCOL, Drain, Hello, Welcome
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights

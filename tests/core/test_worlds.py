@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.events import DrainRequested, NodeLeft, ShellFailed
 from lightrl.core.settings import EvalSet, Tail
+from lightrl.core.training import trainer_feed as trainer_feed
 from lightrl.messages.responses import Sampling
 from tests.core.conftest import held_out
 from tests.core.oracle import oracle

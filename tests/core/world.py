@@ -6,7 +6,6 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
-from lightrl.core import trainer_feed
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -28,9 +27,10 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.log_entries import ShardSent, SnapshotEnded
-from lightrl.core.rounds import staleness
+from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import Node, Response, Round
-from lightrl.core.weight_sources import MAX_PEERS
+from lightrl.core.training import trainer_feed
+from lightrl.core.weights.weight_sources import MAX_PEERS
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.core.commands import Command, ReplayShards, Send
 from lightrl.core.events import NodeReleased, TrainerParked, WeightsRefused
-from lightrl.core.sharing_rules import Change, StepTimes, View
+from lightrl.core.sharing.sharing_rules import Change, StepTimes, View
 from lightrl.messages.message import Message
 from lightrl.messages.sharing import (
     AssignDevices,

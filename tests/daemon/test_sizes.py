@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.planner import PlannedRound, Planner
+from lightrl.core.sharing.planner import PlannedRound, Planner
 from lightrl.core.state import NodeState
 from lightrl.devices.sizes import sized_engines
 from tests.daemon.test_runs import children_of

@@ -15,7 +15,7 @@ from lightrl.core.log_entries import (
     TokensTaken,
     VersionPublished,
 )
-from lightrl.core.planner import KindMemory, PlannerMemory
+from lightrl.core.sharing.planner import KindMemory, PlannerMemory
 from lightrl.core.state import DrawnPrompt
 from lightrl.errors import JournalError
 from lightrl.journal.read import LOG, newest, segments

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lightrl.coordinator.journaling import noted
-from lightrl.core.backlog import Deferred
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import ShellNote
+from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.settings import Settings, Tail
 from lightrl.core.state import (
     DrawnPrompt,

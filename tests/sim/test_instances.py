@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from lightrl.core.placement import Outlook
-from lightrl.core.sharing_rules import StepTimes, View, Window
+from lightrl.core.responses.placement import Outlook
+from lightrl.core.sharing.sharing_rules import StepTimes, View, Window
 from lightrl.core.state import Node
 from lightrl.sim.inputs.scenario import Scenario, Switches
 from lightrl.sim.inputs.traces import TraceEvent

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightrl.core.settings import EvalSet, Tail
-from lightrl.core.sharing_rules import Change, Rule, StepTimes, View
+from lightrl.core.sharing.sharing_rules import Change, Rule, StepTimes, View
 from lightrl.messages.responses import Sampling
 from lightrl.sim.inputs.scenario import OffloadRule, Switches
 from lightrl.sim.inputs.traces import TraceEvent

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightrl.config.run_file import load_config, to_toml
-from lightrl.core.backlog import Deferred
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
     LogEntry,
@@ -19,6 +18,7 @@ from lightrl.core.log_entries import (
     TokensTaken,
     VersionPublished,
 )
+from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.settings import EvalSet
 from lightrl.core.state import DrawnPrompt
 from lightrl.journal.read import LOG

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightrl.core.events import TokensArrived, WeightsPublished
-from lightrl.core.weight_sources import MAX_CHAIN
+from lightrl.core.weights.weight_sources import MAX_CHAIN
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady

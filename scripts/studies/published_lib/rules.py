@@ -1,11 +1,11 @@
 """Rules by which the devices of compared systems change sides, where the core's own are not meant.
 
-Owns what RLBoost's rows need beside `core/sharing_rules.py`; they are no rules of LightRL.
+Owns what RLBoost's rows need beside `core/sharing/sharing_rules.py`; they are no rules of LightRL.
 """
 
 from statistics import fmean
 
-from lightrl.core.sharing_rules import NOTHING, Change, StepTimes, View, Window
+from lightrl.core.sharing.sharing_rules import NOTHING, Change, StepTimes, View, Window
 
 
 class NoWindow:

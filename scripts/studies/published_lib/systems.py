@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lightrl.core.settings import Tail
-from lightrl.core.sharing_rules import Rule, Window
+from lightrl.core.sharing.sharing_rules import Rule, Window
 from lightrl.sim.inputs.scenario import Switches
 from lightrl.sim.inputs.traces import TraceEvent, always_there
 from scripts.studies.published_lib.published import (

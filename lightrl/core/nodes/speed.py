@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from lightrl.core.curve import HARDLY, Curve, rising
+from lightrl.core.nodes.curve import HARDLY, Curve, rising
 
 PRIOR_STEP_S = 0.02  # before the first chunk of a node
 PRIOR_HALF_BATCH = 128  # responses at which an engine step takes twice as long as with one

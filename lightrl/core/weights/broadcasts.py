@@ -20,7 +20,7 @@ from enum import StrEnum
 from lightrl.core.commands import Outbox
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
-from lightrl.core.weight_sources import PULLING, WeightSources
+from lightrl.core.weights.weight_sources import PULLING, WeightSources
 from lightrl.messages.broadcasts import (
     Backend,
     BroadcastGroup,

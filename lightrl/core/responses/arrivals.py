@@ -7,13 +7,13 @@ what becomes of a response by them is for `group_filter`, where it runs for `res
 import math
 from dataclasses import dataclass, field
 
-from lightrl.core import race
 from lightrl.core.arrays import decode, encode, native
 from lightrl.core.commands import Outbox
-from lightrl.core.fleet import Fleet
-from lightrl.core.group_filter import GroupFilter
 from lightrl.core.log_entries import TokensTaken
-from lightrl.core.responses import ResponseTable, can_exist
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.responses import ResponseTable, can_exist
+from lightrl.core.rounds import race
+from lightrl.core.rounds.group_filter import GroupFilter
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState
 from lightrl.errors import InvariantViolation

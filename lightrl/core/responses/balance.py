@@ -7,10 +7,10 @@ round. When nothing waits, what others have too much moves.
 
 from collections.abc import Sequence
 
-from lightrl.core import placement
-from lightrl.core.fleet import Fleet
-from lightrl.core.placement import LengthForecast, taken_s, works_of
-from lightrl.core.responses import ResponseTable
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses import placement
+from lightrl.core.responses.placement import LengthForecast, taken_s, works_of
+from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response
 

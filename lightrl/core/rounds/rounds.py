@@ -34,8 +34,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lightrl.core.arrays import decode, encode
-from lightrl.core.backlog import Backlog, Deferred
-from lightrl.core.length_predictor import LengthPredictor
+from lightrl.core.responses.length_predictor import LengthPredictor
+from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Settings
 from lightrl.core.state import (
     DrawnPrompt,

@@ -8,8 +8,8 @@ still have to start before it can sleep, so its node gets `patience_s` more.
 """
 
 from lightrl.core.commands import Outbox
-from lightrl.core.fleet import Fleet
-from lightrl.core.responses import ResponseTable
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
 from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine

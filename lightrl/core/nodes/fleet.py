@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from itertools import chain, islice
 from statistics import fmean
 
-from lightrl.core.broadcasts import Broadcasts
-from lightrl.core.chunk_stats import Gain
 from lightrl.core.commands import Admit, Outbox
+from lightrl.core.nodes.chunk_stats import Gain
+from lightrl.core.nodes.speed import Speed
 from lightrl.core.settings import Settings
-from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
-from lightrl.core.speed import Speed
+from lightrl.core.sharing.shared_devices import SharedDevices, way_to_side, why_not_shared
 from lightrl.core.state import RESTING, Node, NodeState
-from lightrl.core.trainers import Trainers
-from lightrl.core.weight_sources import PULLING, PublishedVersion, WeightSources, version_of
+from lightrl.core.training.trainers import Trainers
+from lightrl.core.weights.broadcasts import Broadcasts
+from lightrl.core.weights.weight_sources import PULLING, PublishedVersion, WeightSources, version_of
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.weights import (

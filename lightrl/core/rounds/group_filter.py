@@ -7,11 +7,11 @@ place, `give_up`: whoever finds that a response has lost, wherever it waits or r
 
 import bisect
 
-from lightrl.core import race, rounds
-from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.commands import Outbox
 from lightrl.core.events import ResponseScored
-from lightrl.core.responses import ResponseTable
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds import race, rounds
+from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Settings
 from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
 from lightrl.messages.responses import FinishReason

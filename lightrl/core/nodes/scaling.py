@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from lightrl.core.commands import Outbox, Scale
-from lightrl.core.cost_model import Engine, Forecast, Observed, StepWork
-from lightrl.core.fleet import Fleet
-from lightrl.core.placement import LengthForecast, outlook
+from lightrl.core.nodes.cost_model import Engine, Forecast, Observed, StepWork
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.placement import LengthForecast, outlook
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState, Round
 from lightrl.messages.nodes import Drain

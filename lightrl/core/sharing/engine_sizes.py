@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightrl.core.commands import Outbox
-from lightrl.core.device_turns import AWAKE, DeviceTurns
-from lightrl.core.fleet import Fleet
-from lightrl.core.planner import (
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.settings import Settings
+from lightrl.core.sharing.device_turns import AWAKE, DeviceTurns
+from lightrl.core.sharing.planner import (
     EngineKind,
     PlannedRound,
     Planner,
@@ -23,8 +25,6 @@ from lightrl.core.planner import (
     prior_lengths,
     round_s,
 )
-from lightrl.core.responses import ResponseTable
-from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState, Round, RoundKind, RoundState
 
 MAX_LENGTHS = 256  # of a round, that are stored

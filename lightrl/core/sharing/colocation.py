@@ -10,14 +10,14 @@ was restarted needs no case of its own.
 from collections import defaultdict
 
 from lightrl.core.commands import Outbox
-from lightrl.core.device_turns import AWAKE, DeviceTurns
-from lightrl.core.fleet import Fleet
-from lightrl.core.responses import ResponseTable
-from lightrl.core.round_scheduler import RoundScheduler
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds.round_scheduler import RoundScheduler
+from lightrl.core.rounds.shutdown import Shutdown
 from lightrl.core.settings import Settings
-from lightrl.core.shared_devices import NO_PARTS, NO_TRAINER, SharedDevices
-from lightrl.core.sharing_policy import SharingPolicy
-from lightrl.core.shutdown import Shutdown
+from lightrl.core.sharing.device_turns import AWAKE, DeviceTurns
+from lightrl.core.sharing.shared_devices import NO_PARTS, NO_TRAINER, SharedDevices
+from lightrl.core.sharing.sharing_policy import SharingPolicy
 from lightrl.core.state import RESTING, Node, NodeState, Round, RoundState
 from lightrl.messages.nodes import Hello
 from lightrl.messages.sharing import SuspendTrainer, TrainerSuspended

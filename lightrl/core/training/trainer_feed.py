@@ -11,8 +11,8 @@ from itertools import islice
 
 from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox, ReplayShards
-from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import ShardSent
+from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages.sharing import AssignDevices
 from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard

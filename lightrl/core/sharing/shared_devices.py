@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
-from lightrl.core.trainers import Trainers
+from lightrl.core.training.trainers import Trainers
 from lightrl.errors import InvariantViolation
 from lightrl.messages.nodes import Hello
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from lightrl.core.arrays import decode, encode
 from lightrl.core.log_entries import RoundShape
-from lightrl.core.placement import LengthForecast
+from lightrl.core.responses.placement import LengthForecast
 from lightrl.core.state import GroupState, ResponseState, Round
 
 

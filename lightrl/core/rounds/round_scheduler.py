@@ -7,20 +7,20 @@ is decided in `rounds`, who wins it in `race`; which node does the work is no co
 from collections import deque
 from statistics import median
 
-from lightrl.core import mini_batches, race, rounds
-from lightrl.core.backlog import Backlog, Deferred
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Outbox
 from lightrl.core.events import PromptsDrawn
-from lightrl.core.fleet import Fleet
-from lightrl.core.group_filter import GroupFilter
-from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import RoundOpened
-from lightrl.core.responses import ResponseTable
-from lightrl.core.rounds import admissible
-from lightrl.core.scaling import Scaling
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.nodes.scaling import Scaling
+from lightrl.core.responses.length_predictor import LengthPredictor
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds import mini_batches, race, rounds
+from lightrl.core.rounds.backlog import Backlog, Deferred
+from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.rounds.rounds import admissible
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundKind, RoundState
-from lightrl.core.trainer_feed import TrainerFeed
+from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.messages.training import StepDone
 
 STEPS_REMEMBERED = 8

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox
-from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import Counters
-from lightrl.core.placement import LengthForecast
-from lightrl.core.queue import WorkQueue
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.placement import LengthForecast
+from lightrl.core.responses.queue import WorkQueue
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState, Round
 from lightrl.messages.responses import Abort, Generate, ResponseRequest, Sampling

@@ -14,17 +14,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lightrl.core import mini_batches
-from lightrl.core.curve import LineFit
-from lightrl.core.fleet import Fleet
-from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import SharingMemory
-from lightrl.core.placement import outlook
-from lightrl.core.responses import ResponseTable
-from lightrl.core.round_outlook import RoundCurve, in_waves, rest_of, shape_of, with_rest_at_end
-from lightrl.core.scaling import TRAIN_METRICS
+from lightrl.core.nodes.curve import LineFit
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.nodes.scaling import TRAIN_METRICS
+from lightrl.core.responses.length_predictor import LengthPredictor
+from lightrl.core.responses.placement import outlook
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds import mini_batches
 from lightrl.core.settings import Settings
-from lightrl.core.sharing_rules import (
+from lightrl.core.sharing.round_outlook import (
+    RoundCurve,
+    in_waves,
+    rest_of,
+    shape_of,
+    with_rest_at_end,
+)
+from lightrl.core.sharing.sharing_rules import (
     Change,
     ForecastRule,
     Never,

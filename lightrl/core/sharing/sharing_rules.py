@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lightrl.core.log_entries import WindowMemory
-from lightrl.core.placement import PREFILL_TOKENS_PER_STEP, Outlook
+from lightrl.core.responses.placement import PREFILL_TOKENS_PER_STEP, Outlook
 from lightrl.core.state import Node, RoundKind
 
 KV_SHARE = 0.95  # of the caches that may be planned with

@@ -2,7 +2,7 @@
 
 import heapq
 
-from lightrl.core.placement import LengthForecast
+from lightrl.core.responses.placement import LengthForecast
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, ResponseState
 

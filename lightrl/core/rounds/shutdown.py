@@ -7,8 +7,8 @@ stopped still sends the trainer the step of which all groups are known.
 from collections.abc import Callable
 
 from lightrl.core.commands import Finish, Outbox
-from lightrl.core.fleet import Fleet
-from lightrl.core.round_scheduler import RoundScheduler
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.rounds.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
 from lightrl.core.state import RunState
 from lightrl.messages.fields import MAX_TEXT

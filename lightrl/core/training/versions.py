@@ -12,13 +12,13 @@ import math
 
 from lightrl.core.arrays import decode
 from lightrl.core.commands import Outbox
-from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import VersionPublished, VersionRetrained
-from lightrl.core.round_scheduler import RoundScheduler
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.rounds.round_scheduler import RoundScheduler
+from lightrl.core.rounds.shutdown import Shutdown
 from lightrl.core.settings import Settings
-from lightrl.core.shutdown import Shutdown
 from lightrl.core.state import RunState
-from lightrl.core.weight_sources import version_of
+from lightrl.core.weights.weight_sources import version_of
 from lightrl.messages.weights import Canary, PublishWeights
 
 GO_BACK = "lightrl resume --from-checkpoint goes back to the last checkpoint"

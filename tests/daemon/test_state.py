@@ -19,9 +19,9 @@ class Node:
 
     def after(self, event: ConnectionEvent) -> "Node | None":
         match event:
-            case E.TOUCH_LOST:
+            case E.CONNECTION_LOST:
                 return Node()
-            case E.HELLO_SAID if not self.is_admitted:
+            case E.HELLO_SENT if not self.is_admitted:
                 return replace(self, awaits_answer=True)
             case E.NAME_REFUSED if self.awaits_answer:
                 return replace(self, has_namesake=True)
@@ -34,7 +34,7 @@ class Node:
 
 
 def test_every_way_is_as_it_should_be_and_no_other_can_be_gone():
-    start = ConnectionState.OUT_OF_TOUCH
+    start = ConnectionState.DISCONNECTED
     nodes = walk(EDGES, start, ConnectionEvent, Node(), Node.after)
     assert {s for s, node in nodes.items() if node.awaits_answer} == AWAITS_ANSWER
     assert [s for s, node in nodes.items() if node.is_admitted] == [ConnectionState.ADMITTED]

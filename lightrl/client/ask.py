@@ -1,4 +1,4 @@
-"""What tools say to a running coordinator: watch it, drain a node, stop the run. Decides
+"""Requests of tools to a running coordinator: watch it, drain a node, stop the run. Decides
 nothing."""
 
 import os
@@ -11,14 +11,14 @@ from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.system.timeouts import patient_timeout
 from lightrl.transport.link import Link
 
-ANSWER_S = 3.0  # a live coordinator answers a Watch at once
-RENEW_S = 2.0  # a watcher says so often that it still looks on
+ANSWER_S = 3.0  # a live coordinator answers a Watch immediately
+RENEW_S = 2.0  # between the Watch messages of one watcher
 
 
 async def watch(address: str, every_s: float, key: str) -> AsyncGenerator[Snapshot, None]:
-    """Snapshots of the run at `address`, now and every `every_s` seconds; 0 = just one.
+    """Yield snapshots of the run at `address`, now and every `every_s` seconds; 0 = just one.
 
-    Raises PeerUnreachable if nobody answers or the coordinator falls silent, WrongKey.
+    Raises WrongKey, and PeerUnreachable if the coordinator does not answer or becomes silent.
     """
     link = await Link.connect(address, _name(), key, ANSWER_S)
     renewed_at = -RENEW_S
@@ -36,7 +36,7 @@ async def watch(address: str, every_s: float, key: str) -> AsyncGenerator[Snapsh
 
 
 async def drain(address: str, node: str, reason: str, key: str) -> None:
-    """Asks the coordinator to let `node` go; "*" stops the run. Returns when it has heard of it."""
+    """Ask the coordinator to drain `node`; "*" stops the run. Returns after its acknowledgement."""
     link = await Link.connect(address, _name(), key, ANSWER_S)
     try:
         link.send(Drain(node, reason))

@@ -68,7 +68,7 @@ def main(sock: socket.socket) -> None:
             logger.error("%s", e)
             raise SystemExit(1) from None
         gc.collect()
-        gc.freeze()  # libraries' objects live as long as we do; to scan them again takes time
+        gc.freeze()  # libraries' objects live as long as the process; scanning them takes time
         start_s = time.perf_counter() - started
         pipe.send(EngineStarted(engine.device, start_s, engine.notes, engine.num_workers))
         Server(engine, spec, pipe, Inbox(pipe, commands), costs).serve()
@@ -264,7 +264,7 @@ class Server:
     def _sleep(self) -> None:
         if self._is_asleep or not self._can_sleep:
             why = "it sleeps already" if self._is_asleep else "it was not built to"
-            self._pipe.send(EngineFailed(f"the engine was told to sleep, and {why}"))
+            self._pipe.send(EngineFailed(f"the engine cannot sleep: {why}"))
             return
         begun_at = time.perf_counter()
         self._drop("the engine goes to sleep")
@@ -275,7 +275,7 @@ class Server:
 
     def _wake(self) -> None:
         if not self._is_asleep:
-            self._pipe.send(EngineFailed("the engine was told to wake, and does not sleep"))
+            self._pipe.send(EngineFailed("the engine cannot wake: it does not sleep"))
             return
         begun_at = time.perf_counter()
         try:
@@ -289,7 +289,7 @@ class Server:
 
     def _require_awake(self) -> None:
         if self._is_asleep:
-            raise EngineError("the engine sleeps, and was not told to wake")
+            raise EngineError("the engine sleeps: Wake must come first")
 
     def _proof_due_s(self) -> float | None:
         """In what time what was received must be proved, if something was."""

@@ -1,8 +1,8 @@
-"""Run `scale.command` with the number of preemptible nodes that the run wants.
+"""Runs `scale.command` with the number of preemptible nodes that the run wants.
 
-Owns when it runs, and that its failures never harm the run: a command that is missing, hangs,
-fails, prints without end, or starts other nodes than it should, costs one line of the log. The
-number of nodes is decided in core/scaling.py.
+Owns when it runs, and that nothing it does harms the run: it may be missing, hang, fail, print
+without end, or start other nodes than it should, and costs one line of the log. How many nodes are
+wanted is decided in core/scaling.py.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from lightrl.system.output import plain
 logger = logging.getLogger(__name__)
 
 WANTED = "LIGHTRL_WANTED"
-MAX_LINE = 300  # characters of its output, in a warning
+MAX_LINE = 300  # characters of what it says, in a warning
 MAX_KEPT = 8 << 10  # bytes of its output that go into the log, of each time: the last,
 MAX_LINES = 50  # in so many lines
 PIPE_BYTES = 1 << 20
@@ -33,13 +33,13 @@ READ_S = 0.01  # between two reads: what prints without end takes no more of the
 
 
 class ScaleCommand:
-    """Call the command with the latest number, also when numbers change quickly."""
+    """Of numbers that follow each other quickly the last one counts."""
 
     def __init__(
         self, settings: ScaleSection, num_there: Callable[[], int], warn: Callable[[str], None]
     ) -> None:
-        """`num_there`: preemptible nodes that take part; `warn` gets one line for each failure of
-        the command."""
+        """`num_there`: preemptible nodes that take part; `warn` gets one line for each time that
+        the command did not do what it should."""
         self._settings = settings
         self._num_there = num_there
         self._warn = warn
@@ -51,9 +51,9 @@ class ScaleCommand:
         self._is_new.set()
 
     async def run(self) -> None:
-        """Run until cancelled, which kills a running command. A failure is retried after
-        `scale.every_s`, and reported again only for another reason."""
-        every_s, reported = self._settings.every_s, None
+        """Until cancelled; what runs then is killed. What failed is tried again after
+        `scale.every_s`, and said again if the reason is another one."""
+        every_s, said = self._settings.every_s, None
         while True:
             await self._is_new.wait()
             self._is_new.clear()
@@ -62,9 +62,9 @@ class ScaleCommand:
             wanted, began = self._wanted, time.monotonic()
             if (problem := await self._call(wanted)) is not None:
                 self._is_new.set()
-                if (wanted, problem) != reported:
+                if (wanted, problem) != said:
                     self._warn(f"scale.command for {wanted} nodes {problem}")
-            reported = wanted, problem
+            said = wanted, problem
             await asyncio.sleep(max(0.0, began + every_s - time.monotonic()))
             there = self._num_there()
             if problem is None and there != wanted and not self._is_new.is_set():
@@ -74,7 +74,7 @@ class ScaleCommand:
                 )
 
     async def _call(self, wanted: int) -> str | None:
-        """Run the command and return why it failed, in one line."""
+        """Why it did not work, in one line."""
         words = [*self._settings.words, str(wanted)]
         logger.info("runs %s", words)
         try:
@@ -110,8 +110,7 @@ class ScaleCommand:
         return process
 
     async def _watch(self, process: Process, output: "_Output") -> str | None:
-        """Wait for the end of the command. Processes that it leaves behind keep running: they may
-        be nodes."""
+        """Until it has ended. What it leaves behind in order goes on: it may be nodes."""
         problem, limit_s = None, self._settings.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -126,15 +125,15 @@ class ScaleCommand:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-        lines = output.close()
-        for line in lines:
+        said = output.close()
+        for line in said:
             logger.info("scale.command: %s", line)
-        return f"{problem}: {lines[-1][:MAX_LINE]}" if problem and lines else problem
+        return f"{problem}: {said[-1][:MAX_LINE]}" if problem and said else problem
 
 
 class _Output:
-    """The last part of a command's output, read as fast as PIPE_BYTES each READ_S: a command that
-    prints without end takes neither memory nor the event loop."""
+    """The last of what a command prints. It is read as fast as PIPE_BYTES each READ_S: one that
+    prints for ever takes neither memory nor the event loop."""
 
     def __init__(self, pipe: int) -> None:
         with contextlib.suppress(OSError, AttributeError):  # a small one does, too
@@ -155,7 +154,7 @@ class _Output:
             self._timer = self._loop.call_later(READ_S, self._listen)
 
     def _take(self) -> int:
-        """Read the available output and return its size; 0 if there is none."""
+        """What is there now; 0: nothing, and nothing will be."""
         try:
             data = os.read(self._pipe, PIPE_BYTES)
         except OSError:
@@ -165,7 +164,7 @@ class _Output:
         return len(data)
 
     def close(self) -> list[str]:
-        """Return the last lines, at most MAX_LINES, and stop reading; the pipe stays open."""
+        """The last lines, at most MAX_LINES. Nothing is read any more; the pipe stays open."""
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._pipe)

@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """The options of a daemon: the coordinator role needs `config` and `run_dir`, any other `join`.
+    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that
+    role.
 
-    `slots` 0 = the value of the run's config.
+    `slots` 0 = as the run's config says.
     """
 
     name: str
@@ -48,9 +49,9 @@ class DaemonOptions:
     slots: int = 0
     # of the run, as text
     key: str = ""
-    # continue from the journal in `run_dir`
+    # the coordinator goes on from the journal in `run_dir`
     resume: bool = False
-    # assigned by the launcher; None: the daemon looks for them itself
+    # settled by who started this daemon; None: it looks for itself
     gpus: Part | None = None
     # may be taken away at any moment
     is_preemptible: bool = False
@@ -125,7 +126,7 @@ def _coordinator(options: DaemonOptions) -> "CoordinatorDaemon":
 
 
 def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | None":
-    """Return the worker; None if there is no role besides the coordinator's."""
+    """None if there is no other role than the coordinator's."""
     roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
     if not roles:
         return None

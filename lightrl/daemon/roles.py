@@ -159,8 +159,8 @@ class Roles:
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Pass a message of the coordinator to its role, if this node has that role. The trainer
-        handles JoinBroadcast of rank 0."""
+        """Takes what the coordinator sends to a role; nothing if this node does not have it. In a
+        broadcast group the trainer's ranks come first."""
         match message:
             case (
                 TrainShard()

@@ -68,9 +68,9 @@ class Worker:
         part: int = 0,
         parallel: int = 0,
     ) -> None:
-        """`is_alone`: this process has no other purpose, and may exit when a role cannot be ended.
-        `gpus`: of its ranks, or of its engine; None: the driver is asked. The rest is sent in its
-        hello."""
+        """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
+        `gpus`: of its ranks, or of its engine; None: the driver is asked. All after that are said
+        in its hello."""
         self._name = name
         self._role_names = roles
         self._address = address

@@ -4,8 +4,8 @@ Another version of the weights gives the same response or, by chance (`restart_c
 one from the first token on. What follows depends on the seed and that token alone, so that any
 version continues a response as the one that began it would have done.
 
-For tests of everything around an engine and for trying a fleet on one machine: its times follow a
-latency model. Needs neither torch nor vLLM.
+For tests of everything around an engine and for trying a fleet on one machine: it takes as long as
+a latency model says. Needs neither torch nor vLLM.
 
 `engine_args`: see emulation.py.
 """
@@ -70,7 +70,7 @@ class EmulatedEngine:
         self._running: list[Running] = []
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
-        """Do nothing: this engine does not speculate."""
+        """It does not speculate."""
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
         if any(r.response == request.response for r in (*self._waiting, *self._running)):
@@ -117,7 +117,7 @@ class EmulatedEngine:
         raise WeightsError("an emulated engine has no weights to receive")
 
     def leave_group(self, why: str) -> None:
-        """Do nothing: this engine is never in a group."""
+        """It is in none."""
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         raise WeightsError("an emulated engine has no weights to receive")
@@ -148,7 +148,7 @@ class EmulatedEngine:
         self._running.clear()
 
     def _token(self, u: float, stop: frozenset[int]) -> int:
-        """Return a token that is no stop token, so that `_ends` alone decides on the length."""
+        """A token that is no stop token, so that `_ends` alone decides on the length."""
         token = int(u * self._vocabulary)
         for _ in range(self._vocabulary):
             if token not in stop:
@@ -157,8 +157,7 @@ class EmulatedEngine:
         return token
 
     def _seeds(self, r: Running) -> tuple[int, int]:
-        """Return the seed of the next token, and the seed that decides whether the response ends
-        there."""
+        """Of the noise of the next token; of that which decides whether the response ends there."""
         at = len(r.tokens)
         if at > r.num_prompt:
             seed = _branch(r.seed, r.tokens[r.num_prompt])
@@ -169,13 +168,13 @@ class EmulatedEngine:
         return seed, _branch(r.seed, self._token(uniform(seed, at), r.stop))
 
     def _ends(self, r: Running, branch: int) -> bool:
-        """Return whether the response ends here: a constant hazard at every position makes lengths
-        geometric, independent of where it was resumed."""
+        """A constant hazard at every position: lengths are geometric, and no matter where it was
+        resumed."""
         if not self._mean_length or uniform(branch ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
         return uniform(branch ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length
 
 
 def _branch(seed: int, first: int) -> int:
-    """Return the seed of all that follows the first token of a response."""
+    """Seed of all that follows the first token of a response."""
     return (seed ^ (first * _BRANCH)) & _SEEDS

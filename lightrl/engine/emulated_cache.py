@@ -1,8 +1,8 @@
-"""The KV cache of an emulated engine: its size in tokens, and which responses wait for room.
+"""The KV cache of an emulated engine: how many tokens it holds, and who has to wait for room.
 
-Follows vLLM: a response begins when its tokens fit, and when the running ones need more than there
-is, the one that began last is preempted. It continues before others, once it fits again, after all
-its tokens were recomputed.
+As vLLM does it: a response begins when its tokens fit, and when those that run need more than there
+is, the one that began last is preempted. It goes on first, once it fits again, after all its tokens
+were computed anew.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ class EmulatedCache:
     num_preemptions: int = 0
 
     def schedule(self, running: list[Running], waiting: deque[Running], slots: int) -> float:
-        """Preempt or begin responses for the next step, in which each gets a token. Returns the
-        seconds that their tokens take."""
+        """For the next step, in which each that runs gets a token: preempts, or lets begin who
+        waits; the seconds that their tokens take."""
         if not self.capacity:
             begin = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running)))]
             running += begin

@@ -1,4 +1,4 @@
-"""Messages about broadcasts of weights: the members of a group, the transfer and its checksums.
+"""What is said about broadcasts of weights: who meets whom, who sends, and that it came as it left.
 
 Under the rules of message.py. In this order, if all goes well:
 
@@ -21,7 +21,7 @@ from lightrl.messages.fields import MAX_SUMS, Count, Text, UInt64, Version, Word
 
 @dataclass(frozen=True, slots=True)
 class VersionTaken:
-    """To the trainer: the coordinator knows this version and has decided how nodes get it. Sent
+    """To the trainer: the coordinator knows this version and has decided how nodes get it. Said
     again when that changes, as when a broadcast fails that was announced: then all orders before it
     are void.
 
@@ -38,7 +38,7 @@ class VersionTaken:
 @dataclass(frozen=True, slots=True)
 class OpenBroadcast:
     """To the trainer: rank 0 is to listen for the members of a new broadcast group; answered by
-    BroadcastOpened, possibly with a `reason`. `epoch` numbers the groups of one coordinator."""
+    BroadcastOpened, which may say why not. `epoch` numbers the groups of one coordinator."""
 
     epoch: Count
 
@@ -47,7 +47,7 @@ class OpenBroadcast:
 class BroadcastOpened:
     """Where the members of this group meet, and the name by which they know each other, used once.
 
-    Host 0.0.0.0 means the one by which the receiver reaches the coordinator. `reason`: why
+    Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator. `reason`: why
     nowhere. Example: BroadcastOpened(3, "7c1f...", "10.0.0.1:41873")
     """
 
@@ -104,7 +104,7 @@ class BroadcastSums:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastFailed:
-    """This group is over, for a reason in one line; its receivers pull instead.
+    """This group is over, for a reason in one line; whoever was receiving is told to pull.
     `is_unreachable`: nobody answers this node at the trainer's address, group or no group."""
 
     group: Word

@@ -1,9 +1,9 @@
-"""Messages by which engines and ranks take turns on shared devices.
+"""What is said so that devices sample and train in turn: who gives them back, and who has them.
 
-Under the rules of message.py. A run whose engines have devices of their own sends none of them.
-A rollout node that shares has the name of the trainer node in its `Hello`; the hello of both sides
-also has the current side. Orders that come after a hello and before its Welcome belong to an
-earlier connection and are ignored; a restarted coordinator counts from 1.
+Under the rules of message.py. A run whose engines have devices of their own says none of it.
+A rollout node that shares says so in its `Hello`, with the name of the trainer node; on both sides
+the hello also says who has the devices. Orders that come after a hello and before its Welcome are
+of an earlier connection and count no more; a coordinator that was started again counts from 1.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lightrl.messages.fields import Count, DeviceParts, EngineSeconds
 @dataclass(frozen=True, slots=True)
 class Release:
     """To a rollout node: give the devices back. It sends the tokens that it still holds and puts
-    its engine to sleep; its responses are resumed elsewhere from there.
+    its engine to sleep; what ran goes on elsewhere from there.
 
     `number` counts the orders to this node; an answer repeats it, and an older one is ignored.
     Example: Release(3)
@@ -51,8 +51,8 @@ class Give:
     """To the trainer node that leads, where parts of the devices change sides by themselves: all
     that the ranks have of them now, to train this step. Each replica of the model is a part.
 
-    Sent before a shard, and whenever another part is free. It takes nothing back: Park does, and
-    the end of the step. Example: Give(4, (1,))
+    Said before a shard, and whenever another part is free. It takes nothing back: that is what Park
+    is for, or the step's end. Example: Give(4, (1,))
     """
 
     step: Count
@@ -72,7 +72,7 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Nothing of the ranks of this node is on its devices; sent after each Park and, with number 0,
+    """Nothing of the ranks of this node is on its devices; said after each Park and, with number 0,
     before a version is published. Example: Parked(2, 22_000_000_000, 1.1)."""
 
     number: Count

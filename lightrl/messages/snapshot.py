@@ -100,7 +100,7 @@ class NodeRow:
     # of the version that it pulls
     weights: WeightsProgress | None = None
     broadcast: Word = ""  # by which its next version comes: forming sending proving
-    # None: it shares no devices; else for how long it has been in its state, and so on its side
+    # None: it shares no devices; else for how long it is in its state, and so on its side
     state_s: float | None = None
     # whose devices those are; which part of them, None: they change sides as a whole
     shares: Word = ""

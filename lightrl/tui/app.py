@@ -157,7 +157,7 @@ async def show_finished(snapshot: Snapshot) -> None:
 
 
 async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) -> None:
-    """Show snapshots until the run is over. A lost connection is shown and retried."""
+    """Returns when the run is over; a lost connection is said and tried again."""
     while True:
         try:
             async with contextlib.aclosing(ask.watch(address, EVERY_S, key)) as snapshots:

@@ -75,7 +75,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The choices of the user, and the state of the connection."""
+    """What the person at the keyboard has chosen, and what the connection says."""
 
     page: Page = "overview"
     help: bool = False
@@ -229,8 +229,7 @@ def _weights(s: Snapshot) -> list[Text]:
 
 
 def _sizes(s: Snapshot) -> list[Text]:
-    """Return one line if engines of several sizes take turns: the nodes, and since when they are
-    awake."""
+    """One line if engines of several sizes take turns; nodes say since when they are awake."""
     line = sizes(s.metrics)
     return [Text(f" sizes  {line}")] if line else []
 

@@ -227,7 +227,7 @@ PreemptibleNodes = Annotated[
 Trace = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"
+        metavar="FILE", help="CSV of more nodes that join and leave: milliseconds,add|remove,node"
     ),
 ]
 TraceShare = Annotated[
@@ -277,7 +277,7 @@ def simulate(
     from lightrl.client.address import run_folder
     from lightrl.launch.plan import count_prompts
     from lightrl.sim.command import FleetOptions, simulate_run
-    from lightrl.sim.scenario import require_known
+    from lightrl.sim.inputs.files import require_known
 
     fleet = FleetOptions(nodes, preemptible, trace, trace_share, trace_from, trace_to)
     run_dir = run_folder(workload) if workload else None
@@ -288,7 +288,8 @@ def simulate(
         config,
         num_prompts=count_prompts(config.data.all_sets) if run_dir is None else None,
         fleet=fleet,
-        workload=workload if run_dir is None else str(run_dir),
+        workload=workload,
+        run_dir=run_dir,
         steps=steps,
         offload=offload,
         all_variants=compare,

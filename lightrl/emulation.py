@@ -1,8 +1,7 @@
-"""What the emulated engine and training rank have in common: how long their work takes, and the
-logprobs of a text by weights that are but a digest.
+"""Arguments and timing of the emulated engine and training rank, and the logprobs of a text by
+weights that are only a digest.
 
-The arguments stand in `rollout.engine_args`, where a resumed run may change them. Owns their names
-and defaults.
+The arguments are in `rollout.engine_args`, where a resumed run may change them.
 """
 
 import math
@@ -11,8 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# How many times as long everything takes on this machine: a variable of its environment, since the
-# config is that of all nodes.
+# The factor on all times of this machine: an environment variable, because the config is the same
+# on all nodes.
 SLOWNESS = "LIGHTRL_EMULATED_SLOWNESS"
 
 RESTART_CHANGE = 0.6
@@ -22,16 +21,16 @@ DEFAULTS = {
     "half_batch": 107.0,  # at which a step takes twice t0, as measured on an H100 with a 7B model
     # of an engine that spans twice as many devices (rollout.parallel): by how much it is faster
     "faster": 1.4,
-    "prefill_ms": 0.0,  # of a token whose KV is computed anew, as after a preemption
+    "prefill_ms": 0.0,  # of a token whose KV is recomputed, as after a preemption
     "kv_tokens": 0.0,  # that the KV cache of an engine on one device holds; 0 = what slots need
-    # that the weights take the place of: an engine that spans several devices holds them once
+    # in the place of the weights, which an engine over several devices holds once
     "weights_kv_tokens": 0.0,
     "mean_length": 0.0,  # of a response, tokens; 0 = always to the length limit
-    # of responses that run to the limit whatever mean_length says: a long tail
+    # share of responses that run to the limit: a long tail
     "runaway_share": 0.0,
-    # chance that a version samples another response than the seed gives: two versions agree in
-    # (1 - chance)^2 of the responses, by default in 16 %, as a real model did for 1,000 tokens
-    # after one optimizer step (core/README.md)
+    # probability p that a version samples another response than the seed gives: two versions agree
+    # in (1 - p)^2 of the responses, by default in 16 %, as a real model did for 1,000 tokens after
+    # one optimizer step (core/README.md)
     "restart_change": RESTART_CHANGE,
     "train_token_ms": 0.0,  # of a trained token, on its rank
     "train_step_ms": 0.0,  # of an optimizer step
@@ -51,7 +50,8 @@ DEFAULTS = {
 
 
 def arguments(engine_args: Mapping[str, Any]) -> dict[str, float]:
-    """With the defaults. Raises ValueError, one line, for one that is unknown or no number."""
+    """Return the arguments with defaults. Raise ValueError, one line, for an unknown key or a value
+    that is no number."""
     args = dict(DEFAULTS)
     for key, value in engine_args.items():
         if key not in args or not isinstance(value, int | float) or value < 0:
@@ -60,34 +60,34 @@ def arguments(engine_args: Mapping[str, Any]) -> dict[str, float]:
             )
         args[key] = float(value)
     if not args["faster"]:
-        raise ValueError("engine_args.faster = 0: twice the devices are so many times as fast")
+        raise ValueError("engine_args.faster = 0: the speed-up by twice the devices is positive")
     return args
 
 
 def slowness() -> float:
-    """Of this machine. Raises ValueError, one line."""
-    said = os.environ.get(SLOWNESS) or "1"
+    """Return the factor of this machine. Raise ValueError, one line."""
+    value = os.environ.get(SLOWNESS) or "1"
     try:
-        factor = float(said)
+        factor = float(value)
     except ValueError:
         factor = 0.0
     if not 0 < factor < math.inf:
-        raise ValueError(f"{SLOWNESS} = {said}: a positive number is needed")
+        raise ValueError(f"{SLOWNESS} = {value}: a positive number is needed")
     return factor
 
 
 def kv_capacity(args: Mapping[str, float], size: int) -> int:
-    """Tokens in the KV cache of an engine that spans `size` devices; 0 = what slots need."""
+    """Return the tokens in the KV cache of an engine over `size` devices; 0 = what slots need."""
     alone = args["kv_tokens"]
     return round(size * alone + (size - 1) * args["weights_kv_tokens"]) if alone else 0
 
 
 def step_factor(args: Mapping[str, float], size: int) -> float:
-    """What a decode step of an engine that spans `size` devices takes, against one of one."""
+    """Return the time of a decode step on `size` devices, relative to one device."""
     return args["faster"] ** -math.log2(size)
 
 
 def logprobs(digest: str, token_ids: Sequence[int]) -> list[float]:
-    """Of each token but the first, given those before: arbitrary, and others for other weights."""
+    """Return arbitrary logprobs of each token but the first, which depend on the weights."""
     chance = random.Random(f"{digest} {token_ids}")
     return [math.log1p(-chance.random()) for _ in token_ids[1:]]

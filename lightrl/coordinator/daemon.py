@@ -351,7 +351,7 @@ class CoordinatorDaemon:
                 self.feed(ShellFailed(str(e)))
             self._descriptors.check()
             self._records.nodes.measure(self._core.fleet, time.monotonic())
-            self._records.waits.tell(self._core, time.monotonic(), self._report)
+            self._records.waits.report(self._core, time.monotonic(), self._report)
             self._metrics.show(lambda: live_figures(self._core))
             for name in self._core.fleet.nodes:
                 self._send(name, Heartbeat())
@@ -374,7 +374,7 @@ class CoordinatorDaemon:
     async def _write_end(self) -> None:
         await self._records.hashed()
         now = time.monotonic()
-        self._records.waits.tell(self._core, now, self._report)
+        self._records.waits.report(self._core, now, self._report)
         summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
         snapshot = self._records.snapshot(self._core, now, over=True)
         await run_files.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)

@@ -115,8 +115,8 @@ class Inbound:
                 self._records.bad_frames += 1
             else:
                 self._histories.received(peer.identity, message)
-                self._records.speculation.heard(peer.identity, message)
-                self._records.weights.heard(self._core.fleet, node, message)
+                self._records.speculation.received(peer.identity, message)
+                self._records.weights.received(self._core.fleet, node, message)
             if isinstance(message, ShardsTaken):
                 self._replays.on_shards_taken(message)
             self._feed(event)

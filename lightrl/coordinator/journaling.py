@@ -19,8 +19,7 @@ from lightrl.journal.disk import FOLDER
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
 from lightrl.keys import JOIN_FILE
 from lightrl.messages.training import TrainShard
-from lightrl.metrics.note import RecordsNote
-from lightrl.metrics.rounds import HISTORY_STEPS, Records
+from lightrl.metrics.rounds import HISTORY_STEPS, Records, RecordsNote
 from lightrl.metrics.sinks import read_newest
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread

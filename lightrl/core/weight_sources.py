@@ -28,8 +28,8 @@ MAX_PEERS = 16  # rollout nodes among the sources of one node, beside the traine
 # fleet that joins at the same moment costs five messages a node.
 MAX_UPDATES_PER_JOIN = 4
 FEW_SOURCES = 2  # a node with fewer is sent others
-MAX_CHAIN = 8  # steps that a node may be behind and still get deltas
-MAX_SHARE = 0.75  # of the bytes of a version: the most that a chain of deltas may have
+MAX_CHAIN = 4  # steps that a node may be behind and still get deltas
+MAX_SHARE = 0.5  # of the bytes of a version: the most that a chain of deltas may have
 
 PULLING = {NodeState.LOADING, NodeState.UPDATING}
 
@@ -102,8 +102,8 @@ class WeightSources:
         return None if self._published is None else self._published.policy_version
 
     def can_use_delta(self, node: Node) -> bool:
-        """Whether the node holds or pulls the version before the published one, so that a delta
-        between the two helps it."""
+        """Whether the node holds the version before the published one, or one from which deltas
+        lead to it, so that a delta between the two helps it."""
         published, at, before = self._published, node.base, self._before
         return (
             self._has_deltas
@@ -282,16 +282,12 @@ class WeightSources:
         return tuple(map(WeightsSource, names, addresses, tickets))
 
     def _deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
-        """Deltas from the version that the node holds. A node that holds none starts from the
-        version before, as long as the delta to the published one may still be found."""
+        """Deltas from the version that the node holds."""
         published = self._published
         assert published is not None
         if not self._has_deltas:
             return ()
-        links = self._deltas.between(node.base, published.digest, published.num_bytes)
-        if not links and node.policy_version is None:
-            node.base = self._before if self.can_use_delta(node) else published.digest
-        return links
+        return self._deltas.between(node.base, published.digest, published.num_bytes)
 
 
 def choose(

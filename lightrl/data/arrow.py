@@ -1,10 +1,8 @@
-"""Rows of Arrow tables that lie on the disk: parquet files, what save_to_disk wrote, data sets of
-the hub.
+"""Rows of Arrow tables on the disk: parquet files, files of save_to_disk, data sets of the hub.
 
-Parquet cannot be read by the row. A file is unpacked once into small batches: the columns that
-prompts are made of at first, all when `get_ready` is called. All files of a set are unpacked into
-one temporary file, which never has a name and vanishes with the process, however that ends. Must be
-imported only where pyarrow is needed.
+Parquet cannot be read by the row. A file is unpacked once into small batches: the columns of the
+prompt first, all columns in `get_ready`. All files of a set are unpacked into one temporary file
+without a name, which ends with the process. Must be imported only where pyarrow is needed.
 """
 
 import bisect
@@ -35,14 +33,14 @@ from lightrl.data.layouts import (
 from lightrl.data.rows import CHANGED, Keys
 from lightrl.errors import DataError, first_line
 
-BATCH_ROWS = 4096  # unpacked, or made Python objects, at once
-UNPACKED_ROWS = 128  # read for one of them
+BATCH_ROWS = 4096  # unpacked, or converted to Python objects, in one go
+UNPACKED_ROWS = 128  # read for one row
 READ_BYTES = 1 << 20
 TEXTS = (pa.string(), pa.large_string())
 
 
 class TableRows:
-    """A table that is mapped into memory already. Implements `rows.Rows`."""
+    """A table in mapped memory. Implements `rows.Rows`."""
 
     def __init__(self, label: str, table: pa.Table, prompt_key: str) -> None:
         self._label = label
@@ -79,7 +77,7 @@ class TableRows:
             yield from _python_rows(batch)
 
     def get_ready(self) -> None:
-        """It is."""
+        """Nothing to do."""
 
 
 class ParquetRows:
@@ -151,8 +149,7 @@ class ParquetRows:
 
 
 class Spool:
-    """A temporary file without a name, in which Arrow files lie behind each other: two descriptors,
-    however many they are."""
+    """A temporary file without a name that holds many Arrow files: two descriptors in all."""
 
     def __init__(self) -> None:
         """Raises OSError if there is no room."""
@@ -161,12 +158,12 @@ class Spool:
             self.sink, self._source = pa.OSFile(place, "ab"), pa.OSFile(place)
 
     def newest(self) -> Any:
-        """A reader of the Arrow file that was written last, and ends where this one does."""
+        """A reader of the Arrow file that was written last."""
         return pa.ipc.open_file(self._source, footer_offset=self.sink.tell())
 
 
 class Unpacked:
-    """Batches in a temporary file, from which any row is read quickly."""
+    """Batches in a temporary file with quick access to any row."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], spool: Spool) -> None:
         """Raises OSError if there is no room."""
@@ -199,7 +196,7 @@ class Unpacked:
 
 
 def saved_table(folder: Path, file_names: Sequence[str]) -> pa.Table:
-    """Of a folder that `Dataset.save_to_disk` wrote. Raises DataError."""
+    """The table of a folder that `Dataset.save_to_disk` wrote. Raises DataError."""
     tables = []
     for name in file_names:
         try:
@@ -215,7 +212,7 @@ def saved_table(folder: Path, file_names: Sequence[str]) -> pa.Table:
 
 
 def num_rows(file: Path) -> int:
-    """By the file's own account. Raises DataError."""
+    """From the file's footer. Raises DataError."""
     return int(_open(file).metadata.num_rows)
 
 
@@ -256,34 +253,17 @@ def _may_have_nan(kind: pa.DataType) -> bool:
 
 
 def _decoded(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Its values themselves, where it has numbers of a dictionary: each chunk of a parquet file may
-    have another one, and an Arrow file has one for all."""
+    """Values in place of indices into a dictionary: each chunk of a parquet file may have another
+    dictionary, and an Arrow file has one for all."""
     for k, field in enumerate(batch.schema):
-        plain = _without_dictionaries(field)
-        if plain.type != field.type:
+        if pa.types.is_dictionary(field.type):
+            plain = field.with_type(field.type.value_type)
             batch = batch.set_column(k, plain, batch.column(k).cast(plain.type))
     return batch
 
 
-def _without_dictionaries(field: pa.Field) -> pa.Field:
-    kind = field.type
-    while pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if pa.types.is_struct(kind):
-        kind = pa.struct([_without_dictionaries(part) for part in kind])
-    elif pa.types.is_map(kind):
-        kind = pa.map_(*map(_without_dictionaries, (kind.key_field, kind.item_field)))
-    elif pa.types.is_fixed_size_list(kind):
-        kind = pa.list_(_without_dictionaries(kind.value_field), kind.list_size)
-    elif pa.types.is_large_list(kind):
-        kind = pa.large_list(_without_dictionaries(kind.value_field))
-    elif pa.types.is_list(kind):
-        kind = pa.list_(_without_dictionaries(kind.value_field))
-    return field.with_type(kind)
-
-
 def _leaves(schema: pa.Schema, prompt: str) -> list[str]:
-    """Names of the columns that prompts and their ids are in, as parquet names what is nested."""
+    """Columns of the prompt and its id, in parquet's names for nested columns."""
     named = [name for name in (prompt, "id", TOOLS) if name in schema.names]
     if "extra_info" in schema.names:
         kind = schema.field("extra_info").type
@@ -292,7 +272,7 @@ def _leaves(schema: pa.Schema, prompt: str) -> list[str]:
     return named
 
 
-# By what rows are told apart
+# Keys of rows
 
 
 def keys_of(batches: Callable[[], Iterable[pa.RecordBatch]], prompt: str) -> Keys:
@@ -334,7 +314,7 @@ def _id_keys(batch: pa.RecordBatch) -> tuple[NDArray[np.uint64], NDArray[np.bool
 
 
 def _plain_numbers(column: pa.Array) -> NDArray[np.uint64] | None:
-    """Ids that are whole numbers, none negative or missing, without a look at each row."""
+    """Ids that are whole numbers, none negative or missing, without a loop over rows."""
     if pa.types.is_struct(column.type):  # extra_info
         if column.null_count or column.type.get_field_index("index") < 0:
             return None
@@ -346,8 +326,7 @@ def _plain_numbers(column: pa.Array) -> NDArray[np.uint64] | None:
 
 
 def _content_keys(chunk: pa.Array) -> NDArray[np.uint64]:
-    """As `content_key` tells prompts apart. Of chats, whose texts lie behind each other, those
-    texts alone: who says what is hardly ever the only difference."""
+    """As `content_key` tells prompts apart. Of chats only the texts count, not the roles."""
     slices: Callable[[], Iterator[memoryview]] | None = None
     if not chunk.null_count:
         slices = _texts_of_strings(chunk) if chunk.type in TEXTS else _texts_of_chats(chunk)
@@ -382,7 +361,7 @@ def _texts_of_strings(chunk: pa.Array) -> Callable[[], Iterator[memoryview]]:
 
 
 def _buffers(strings: pa.Array) -> tuple[memoryview, NDArray[Any]]:
-    """Their bytes, and where each begins and the last one ends."""
+    """Their bytes, and the offsets of each and of the end."""
     _, offsets, data = strings.buffers()
     width = np.int64 if strings.type == pa.large_string() else np.int32
     bounds = np.frombuffer(offsets, width)[strings.offset : strings.offset + len(strings) + 1]

@@ -1,8 +1,7 @@
-"""Every row of the data looked at before it is needed: what is wrong is said at the start, not when
-its turn comes.
+"""Check of every row of the data before a run needs it.
 
-A small set is looked at where the run begins; a large one in a process of its own, while the run
-begins: its first prompts need not wait for the last ones.
+A small set is read before the run begins; a large one in a process of its own, while the run
+begins, so that its first prompts do not wait for the last ones.
 """
 
 import os
@@ -20,13 +19,13 @@ from lightrl.model_files import load_tokenizer
 from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
 from lightrl.wire import Codec
 
-SMALL = 20_000  # rows that are looked at before anything else
+SMALL = 20_000  # rows of a set that is read first
 NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSets:
-    """The only command. `names`: the sets to look at; `vocabulary`: of the model."""
+    """The only command. `names`: the sets to check; `vocabulary`: of the model."""
 
     config_json: str
     names: tuple[str, ...]
@@ -35,7 +34,7 @@ class CheckSets:
 
 @dataclass(frozen=True, slots=True)
 class SetChecked:
-    """A set is sound, or `failure` says in one line what is not. `dropped`: the line to say."""
+    """`failure`: the first error of a set, in one line, or "". `dropped`: a line to report."""
 
     name: str
     dropped: str
@@ -47,7 +46,7 @@ EVENTS: Codec[SetChecked] = Codec(SetChecked)
 
 
 def check_small(sets: Iterable[PromptSet]) -> list[PromptSet]:
-    """Looks at the small sets; returns the others. Raises DataError, one line."""
+    """Read the small sets; return the others. Raises DataError, one line."""
     large: list[PromptSet] = []
     for one in sets:
         if len(one) > SMALL:
@@ -66,8 +65,8 @@ async def check_large(
     log: Path,
     report: Callable[[str], None],
 ) -> None:
-    """In a process of its own; returns when all of these sets are known to be sound, or that
-    process has died: then what is wrong is said when its turn comes. Raises DataError, one line."""
+    """Read these sets in a process of its own. Raises DataError, one line; after the death of that
+    process, an error is raised only when its row is drawn."""
     start = partial(
         Child.start,
         "lightrl.data.check:main",
@@ -87,14 +86,14 @@ async def check_large(
             if checked.dropped:
                 report(checked.dropped)
     except ChildDied as e:
-        report(f"WARNING: rows are not looked at before their turn any more: {e}")
+        report(f"WARNING: rows are no longer checked ahead of their turn: {e}")
     finally:
         child.kill()
         await child.stop()
 
 
 def main(sock: socket.socket) -> None:
-    """The child: looks at the sets that the first command names, one after the other."""
+    """The child: reads the sets of the first command, one after the other."""
     os.nice(NICENESS)
     pipe: Pipe[CheckSets, SetChecked] = Pipe(sock, COMMANDS, EVENTS)
     try:
@@ -113,4 +112,4 @@ def main(sock: socket.socket) -> None:
             except LightRLError as e:
                 pipe.send(SetChecked(settings.name, "", str(e)))
     except EOFError:
-        pass  # nobody waits for it any more
+        pass  # the parent has ended

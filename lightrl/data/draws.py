@@ -1,7 +1,7 @@
-"""The prompts of all sets in the order in which they are drawn, some of them ahead of time.
+"""The prompts of all sets in the order of draws, prepared ahead of time.
 
-Owns the position in the data, and the thread that reads, templates and tokenises ahead of it. An
-event loop awaits what that thread is not done with; it never waits for a file itself.
+Owns the position in the data, and the thread that reads, templates and tokenises ahead of it, so
+that the event loop never waits for a file.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from lightrl.data.prompts import DROPPED, KEPT, UNKNOWN, Numbered, Prompt, Promp
 from lightrl.errors import DataError
 
 REMEMBERED = 4096  # prompts that were drawn last, with their rows
-SKIPPED = 1024  # rows looked at together
+SKIPPED = 1024  # rows in one go
 AHEAD = 256  # prompts at a time, at least
 Result = TypeVar("Result")
 
@@ -34,12 +34,12 @@ class _Drawn:
 
 
 class Draws:
-    """Which prompt the n-th draw gives depends on the data, the seed and n alone."""
+    """The prompt of the n-th draw depends on the data, the seed and n alone."""
 
     def __init__(
         self, sets: Sequence[PromptSet], seed: int, *, shuffle: bool, at_once: int
     ) -> None:
-        """`at_once`: as many are drawn together, mostly. `go_on_from`, then `start`."""
+        """`at_once`: the usual number of one draw. `go_on_from`, then `start`."""
         self._sets = sets
         weights = [one.weight for one in sets]
         shares = [len(one) if w is None else w for one, w in zip(sets, weights, strict=True)]
@@ -56,13 +56,13 @@ class Draws:
         self._blocks: deque[Future[list[_Drawn]]] = deque()
         self._places: dict[str, tuple[int, int]] = {}  # id -> set and row, of those drawn here
         self._remembered: OrderedDict[str, Prompt] = OrderedDict()
-        # Whatever reads or tokenises does so there: tokenizers are not made for several threads.
+        # the only thread that reads and tokenises: tokenizers are not thread-safe
         self._thread = ThreadPoolExecutor(1, "data")
         self._is_unpacked = False
         self.waited_s = 0.0  # by all draws
 
     def start(self) -> None:
-        """The first prompts are made ready, while the caller goes on."""
+        """Start to prepare the first prompts."""
         if not self._sets:
             return
         self._blocks.append(self._thread.submit(self._prepare))
@@ -86,7 +86,7 @@ class Draws:
         return [(d.epoch, d.prompt) for d in drawn]
 
     def go_on_from(self, num_drawn: int) -> None:
-        """So many were drawn before, by another process; those can be asked for."""
+        """Continue after `num_drawn` draws of another process; `get` finds their prompts too."""
         self._num_ahead = num_drawn
         for rows, count in zip(self._rows, self._order.counts(num_drawn), strict=True):
             rows.skip(count)
@@ -104,8 +104,7 @@ class Draws:
         return self._remember(await asyncio.wrap_future(self._thread.submit(self._read, prompt)))
 
     async def in_turn(self, act: Callable[[], Result]) -> Result:
-        """What `act` returns or raises, once the thread is at it: for whoever else reads rows, or
-        tokenises."""
+        """Run `act` in the thread, for other code that reads rows or tokenises."""
         return await asyncio.wrap_future(self._thread.submit(act))
 
     def set_of(self, prompt: str) -> int:
@@ -146,7 +145,7 @@ class Draws:
         return self._sets[k].full(numbered)
 
     def _find(self, prompt: str) -> tuple[int, int]:
-        """Of one that another process has drawn; most likely lately."""
+        """The place of a prompt that another process has drawn, the latest draws first."""
         k = self.set_of(prompt)
         for row in self._rows[k].drawn_before:
             own = self._sets[k].id_of(row)
@@ -157,7 +156,7 @@ class Draws:
 
 
 class _KeptRows:
-    """Rows of one set in the order in which they are drawn, without those that are left out."""
+    """Rows of one set in the order of draws, without dropped ones."""
 
     def __init__(self, prompts: PromptSet, cursor: RowCursor) -> None:
         self._prompts = prompts
@@ -180,7 +179,7 @@ class _KeptRows:
         return taken
 
     def skip(self, count: int) -> None:
-        """So many have been taken before."""
+        """Continue after `count` rows were taken."""
         states, num_rows = self._prompts.states, len(self._prompts)
         if self._prompts.keeps_all:
             self._cursor.go_to(count)

@@ -1,7 +1,6 @@
-"""Files whose rows are not JSON objects on lines: JSON arrays, CSV, and what is compressed.
+"""JSON arrays, CSV and compressed files as lines of JSON.
 
-Compression and arrays are recognised by the first bytes of a file, CSV by its name. Every row
-becomes one line of JSON.
+Compression and arrays are recognised by the first bytes of a file, CSV by its name.
 """
 
 import codecs
@@ -29,8 +28,8 @@ BROKEN = (EOFError, ValueError, RecursionError, zlib.error, zstandard.ZstdError,
 
 
 def other_lines(file: Path, raw: io.BufferedReader) -> tuple[str, Lines] | None:
-    """What its numbers count ("line", "row"), and the rows. None: `raw`, which has not been read
-    from, is JSONL as it is. Raises OSError, and DataError, one line."""
+    """The unit of the numbers ("line", "row"), and the rows. None: `raw` is JSONL, and nothing was
+    read from it. Raises OSError, and DataError, one line."""
     opened = raw
     if raw.peek(4).startswith(GZIP):
         opened = io.BufferedReader(gzip.GzipFile(fileobj=raw))  # pyright: ignore[reportArgumentType]

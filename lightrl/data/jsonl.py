@@ -1,32 +1,52 @@
-"""Rows of a JSONL file, by their number. What formats.py makes lines of JSON is read from a
-temporary file with those.
+"""Rows of a JSONL file, by their number. Rows of other formats are converted to lines of JSON in a
+temporary file.
 
-Owns where lines begin and a checksum of each: a row that changes while a run reads it is an error.
+Owns the offset of each line and a checksum of each: a row that changes during a run is an error.
 """
 
+import errno
 import hashlib
 import json
 import os
+import tempfile
+import time
 from array import array
 from collections.abc import Iterator
+from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from lightrl.data.formats import BLANK, other_lines
 from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column, text_key
-from lightrl.data.open_files import OpenFiles
 from lightrl.data.rows import CHANGED, Keys
 from lightrl.errors import DataError, first_line
+
+PATIENCE_S = 60.0  # for a descriptor: strangers that hold the last ones are cut off within seconds
+PAUSE_S = 0.05
+
+
+class Spool:
+    """A temporary file without a name that all files of a set share, made at the first use."""
+
+    @cached_property
+    def file(self) -> IO[bytes]:
+        """Raises OSError if there is no room."""
+        return tempfile.TemporaryFile()
+
+    def __del__(self) -> None:
+        if "file" in self.__dict__:
+            self.file.close()
 
 
 class JsonlRows:
     """Implements `rows.Rows`. Reads the file once when it is opened: every row must be JSON."""
 
-    def __init__(self, file: Path, prompt_key: str, files: OpenFiles) -> None:
+    def __init__(self, file: Path, prompt_key: str, spool: "Spool") -> None:
         self._file = file
-        self._files = files
+        self._spool = spool
         self._starts = array("q")
         self._lines = array("q")  # numbers of lines, which begin at 1; empty ones are no rows
         self._sums = array("Q")  # of each row
@@ -59,10 +79,12 @@ class JsonlRows:
 
     def read(self, index: int) -> dict[str, Any]:
         try:
-            size = self._starts[index + 1] - self._starts[index]
-            files, is_spooled = self._files, self._is_spooled
-            file = files.spool.fileno() if is_spooled else files.descriptor(self._file)
-            lines = os.pread(file, size, self._starts[index])
+            start, end = self._starts[index], self._starts[index + 1]
+            if self._is_spooled:
+                lines = os.pread(self._spool.file.fileno(), end - start, start)
+            else:
+                with _open(self._file) as file:
+                    lines = os.pread(file.fileno(), end - start, start)
         except OSError as e:
             raise DataError(f"{self._file}: cannot be read: {e.strerror}") from None
         line = lines.partition(b"\n")[0]  # empty ones may follow
@@ -77,16 +99,15 @@ class JsonlRows:
             yield self.read(index)
 
     def get_ready(self) -> None:
-        """It is."""
+        """Nothing to do."""
 
     def _index(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         try:
-            descriptor = self._files.descriptor(self._file)
-            with open(descriptor, "rb", closefd=False) as file:
+            with _open(self._file) as file:
                 lines, start = enumerate(file, 1), 0
                 if (other := other_lines(self._file, file)) is not None:
                     self._unit, lines = other
-                    self._is_spooled, start = True, self._files.spool.seek(0, os.SEEK_END)
+                    self._is_spooled, start = True, self._spool.file.seek(0, os.SEEK_END)
                 for number, line in lines:
                     if line.strip(BLANK):
                         self._starts.append(start)
@@ -95,11 +116,11 @@ class JsonlRows:
                         yield line, self._row(line, number)
                     if self._is_spooled:
                         line = line.rstrip(b"\n") + b"\n"
-                        self._files.spool.write(line)
+                        self._spool.file.write(line)
                     start += len(line)
                 self._starts.append(start)  # the end
                 if self._is_spooled:
-                    self._files.spool.flush()
+                    self._spool.file.flush()
         except OSError as e:
             raise DataError(f"{self._file}: cannot be read: {e.strerror or e}") from None
 
@@ -118,6 +139,18 @@ class JsonlRows:
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
         return row
+
+
+def _open(file: Path) -> BufferedReader:
+    """Waits while there is no descriptor. Raises OSError."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return file.open("rb")
+        except OSError as e:
+            if e.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def _constant(name: str) -> float | None:

@@ -1,7 +1,6 @@
-"""Where a row keeps what: its prompt, its answer, its id, in the layouts of verl, TRL, SkyRL and
-GSM8K. Pure.
+"""Prompt, answer and id of a row in the layouts of verl, TRL, SkyRL and GSM8K. Pure.
 
-Owns nothing of files, templates or tokens.
+Must not use files, templates or tokens.
 """
 
 import hashlib
@@ -22,12 +21,12 @@ MESSAGES = re.compile(  # that are text, also those of ShareGPT
 MAX_ID = 128  # characters
 ANSWER_COLUMNS = ("reward_model", "reward_spec", "ground_truth", "solution")
 TOOLS = "tools"  # descriptions of functions, for the chat template
-# What a prompt is made of, beside the column that has it.
+# Further columns of a prompt and its id.
 PROMPT_COLUMNS = ("question", "id", "extra_info", TOOLS)
 
 
 def prompt_column(row: Mapping[str, Any], prompt_key: str) -> str:
-    """`prompt_key`, or where a layout that has no such column keeps its prompts."""
+    """`prompt_key`, or the column of a layout without it."""
     if prompt_key == "prompt" and prompt_key not in row and "question" in row:  # GSM8K
         return "question"
     return prompt_key
@@ -48,8 +47,8 @@ def prompt_of(where: str, row: Mapping[str, Any], prompt_key: str) -> Any:
 
 
 def messages_of(where: str, prompt: Any) -> Any:
-    """The messages that a prompt holds as JSON; any other prompt as it is. Raises DataError for
-    text that begins as messages do and is not such JSON: pandas writes lists otherwise into CSV."""
+    """The messages that a prompt holds as JSON; any other prompt unchanged. Raises DataError for
+    text that begins like messages and is not JSON, as pandas writes lists into CSV."""
     if not isinstance(prompt, str) or not prompt.lstrip().startswith(("[", "{")):
         return prompt
     found = _parsed(prompt)
@@ -62,14 +61,14 @@ def messages_of(where: str, prompt: Any) -> Any:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """The descriptions of functions that a column holds, perhaps as JSON; None if it has none."""
+    """The descriptions of functions in a column, also as JSON; None if there are none."""
     found = _parsed(value)
     tools = list(map(_parsed, found)) if isinstance(found, list) else []
     return _without_none(tools) if tools and all(isinstance(t, dict) for t in tools) else None
 
 
 def _parsed(value: Any) -> Any:
-    """Text that is JSON; anything else is the same object."""
+    """The value of text that is JSON; anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -77,15 +76,14 @@ def _parsed(value: Any) -> Any:
 
 
 def is_message(value: Any) -> bool:
-    """Whether it has what a chat message must have."""
+    """Whether it has the keys of a chat message."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def answer_of(row: Mapping[str, Any], answer_key: str) -> Any:
-    """The reference answer of a row, wherever its layout keeps it; None if there is none.
+    """The reference answer of a row in any layout; None if there is none.
 
-    Of several the one in the column that was asked for, if one was; then the one that verl takes;
-    then that of a column "answer".
+    The first of: the column that the config names, verl's, SkyRL's, a column "answer".
     """
     if answer_key in row and answer_key != ANSWER_KEY:
         return row[answer_key]
@@ -105,7 +103,7 @@ def explicit_id(row: Mapping[str, Any]) -> str | None:
 
 
 def require_usable(where: str, name: str) -> None:
-    """It becomes part of the names of responses, which are printed and travel in messages."""
+    """An id becomes part of the names of responses, in logs and messages. Raises DataError."""
     if len(name) > MAX_ID or not name.isprintable():
         raise DataError(
             f"{where}: id {name[:40]!r}: at most {MAX_ID} characters, none of them control "
@@ -128,8 +126,8 @@ def content_id(prompt: Any) -> str:
 
 
 def content_key(prompt: Any) -> int:
-    """64 bits of a prompt, the same where `content_id` is; quick. Different prompts may share one:
-    then the second has a number behind its id that it would not need."""
+    """64 bits of a prompt, equal where `content_id` is; quick. A collision only adds a number to
+    an id."""
     if isinstance(prompt, str):
         return text_key(prompt.encode("utf-8", "surrogatepass"))
     return text_key(json.dumps(prompt, sort_keys=True).encode())
@@ -140,7 +138,7 @@ def text_key(text: bytes | memoryview) -> int:
 
 
 def without_nan(value: Any) -> Any:
-    """None for each NaN in it, which is how pandas says that there is nothing."""
+    """With None for each NaN, pandas' missing value."""
     if isinstance(value, dict):
         return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -156,9 +154,9 @@ def _without_none(value: Any) -> Any:
 
 
 def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:
-    """The row without what JSON cannot carry, or only many times as long: rows travel to workers.
+    """The row without values that JSON cannot carry, and without binary data, for reward workers.
 
-    Raises DataError if a column is `needed` and cannot travel.
+    Raises DataError if a `needed` column is lost.
     """
     kept = _without_binaries(row)
     try:
@@ -174,14 +172,14 @@ def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[st
 
 
 def _without_binaries(value: Any) -> Any:
-    """The same object where there is none."""
+    """The same object if it has none."""
     if not isinstance(value, dict) or not any(map(_is_binary, value.values())):
         return value
     return {k: _without_binaries(v) for k, v in value.items() if not _is_lost(v)}
 
 
 def _is_binary(value: Any) -> bool:
-    """Whether something in it is."""
+    """Whether it holds binary data."""
     if isinstance(value, dict):
         return any(map(_is_binary, value.values()))
     if isinstance(value, list):

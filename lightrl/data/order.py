@@ -1,7 +1,7 @@
-"""In which order prompts are drawn: which set is next, and which of its rows.
+"""The order of prompts: the set of each draw, and its row.
 
-Everything follows from the run's seed and how many were drawn before; nothing else need be kept to
-go on. Pure, but for numpy.
+A function of the run's seed and the number of draws; a resume needs nothing else. Pure, but for
+numpy.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
 
 
 class SetOrder:
-    """Which set the n-th draw takes.
+    """The set of the n-th draw.
 
-    A low-discrepancy sequence in place of independent draws: among any draws in a row each set has
-    its share, within about two.
+    A low-discrepancy sequence in place of independent draws: among any consecutive draws each set
+    has its share, within about two.
     """
 
     def __init__(self, shares: Sequence[float], seed: int) -> None:
@@ -38,7 +38,7 @@ class SetOrder:
         return np.searchsorted(self._bounds, places, side="right")
 
     def counts(self, num_drawn: int) -> list[int]:
-        """How many of the first so many draws each set had."""
+        """Number of each set's draws among the first `num_drawn`."""
         counts = np.zeros(len(self._bounds) + 1, np.int64)
         for start in range(0, num_drawn, 1 << 20):
             part = self.of(start, min(1 << 20, num_drawn - start))
@@ -59,7 +59,7 @@ class RowCursor:
         self.go_to(0)
 
     def go_to(self, num_drawn: int) -> None:
-        """So many were drawn before."""
+        """Continue after `num_drawn` draws."""
         self._epoch, self._position = divmod(num_drawn, self._num_rows)
         self._order = self._order_of(self._epoch)
 

@@ -1,6 +1,6 @@
-"""The prompts of one set: read and templated by the number of their row, with ids that last.
+"""The prompts of one set: read and templated by the number of their row, with stable ids.
 
-Owns the ids, and which prompts are left out. The order in which they are drawn is order.py's.
+Owns the ids, and which prompts are dropped. The order of draws is in order.py.
 """
 
 from array import array
@@ -59,7 +59,7 @@ class Numbered:
 
 
 class PromptSet:
-    """Rows are read when they are wanted; in memory there are their ids' peculiarities only."""
+    """Reads rows on demand; only exceptions among their ids are in memory."""
 
     def __init__(self, settings: DataSet, data: Data, tokenizer: Any, vocabulary: int = 0) -> None:
         """`settings` as `config.data.resolved` gives them; `vocabulary`: of the model, 0 = not
@@ -73,17 +73,16 @@ class PromptSet:
         self._template = Template(data, tokenizer, vocabulary)
         self._column = prompt_column(dict.fromkeys(self.columns), settings.prompt_key)
         self._needed = frozenset({self._column, settings.answer_key})
-        # those of rows whose own id nobody else has
+        # rows with a unique id of their own, and numbers of repeated prompts
         self._has_own_id, self._numbers, keys = _peculiarities(self.rows)
-        # number of rows, a digest of their ids or prompts, and one of all that they hold
+        # number of rows, a digest of their ids or prompts, and one of all columns
         self.digest = f"{self._num} {keys} {self.rows.digest}"
-        # what is known of the rows so far
         self.states = bytearray(self._num)
         self._max_prompt_length = data.max_prompt_length
         self.keeps_all = data.too_long == "error"
         self._portable_columns: set[str] = set()
         self._has_answers = False
-        self.longest_dropped = 0  # tokens, as far as is known
+        self.longest_dropped = 0  # tokens, of the rows that were read
 
     def __len__(self) -> int:
         """Rows, whether or not their prompts are kept."""
@@ -95,29 +94,28 @@ class PromptSet:
 
     @property
     def weight(self) -> float | None:
-        """Of what is drawn for training; None: its size counts."""
+        """Of the set's draws in training; None: its size."""
         return self.settings.weight if isinstance(self.settings, TrainSet) else None
 
     @property
     def have_answers(self) -> bool:
-        """Whether any row has a reference answer; as far as rows are not known yet, could have."""
+        """Whether any row has a reference answer; unread rows count if they have the column."""
         could = {self.settings.answer_key, *ANSWER_COLUMNS} & set(self.columns)
         return self._has_answers or (UNKNOWN in self.states and bool(could))
 
     @property
     def portable(self) -> tuple[str, ...]:
-        """The columns that whoever scores gets of any row; as far as rows are not known yet, all
-        that they have."""
+        """The columns that reward functions get of any row; all columns while rows are unread."""
         if UNKNOWN in self.states:
             return self.columns
         return tuple(name for name in self.columns if name in self._portable_columns)
 
     def prepare(self, indices: Sequence[int]) -> list[Numbered]:
-        """The prompts of these rows, in this order, without those that are left out."""
+        """The prompts of these rows, in this order, without dropped ones."""
         return self._prepare(indices, [self.rows.read_prompt(i) for i in indices])
 
     def full(self, prompt: Numbered) -> Prompt:
-        """With its row, which is read now."""
+        """Read the row of the prompt."""
         row = self._portable(prompt.index, self.rows.read(prompt.index))
         return Prompt(prompt.id, prompt.text, prompt.token_ids, row)
 
@@ -127,8 +125,8 @@ class PromptSet:
         return self._id_of(where, index, row, prompt_of(where, row, self.settings.prompt_key))
 
     def scan(self) -> Iterator[tuple[Numbered, dict[str, Any]]]:
-        """All that are kept, in file order, each with its row; every row is looked at. Afterwards
-        the states of all rows are known."""
+        """All prompts that are kept, in file order, each with its row. Sets the states of all
+        rows."""
         indices: list[int] = []
         rows: list[dict[str, Any]] = []
         for index, row in enumerate(self.rows.scan()):
@@ -150,11 +148,11 @@ class PromptSet:
 
     @property
     def num_dropped(self) -> int:
-        """As far as is known."""
+        """Of the rows that were read."""
         return self.states.count(DROPPED)
 
     def require_any(self) -> None:
-        """Raises DataError if all prompts are left out."""
+        """Raises DataError if all prompts are dropped."""
         if self.num_dropped == self._num:
             raise DataError(
                 f"{self.settings.path}: every prompt ({self._num:,}) has more than "
@@ -162,11 +160,11 @@ class PromptSet:
             )
 
     def notes(self) -> list[str]:
-        """Notes on the prompts read so far: what is probably a mistake, one line each."""
+        """Probable mistakes in the prompts read so far, one line each."""
         return [f"{self.name}: {note}" for note in self._template.notes()]
 
     def dropped_line(self) -> str:
-        """How many are left out, for people; "" if none is, as far as is known."""
+        """The number of dropped prompts as a line; "" for none."""
         if not (num := self.num_dropped):
             return ""
         return (
@@ -216,8 +214,8 @@ class PromptSet:
 
 
 def _peculiarities(rows: Rows) -> tuple[NDArray[np.bool_], dict[int, int], str]:
-    """Which rows have an id of their own that no other has; of the others those whose prompt an
-    earlier one has, too, with how many have; and a digest of what tells the rows apart."""
+    """Rows with a unique id of their own; of the other rows the number of earlier ones with the
+    same prompt, where there are any; and a digest of ids and prompts."""
     keys = rows.keys()
     own = keys.has_id.copy()
     if own.any():
@@ -246,7 +244,7 @@ def _peculiarities(rows: Rows) -> tuple[NDArray[np.bool_], dict[int, int], str]:
 def load_prompts(prompts: PromptSet) -> list[Prompt]:
     """All prompts of a set that are kept, in file order, in memory.
 
-    Raises DataError, one line with file and row, for the first thing that is wrong.
+    Raises DataError, one line with file and row, for the first error.
     """
     loaded = [Prompt(p.id, p.text, p.token_ids, row) for p, row in prompts.scan()]
     prompts.require_any()

@@ -1,6 +1,6 @@
-"""What rows of a file are to everybody else: read by their number, told apart by their keys.
+"""The protocol of rows: read by their number, told apart by their keys.
 
-Owns the protocol, and several files as one. How a file is read is said in jsonl.py and arrow.py.
+Owns the protocol, and several files as one; jsonl.py and arrow.py read files.
 """
 
 import bisect
@@ -21,21 +21,18 @@ CHANGED = (
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """By which the rows of a file are told apart; one value for each row, in order.
-
-    Rows with the same id of their own have the same `ids`, rows with the same prompt the same
-    `contents`, which are found out on demand; others differ with a probability next to 1.
-    """
+    """Hashes of the ids and prompts of a file, one value for each row, in order. `contents` are
+    computed on demand."""
 
     ids: NDArray[np.uint64]
-    # False: it has no id of its own, and its key means nothing
+    # False: the row has no id of its own, and its key means nothing
     has_id: NDArray[np.bool_]
     contents: Callable[[], NDArray[np.uint64]]
 
 
 class Rows(Protocol):
-    """The rows of one file, numbered from 0. Nothing of them is kept in memory but an index.
-    Where a file has NaN, for a value that is missing, rows and keys have None.
+    """The rows of one file, numbered from 0. Only an index is in memory. NaN, a missing value in
+    a file, is None in rows and keys.
 
     Every method but `where` may raise DataError, one line with file and row.
     """
@@ -57,7 +54,7 @@ class Rows(Protocol):
         ...
 
     def read_prompt(self, index: int) -> dict[str, Any]:
-        """Of the row what its prompt is made of, and its id; quick from the beginning."""
+        """The columns of the row's prompt and id; quick from the beginning."""
         ...
 
     def scan(self) -> Iterator[dict[str, Any]]:
@@ -65,7 +62,7 @@ class Rows(Protocol):
         ...
 
     def get_ready(self) -> None:
-        """What `read` needs and takes its time; from a thread, once."""
+        """The slow preparation of `read`; from a thread, once."""
         ...
 
 

@@ -1,8 +1,7 @@
-"""Which files a data set is, and what reads them: JSONL and its like, parquet, folders, the hub.
+"""The files of a data set and their readers: JSONL and its like, parquet, folders, the hub.
 
-Owns how path, subset and split are understood. Every problem is one line that names the set's path.
-Must not import numpy, datasets or pyarrow before they are needed: whoever starts a run imports this
-module.
+Owns the meaning of path, subset and split. Every problem is one line with the path of the set. Must
+not import numpy, datasets or pyarrow before they are needed: the command line imports this module.
 """
 
 import json
@@ -20,10 +19,10 @@ from lightrl.model_files import HUB_ID
 if TYPE_CHECKING:
     from lightrl.data.rows import Rows
 
-# Of the files of a folder those of the first kind that it has: others may describe them.
+# Of a folder the files of the first kind that it has: others may describe them.
 KINDS = ((".jsonl", ".parquet"), (".csv", ".tsv"), (".json",))
 DEFAULT_SPLIT = "train"
-# What names of files say of their split, as those of data sets on the hub do.
+# Splits in names of files, as on the hub.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 NO_ARROW = "needs pyarrow: pip install 'lightrl[data]'"
 
@@ -44,8 +43,8 @@ def open_rows(one: DataSet) -> "Rows":
 
 
 def count_rows(one: DataSet) -> int | None:
-    """Without reading more than lines and footers, where files have those; None of a set that is
-    not here yet, or cannot be counted without pyarrow. Raises DataError."""
+    """From lines and footers; None for a set that is not here yet, or needs pyarrow that is
+    missing. Raises DataError."""
     path, split = _path_and_split(one)
     place = Path(path)
     if not place.exists():
@@ -101,8 +100,8 @@ def files(one: DataSet) -> list[Path]:
 
 
 def _default_split(one: DataSet, there: Sequence[str]) -> str:
-    """Of these splits, where none is asked for. What is evaluated on is not taken from what may be
-    trained on by default."""
+    """The split where the config names none. An evaluation must name one, unless there is only one:
+    the default may be the split that trains."""
     if len(there) == 1:
         return there[0]
     if isinstance(one, EvalSet):
@@ -127,7 +126,7 @@ def _is_data(file: Path, folder: Path) -> bool:
 
 
 def _is_parquet(file: Path) -> bool:
-    """By its first bytes, whatever its name is."""
+    """By its name or its first bytes."""
     try:
         with file.open("rb") as content:
             return file.suffix == ".parquet" or content.read(4) == b"PAR1"
@@ -138,13 +137,8 @@ def _is_parquet(file: Path) -> bool:
 def _subset(folder: Path, subset: str) -> Path:
     if (folder / subset).is_dir() and Path(subset).name == subset:
         return folder / subset
-    raise _no_subset(str(folder), subset, [d.name for d in folder.iterdir() if d.is_dir()])
-
-
-def _no_subset(path: str, subset: str, there: Sequence[str]) -> DataError:
-    return DataError(
-        f"{path}: no subset {subset!r}; available: {', '.join(sorted(there)) or 'none'}"
-    )
+    there = ", ".join(sorted(d.name for d in folder.iterdir() if d.is_dir()))
+    raise DataError(f"{folder}: no subset {subset!r}; available: {there or 'none'}")
 
 
 def _no_split(path: str, split: str, there: Sequence[str]) -> DataError:
@@ -152,7 +146,7 @@ def _no_split(path: str, split: str, there: Sequence[str]) -> DataError:
 
 
 def _of_split(one: DataSet, folder: Path, found: list[Path], split: str) -> list[Path]:
-    """Those whose names say so; all, where names say nothing and none is asked for."""
+    """The files with the split in their name; all, where no name and no config has a split."""
     splits = {file: _split_of(file.relative_to(folder)) for file in found}
     named = sorted({s for s in splits.values() if s})
     if not named and not split:
@@ -160,8 +154,8 @@ def _of_split(one: DataSet, folder: Path, found: list[Path], split: str) -> list
     unnamed = [file for file, s in splits.items() if not s]
     if unnamed and not split:
         raise DataError(
-            f"{folder}: {unnamed[0].name} lies beside files of a split ({', '.join(named)}): which "
-            "are meant? Set split, or move it elsewhere"
+            f"{folder}: {unnamed[0].name} lies beside files of a split ({', '.join(named)}): set "
+            "split, or move it elsewhere"
         )
     wanted = split or _default_split(one, named)
     chosen = [
@@ -175,7 +169,7 @@ def _of_split(one: DataSet, folder: Path, found: list[Path], split: str) -> list
 
 
 def _split_of(file: Path) -> str:
-    """ "train-00000-of-00002.parquet" and "train/0.parquet" are of train; "" = nothing is said."""
+    """ "train-00000-of-00002.parquet" and "train/0.parquet" are of train; "" = none."""
     for part in (file.stem, *reversed(file.parts[:-1])):
         word = re.split(r"[-_.]", part, maxsplit=1)[0]
         if word in SPLITS:
@@ -184,14 +178,13 @@ def _split_of(file: Path) -> str:
 
 
 def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
-    """With few descriptors for all of them."""
-    from lightrl.data.jsonl import JsonlRows
-    from lightrl.data.open_files import OpenFiles
+    """With two temporary files for all of them."""
+    from lightrl.data.jsonl import JsonlRows, Spool
 
-    opened, spool = OpenFiles(), None
+    lines, spool = Spool(), None
     for file in files:
         if not _is_parquet(file):
-            yield JsonlRows(file, prompt_key, opened)
+            yield JsonlRows(file, prompt_key, lines)
             continue
         arrow = _arrow(str(file))
         try:
@@ -222,11 +215,11 @@ def _arrow(what: str) -> Any:
     return arrow
 
 
-# What Dataset.save_to_disk and DatasetDict.save_to_disk write
+# Folders of Dataset.save_to_disk and DatasetDict.save_to_disk
 
 
 def _saved_folder(one: DataSet, folder: Path, split: str) -> Path | None:
-    """The folder of the split that is meant. None: nobody wrote it so."""
+    """The folder of the split. None: `save_to_disk` did not write it."""
     if one.subset and (folder / one.subset).is_dir():
         folder = folder / one.subset
     if (folder / "state.json").is_file():
@@ -285,16 +278,8 @@ def _hub_rows(one: DataSet, name: str, split: str) -> "Rows":
 
 
 def _not_loaded(name: str, subset: str, split: str, error: Exception) -> DataError:
-    """With the subsets, or the splits, that there are, if that is what the library complains of."""
+    """In the words of the library, which lists the subsets or splits that there are."""
     if isinstance(error, ConnectionError):
         return DataUnreachable(f"{name}: the hub cannot be reached: {first_line(error)}")
-    text = str(error)
-    listed = re.search(r"(?:available|should be one of)[^\[]*\[([^\]]*)\]", text, re.I | re.S)
-    there = re.findall(r"[\w.-]+", listed[1]) if listed else []
-    if there and "split" in first_line(error).lower():
-        return _no_split(name, split, there)
-    if there and subset:
-        return _no_subset(name, subset, there)
-    if there:
-        return DataError(f"{name}: has subsets: {', '.join(sorted(there))}; set data.subset")
-    return DataError(f"{name}: split {split!r} cannot be loaded: {first_line(error)}")
+    text = " ".join(str(error).split())[:500]
+    return DataError(f"{name}: subset {subset!r}, split {split!r} cannot be loaded: {text}")

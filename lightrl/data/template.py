@@ -1,7 +1,7 @@
-"""From what a row has for a prompt to text and tokens: the chat template, and the tokenizer.
+"""Text and tokens of the prompt of a row: the chat template, and the tokenizer.
 
-Owns what a prompt may be and what is refused, one line each with file and row. Must not import
-transformers: whoever loads the tokenizer does.
+Owns the rules for a prompt; an error is one line with file and row. Must not import transformers,
+which load_tokenizer does.
 """
 
 import re
@@ -15,7 +15,7 @@ from lightrl.config.data import Data
 from lightrl.data.layouts import TOOLS, is_message, messages_of, tools_of
 from lightrl.errors import DataError, first_line
 
-# What a chat template, which is code of the model's, can fail with beside jinja2's own errors.
+# Errors of a chat template, which is code of the model's, beside jinja2's own.
 TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
@@ -24,18 +24,18 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
-# Whoever speaks last before the assistant answers.
+# Roles of the last message before the answer.
 LAST_ROLES = ("user", "tool")
 ASSISTANT = "assistant"
 TEXT_PARTS = ("text", "input_text", "output_text")  # of a message whose content is a list
 DATE = "strftime_now"  # by which templates write the date
-# A tag at the end of a prompt, behind which a model thinks.
+# A tag at the end of a prompt that begins a thought.
 THINKS = re.compile(r"[<\[◁][\w|:]*(think|thought|reason)[\w|:]*[>\]▷]$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Templated:
-    """A prompt as the model sees it, its chat template applied."""
+    """A prompt with the chat template applied."""
 
     text: str
     # int32
@@ -43,7 +43,7 @@ class Templated:
 
 
 class Template:
-    """How the prompts of a run become text and tokens."""
+    """Makes text and tokens of the prompts of a run."""
 
     def __init__(self, data: Data, tokenizer: Any, vocabulary: int = 0) -> None:
         """`vocabulary`: of the model; 0 = not known."""
@@ -59,13 +59,13 @@ class Template:
             self._kwargs.setdefault(DATE, day.strftime)
         # of the prompts so far
         self._has_texts = self._ignores_tools = False
-        self._begins_answer: bool | None = None  # without a chat it is not known
+        self._begins_answer: bool | None = None  # None: no chat so far
         self._tag = ""  # with which one ends
         self._acted: set[str] = set()  # keys of the config
 
     def apply(self, prompts: Sequence[tuple[str, Any, Any]]) -> list[Templated]:
-        """Of (where, text or messages, descriptions of functions or None) each; the tokens of many
-        at once. Raises DataError."""
+        """Of (where, text or messages, descriptions of functions or None) each. Raises
+        DataError."""
         texts = [self._text(*prompt) for prompt in prompts]
         encoded = self._tokenizer([t for t, _ in texts], add_special_tokens=False)["input_ids"]
         templated: list[Templated] = []
@@ -84,7 +84,7 @@ class Template:
         return templated
 
     def is_too_long(self, where: str, templated: Templated) -> bool:
-        """Whether it is to be left out. Raises DataError if that is an error."""
+        """Whether the prompt is dropped. Raises DataError with data.too_long = "error"."""
         num, most = len(templated.token_ids), self._data.max_prompt_length
         if num > most and self._data.too_long == "error":
             raise DataError(
@@ -94,7 +94,7 @@ class Template:
         return num > most
 
     def _text(self, where: str, prompt: Any, tools: Any) -> tuple[str, bool]:
-        """And whether it is a chat."""
+        """The text, and whether it is a chat."""
         prompt = messages_of(where, prompt)
         if not prompt:
             raise DataError(f"{where}: the prompt is empty")
@@ -131,7 +131,7 @@ class Template:
             self._tag = tag[0]
 
     def notes(self) -> Iterator[str]:
-        """Notes on the prompts so far: what is probably a mistake, one line each."""
+        """Probable mistakes in the prompts so far, one line each."""
         kwargs = self._data.chat_template_kwargs
         parts = {
             "the model's chat template": self._source,
@@ -152,8 +152,8 @@ class Template:
             yield "the column 'tools' does nothing: the chat template has no place for it"
         if self._tag:
             yield (
-                f"a prompt ends with {self._tag}, of the chat template or the data: no response "
-                "begins with it, and reward functions get what follows it"
+                f"a prompt ends with {self._tag}, of the chat template or the data: responses and "
+                "what reward functions get begin after it"
             )
         if self._begins_answer is False:
             yield (
@@ -165,7 +165,7 @@ class Template:
             yield f"the chat template writes the date: {day} during the whole run (data.date)"
 
     def _require_last(self, where: str, last: dict[str, Any]) -> bool:
-        """Whether its message is to be continued. Raises DataError if it cannot be the last."""
+        """Whether the response continues this message. Raises DataError if it cannot be last."""
         role = last["role"]
         if role == ASSISTANT and not self._data.continue_final:
             raise DataError(
@@ -209,7 +209,7 @@ class Template:
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """Without what is only there because another message of the file has it."""
+    """Without keys whose value is None, which another message of the file has."""
     if not is_message(message):
         raise DataError(
             f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not "
@@ -220,7 +220,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _text_of(where: str, content: Any) -> str | None:
-    """Of a message; texts of a list of parts on lines of their own, as vLLM joins them."""
+    """Of a message; parts of a list are joined by line ends, as in vLLM."""
     if content is None or isinstance(content, str):
         return content
     texts: list[str] = []
@@ -237,7 +237,6 @@ def _text_of(where: str, content: Any) -> str | None:
 
 
 def _expected_bos(tokenizer: Any) -> int | None:
-    """The BOS id if the tokenizer starts plain text with it; nothing else it adds belongs in a
-    prompt."""
+    """The BOS id if the tokenizer starts plain text with it; else None."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else None

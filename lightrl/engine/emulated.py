@@ -1,25 +1,23 @@
 """The emulated engine: no model, tokens and lengths that are pure functions of (seed, position).
 
-Another version of the weights gives the same response or, by chance (`restart_change`), another
-one from the first token on. What follows depends on the seed and that token alone, so that any
-version continues a response as the one that began it would have done.
+For tests of everything around an engine, and for trying a fleet on one machine: it takes as long as
+a latency model says. Needs neither torch nor vLLM. `engine_args`: see emulation.py.
 
-For tests of everything around an engine and for trying a fleet on one machine: it takes as long as
-a latency model says. Needs neither torch nor vLLM.
-
-`engine_args`: see emulation.py.
+Another version of the weights gives the same response or, with probability `restart_change`,
+another one from the first token on. What follows depends on the seed and that token alone, so that
+any version continues a response as the one that began it.
 """
 
 import math
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from lightrl.emulation import arguments, kv_capacity, logprobs, slowness, step_factor
 from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
-from lightrl.engine.emulated_cache import EmulatedCache
 from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
@@ -35,8 +33,46 @@ _BRANCH = 0x9E3779B97F4A7C15  # odd, so that each first token has noise of its o
 _SEEDS = (1 << 63) - 1
 
 
+@dataclass(slots=True)
+class _Cache:
+    """The KV cache: a response starts when its tokens fit, and when the running ones need more than
+    there is, the youngest is preempted, as in vLLM."""
+
+    # tokens; 0 = unlimited
+    capacity: int
+    # seconds of a token that is computed, but not sampled
+    prefill_s: float
+    # since the engine started
+    num_preemptions: int = 0
+
+    def schedule(self, running: list[Running], waiting: deque[Running], slots: int) -> float:
+        """Preempt, or start what waits, for a step in which each running response gets a token;
+        return the seconds of prefill."""
+        if not self.capacity:
+            started = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running)))]
+            running += started
+            return self.prefill_s * sum(len(r.tokens) for r in started)
+        held = sum(len(r.tokens) + 1 for r in running)
+        preempts = False
+        while held > self.capacity:
+            last = running.pop()
+            held -= len(last.tokens) + 1
+            waiting.appendleft(last)
+            self.num_preemptions += 1
+            preempts = True
+        computed = 0
+        while waiting and not preempts and len(running) < slots:
+            num = len(waiting[0].tokens)
+            if held + num + 1 > self.capacity:
+                break
+            running.append(waiting.popleft())
+            held += num + 1
+            computed += num
+        return self.prefill_s * computed
+
+
 class EmulatedEngine:
-    """Implements `base.Engine`. The digest of the weights decides which responses they change."""
+    """Implements `base.Engine`. The digest of the weights determines which responses change."""
 
     device = "emulated"
     dtype = "float32"
@@ -54,7 +90,7 @@ class EmulatedEngine:
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
-        self._cache = EmulatedCache(kv_capacity(args, size), args["prefill_ms"] * factor)
+        self._cache = _Cache(kv_capacity(args, size), args["prefill_ms"] * factor)
         if 0 < self._cache.capacity < self._max_length:
             raise EngineError(
                 f"engine_args.kv_tokens: a cache of {self._cache.capacity} tokens does not hold "
@@ -148,7 +184,7 @@ class EmulatedEngine:
         self._running.clear()
 
     def _token(self, u: float, stop: frozenset[int]) -> int:
-        """A token that is no stop token, so that `_ends` alone decides on the length."""
+        """Return a token that is no stop token, so that `_ends` alone determines the length."""
         token = int(u * self._vocabulary)
         for _ in range(self._vocabulary):
             if token not in stop:
@@ -157,7 +193,7 @@ class EmulatedEngine:
         return token
 
     def _seeds(self, r: Running) -> tuple[int, int]:
-        """Of the noise of the next token; of that which decides whether the response ends there."""
+        """Return the seed of the next token, and of whether the response ends there."""
         at = len(r.tokens)
         if at > r.num_prompt:
             seed = _branch(r.seed, r.tokens[r.num_prompt])
@@ -168,13 +204,12 @@ class EmulatedEngine:
         return seed, _branch(r.seed, self._token(uniform(seed, at), r.stop))
 
     def _ends(self, r: Running, branch: int) -> bool:
-        """A constant hazard at every position: lengths are geometric, and no matter where it was
-        resumed."""
+        """Return a draw with a constant hazard: lengths are geometric, wherever it was resumed."""
         if not self._mean_length or uniform(branch ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
         return uniform(branch ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length
 
 
 def _branch(seed: int, first: int) -> int:
-    """Seed of all that follows the first token of a response."""
+    """Return the seed of all tokens after the first one of a response."""
     return (seed ^ (first * _BRANCH)) & _SEEDS

@@ -2,7 +2,7 @@
 responses in lengths.jsonl, and the speeds of `metrics/speeds.py` in speeds.jsonl."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class WorkloadLog:
         ]
         self._lengths.append({"step": round.step, "kind": round.kind, "responses": responses})
 
-    def write_step(self, speeds: Mapping[str, object]) -> None:
+    def write_step(self, speeds: object) -> None:
         """Append the speeds of a finished step."""
         self._speeds.append(speeds)
 
@@ -55,7 +55,7 @@ class StepLines:
             )
         self._file = AppendFile(file, report, separator=b"\n")
 
-    def append(self, line: Mapping[str, object]) -> None:
+    def append(self, line: object) -> None:
         """Append a line, which contains "step"."""
         self._file.append(to_json(line) + b"\n")
 

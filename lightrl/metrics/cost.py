@@ -1,16 +1,20 @@
-"""What a run has cost, from the seconds that its nodes were there; and what a step would cost with
-other nodes, as an operator sees it. Reads the core, decides nothing."""
+"""What a run has cost, what a step would cost with other nodes, and what devices that are used in
+turn did in a step. Reads the core.
+"""
 
 import math
 from dataclasses import replace
+from itertools import islice
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.worth import Outcome
 from lightrl.messages.costs import CostRow, StepForecast
 
+MAX_DEVICE_FIGURES = 512  # of single nodes; the size of a message is limited
+
 
 def cost_figures(core: Coordinator) -> dict[str, float]:
-    """US$ of the whole run so far; nothing where prices are not known, or nothing was done yet."""
+    """Return US$ of the whole run so far; nothing where prices are not known."""
     prices, learned, counters = core.settings.prices, core.scaling.learned, core.table.counters
     if prices is None:
         return {}
@@ -34,7 +38,7 @@ def cost_row(core: Coordinator) -> CostRow:
         usd_per_million_tokens=figures.get("usd_per_million_tokens"),
         wanted=scaling.learned.wanted if core.settings.scale_max else None,
     )
-    # a run that is over has no nodes to be foreseen
+    # after the end of a run there are no nodes
     if not fleet.nodes or (forecast := scaling.forecast()) is None:
         return row
     nearby = range(max(0, now - 1), now + 3)
@@ -43,9 +47,20 @@ def cost_row(core: Coordinator) -> CostRow:
 
 
 def _row(outcome: Outcome) -> StepForecast:
-    is_endless = math.isinf(outcome.step_s)  # JSON knows no infinity
+    is_endless = math.isinf(outcome.step_s)  # JSON has no infinity
     return StepForecast(
         outcome.nodes,
         None if is_endless else outcome.step_s,
         None if is_endless else outcome.usd,
     )
+
+
+def turns_figures(core: Coordinator, step: int) -> dict[str, float]:
+    """Return figures of the step that closed last, for devices that engines and training ranks, or
+    engines of several sizes, use in turn."""
+    figures = {f"planner/{name}": value for name, value in core.sizes.figures(step).items()}
+    if core.fleet.devices.nodes:
+        figures |= {f"offload/{name}": value for name, value in core.handover.figures.items()}
+        seconds = islice(core.handover.device_s.items(), MAX_DEVICE_FIGURES)
+        figures |= {f"device_s/{name}": value for name, value in seconds}
+    return figures

@@ -1,7 +1,4 @@
-"""Numbers as an operator reads them: counts, durations, bars and sparklines, as plain strings.
-
-Each function returns text of a known width. Knows nothing of runs but the names of a few metrics.
-"""
+"""Numbers as text for people: counts, durations, bars and sparklines, each of a known width."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,14 +9,14 @@ from lightrl.messages.snapshot import NodeRow
 from lightrl.messages.weights import WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-NO_BLOCK = "·"  # of a value that is not finite
+NO_BLOCK = "·"  # a value that is not finite
 # by the state of a node that shares devices
 SIDES = {"ready": "samples", "draining": "samples", "released": "trains"}
 CHANGES = "changes"
 
 
 def count(value: float) -> str:
-    """At most five characters. Examples: 999, 1.2k, 412k, 3.1M."""
+    """Return at most five characters. Examples: 999, 1.2k, 412k, 3.1M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size * 0.9995:
             scaled = value / size
@@ -28,8 +25,8 @@ def count(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], is_right: Callable[[int], bool]) -> list[str]:
-    """Rows of a table as lines, in columns two spaces apart: those that `is_right` to the right,
-    others to the left."""
+    """Return rows of a table as lines, in columns two spaces apart; `is_right`: whether a column is
+    aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     to_side = [str.rjust if is_right(i) else str.ljust for i in range(len(widths))]
     columns = list(zip(to_side, widths, strict=True))
@@ -45,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def speculation(metrics: Mapping[str, float]) -> str:
-    """At most 67 characters; "" if no engine speculated in the steps of these metrics.
+    """Return at most 67 characters; "" if no engine speculated.
 
     Example: 62% of 412k tokens kept · 2.10 tokens a forward · history 640MB
     """
@@ -62,8 +59,8 @@ def speculation(metrics: Mapping[str, float]) -> str:
 
 
 def sides(nodes: Iterable[NodeRow]) -> list[str]:
-    """Of devices whose parts change sides by themselves a line for each trainer node: on which side
-    each part is, and for how long.
+    """Return a line for each trainer node whose devices change sides in parts: on which side each
+    part is, and for how long.
 
     Example: trainer-0: part 0 samples 1:02, part 1 trains 0:03
     """
@@ -77,11 +74,11 @@ def sides(nodes: Iterable[NodeRow]) -> list[str]:
         side = found.pop() if len(found) == 1 else CHANGES
         since = duration(min(n.state_s or 0.0 for n in users))
         lines.setdefault(trainer, []).append(f"part {part} {side} {since}")
-    return [f"{trainer}: {', '.join(said)}" for trainer, said in lines.items()]
+    return [f"{trainer}: {', '.join(parts)}" for trainer, parts in lines.items()]
 
 
 def pulling(progress: WeightsProgress | None) -> str:
-    """At most 38 characters; "" where nothing is pulled.
+    """Return at most 38 characters; "" if nothing is pulled.
 
     Example: v12 34% of 15.2GB from 3 sources
     """
@@ -95,7 +92,7 @@ def pulling(progress: WeightsProgress | None) -> str:
 
 
 def weights(metrics: Mapping[str, float]) -> str:
-    """How the newest version travelled; "" before the first one has.
+    """Return how the newest version was distributed; "" before the first one.
 
     Example: 15.2G moved, 62% from peers · published in 2.1 s · pulled in 3.4 s · paused 0.8 s
     Example: 60.8G moved · published in 2.1 s · broadcast to 4 in 1.4 s · paused 1.5 s
@@ -127,7 +124,7 @@ def usd(value: float) -> str:
 
 
 def sizes(metrics: Mapping[str, float]) -> str:
-    """Of how many devices engines are, where several sizes take turns; "" where they do not.
+    """Return the size of engines in devices, where several sizes take turns; else "".
 
     Example: 4 devices an engine, 2 in the last round · 12 KV preemptions in it · 3 changes
     """
@@ -144,7 +141,7 @@ def sizes(metrics: Mapping[str, float]) -> str:
 
 
 def cost(row: CostRow | None) -> str:
-    """What the run has cost so far; "" where prices are not known.
+    """Return the cost of the run so far; "" if prices are not known.
 
     Example: 12.30 US$ · 0.41 a step · 3.10 a million tokens
     """
@@ -159,18 +156,15 @@ def cost(row: CostRow | None) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """`width` characters, filled from the left by `share` of them, in steps of half a character."""
+    """Return `width` characters, of which `share` are filled, in steps of half a character."""
     halves = round(min(max(share, 0.0), 1.0) * width * 2)
     full, half = divmod(halves, 2)
     return ("━" * full + "╸" * half).ljust(width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """One character a value, scaled between the smallest and the largest; at most `width`. Values
-    that are not finite have no part in the scale.
-
-    More values than that are averaged in runs of equal length, so that the whole history shows.
-    """
+    """Return at most `width` characters, scaled between the smallest and the largest finite value.
+    More values than that are averaged: see `shrink`."""
     visible = shrink(values, width)
     if not visible:
         return ""
@@ -185,7 +179,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def shrink(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means over neighbouring values. Example: shrink((1, 3, 5, 7), 2) = [2, 6]."""
+    """Return at most `width` means over neighbouring values. Example: shrink((1, 3, 5, 7), 2) = [2,
+    6]."""
     if len(values) <= width:
         return list(values)
     edges = [i * len(values) // width for i in range(width + 1)]
@@ -193,26 +188,24 @@ def shrink(values: Sequence[float], width: int) -> list[float]:
 
 
 def columns(counts: Sequence[int]) -> str:
-    """One block for each count, from zero to the largest; a blank for none."""
+    """Return one block for each count, scaled to the largest; a blank for zero."""
     top = max(counts, default=0)
     return "".join(" " if not c else BLOCKS[max(0, round(c / top * 8) - 1)] for c in counts)
 
 
 def cut(text: str, width: int) -> str:
-    """`text` on one line of at most `width` characters, its end replaced by an ellipsis if it is
-    longer."""
+    """Return `text` on one line of at most `width` characters, with an ellipsis if it is longer."""
     flat = printable(" ".join(text.split()))
     return flat if len(flat) <= width else flat[: max(0, width - 1)] + "…"
 
 
 def printable(text: str) -> str:
-    """`text` without what could move the cursor or colour the terminal: it may be a model's or a
-    peer's."""
+    """Return `text` without control characters: it may be from a model or a peer."""
     return "".join(c if c.isprintable() else "·" for c in text)
 
 
 def chain(scores: Sequence[tuple[int, float]], room: int) -> str:
-    """The evaluations of a set, the oldest and as many of the latest as fit."""
+    """Return the evaluations of a set: the oldest, and as many of the latest as fit."""
     steps = [f"{score:.3f} @{step}" for step, score in scores]
     kept = steps[-1:]
     for text in reversed(steps[1:-1]):

@@ -1,8 +1,5 @@
-"""Figures of an evaluation: what its scored responses come to, `eval/<set>/...`.
-
-Owns what counts as correct, and how samples become avg@k and pass@k. Pure, standard library only;
-whoever has evaluated, a run or `lightrl eval`, hands its responses in.
-"""
+"""Figures of an evaluation, `eval/<set>/...`: which response is correct, avg@k and pass@k. Pure;
+used by runs and by `lightrl eval`."""
 
 import math
 import re
@@ -12,11 +9,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeAlias
 
-# A response is correct whose reward is 1 or more: what `exact_match`, `math` and `code` give, and
-# verl's and lighteval's functions do. A sum of weighted parts may come to a little less.
+# A response with a reward of 1 or more is correct: what `exact_match`, `math` and `code`, and the
+# functions of verl and lighteval return. A sum of weighted parts may be a little less.
 CORRECT = 1.0 - 1e-6
 Scores: TypeAlias = dict[str, float]  # of each set its avg@k
-MAX_SOURCES = 100  # of one set; where there are more they are ids, and no sources
+MAX_SOURCES = 100  # of one set; more are ids, not sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +25,9 @@ class Evaluated:
 
     # name of its set
     set: str
-    # id; all responses to it are of one set
+    # its id, unique over all sets
     prompt: str
-    # `data_source` of its row; "" = it has none
+    # `data_source` of its row; "" = none
     source: str
     # None = no score
     reward: float | None
@@ -40,10 +37,10 @@ class Evaluated:
 
 
 def eval_figures(responses: Iterable[Evaluated]) -> dict[str, float]:
-    """By the names of metrics.jsonl; of each set, and of its sources where it has several.
+    """Return the figures of each set, and of its sources if it has several.
 
-    A response without a score counts as 0, and in `failures`. Raises ValueError where prompts of a
-    set have different numbers of responses. Example: {"eval/math/avg@4": 0.5, ...}
+    A response without a score counts as 0, and in `failures`. Raise ValueError if prompts of a set
+    have different numbers of responses. Example: {"eval/math/avg@4": 0.5, ...}
     """
     figures: dict[str, float] = {}
     for name, of_set in _by_set(responses).items():
@@ -57,27 +54,28 @@ def eval_figures(responses: Iterable[Evaluated]) -> dict[str, float]:
 
 
 def eval_scores(responses: Iterable[Evaluated]) -> Scores:
-    """The mean reward of each set: its avg@k. Example: {"math": 0.5, "code": 0.25}"""
+    """Return the mean reward of each set, its avg@k. Example: {"math": 0.5, "code": 0.25}"""
     return {name: _average(of_set) for name, of_set in _by_set(responses).items()}
 
 
 def mean_score(scores: Scores) -> float:
-    """One number for an evaluation: each set counts the same, however many prompts it has."""
+    """Return the mean over sets, whatever their number of prompts."""
     return fmean(scores.values())
 
 
 def scores_line(scores: Scores) -> str:
-    """For people. Examples: "0.292", "gsm8k 0.512, aime24 0.133"."""
+    """Return text for people. Examples: "0.292", "gsm8k 0.512, aime24 0.133"."""
     if len(scores) == 1:
         return f"{mean_score(scores):.3f}"
     return ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
 
 
 def pass_at_k(num: int, num_correct: int, k: int) -> float:
-    """Probability that of k responses, drawn from `num` without putting any back, one is correct.
+    """Return the probability that one of k responses, drawn from `num` without replacement, is
+    correct.
 
     Unbiased for k independent samples: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv
-    2107.03374, section 2.1), in exact integers. Raises ValueError unless 1 <= k <= num and
+    2107.03374, section 2.1), in exact integers. Raise ValueError unless 1 <= k <= num and
     0 <= num_correct <= num. Example: pass_at_k(4, 1, 2) == 0.5
     """
     if not 1 <= k <= num or not 0 <= num_correct <= num:
@@ -86,12 +84,12 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
 
 
 def ks_of(samples: int) -> list[int]:
-    """Of which pass@k is said: powers of 2, and the samples themselves. Example: [1, 2, 4, 6]"""
+    """Return the k of pass@k: powers of 2, and `samples`. Example: [1, 2, 4, 6]"""
     return [*(1 << i for i in range((samples - 1).bit_length())), samples]
 
 
 def source_name(source: str) -> str:
-    """As it stands in names of figures. Example: source_name("openai/gsm8k") == "openai-gsm8k"."""
+    """Return a part of a figure's name. Example: source_name("openai/gsm8k") == "openai-gsm8k"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", source)
 
 
@@ -120,7 +118,7 @@ def _figures(prefix: str, responses: Sequence[Evaluated]) -> dict[str, float]:
 
 
 def _passes(prefix: str, samples: int, correct: Sequence[int]) -> Iterator[tuple[str, float]]:
-    """`correct`: of each prompt, how many responses are."""
+    """`correct`: the number of correct responses of each prompt."""
     of_count = Counter(correct)
     for k in ks_of(samples):
         passed = math.fsum(n * pass_at_k(samples, c, k) for c, n in of_count.items())

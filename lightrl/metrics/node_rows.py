@@ -1,7 +1,4 @@
-"""The nodes of a run as an operator sees them, with how fast each of them samples.
-
-Owns the rates, which are smoothed; all else is read from the core's fleet at that moment.
-"""
+"""The nodes of a run for snapshots: the state of the core's fleet, with smoothed token rates."""
 
 import os
 import socket
@@ -12,7 +9,7 @@ from lightrl.core.state import NodeState
 from lightrl.core.weight_sources import PULLING
 from lightrl.messages.snapshot import NodeRow
 
-HALF_LIFE_S = 2.0  # in which half of a rate is forgotten
+HALF_LIFE_S = 2.0  # of a rate
 
 
 class NodeRows:
@@ -22,14 +19,14 @@ class NodeRows:
         self._rates: dict[str, _Rate] = {}
 
     def measure(self, fleet: Fleet, now: float) -> None:
-        """Tokens per second of every node, smoothed; called every second or so."""
+        """Update the token rate of every node; called about every second."""
         for name, node in fleet.nodes.items():
             self._rates.setdefault(name, _Rate(now, node.num_tokens)).update(now, node.num_tokens)
         for name in self._rates.keys() - fleet.nodes.keys():
             del self._rates[name]
 
     def rows(self, fleet: Fleet, now: float) -> tuple[NodeRow, ...]:
-        """The coordinator's daemon first, whether or not it has other roles too."""
+        """Return a row for each node, the coordinator's daemon first."""
         rows = {name: self._row(fleet, name, now) for name in sorted(fleet.nodes)}
         head = rows.pop(self._head, None) or NodeRow(
             self._head,
@@ -77,7 +74,7 @@ class NodeRows:
 
 
 class _Rate:
-    """Of a counter, exponentially smoothed."""
+    """The exponentially smoothed rate of a counter."""
 
     def __init__(self, now: float, count: int) -> None:
         self.per_s = 0.0

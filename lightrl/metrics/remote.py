@@ -1,7 +1,6 @@
-"""A tracker as the daemon sees it: a process that is told every record, and may fail alone.
+"""A tracker as the daemon sees it: a process that receives every record, and may fail alone.
 
-Owns that process. Must not wait for it while the run goes on, nor end the run for it: figures are
-in metrics.jsonl in any case.
+The run does not wait for it and does not fail with it, because metrics.jsonl has all figures.
 """
 
 import asyncio
@@ -31,8 +30,8 @@ from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 logger = logging.getLogger(__name__)
 
 GETS_NO_MORE = "it gets no figures from now on, metrics.jsonl still does"
-LAST_S = 60.0  # for what has not been sent at the end of a run
-MAX_WAITING = 100_000  # records of one that does not start
+LAST_S = 60.0  # to send the rest at the end of a run
+MAX_WAITING = 100_000  # records, until it has started
 
 
 class RemoteTracker:
@@ -55,8 +54,8 @@ class RemoteTracker:
         self._report = report
         self._child: Child[TrackerCommand, TrackerEvent] | None = None
         self._waiting: deque[LogRecord] = deque(maxlen=MAX_WAITING)
-        self._is_over = False  # nothing more is to be sent
-        self._begun = asyncio.Event()  # the process is there, or will not be
+        self._is_over = False  # nothing more is sent
+        self._begun = asyncio.Event()  # the process has started, or failed to
         self._task = asyncio.get_running_loop().create_task(self._run(), name=backend)
 
     def write(self, step: int, record: dict[str, float]) -> None:
@@ -68,7 +67,7 @@ class RemoteTracker:
             self._waiting.append(LogRecord(step, record))
 
     async def close(self) -> None:
-        """Gives it up to `LAST_S` to send the rest."""
+        """Wait at most `LAST_S` until the rest is sent."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):
                 await self._begun.wait()

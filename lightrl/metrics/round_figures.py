@@ -1,8 +1,6 @@
-"""Figures of a training round, read when it has closed, and what is shown of a response. Pure
-functions.
+"""Figures of a closed training round, and texts about it. Pure functions.
 
-Keeps no histories (rounds.py); what racing does to lengths and rewards is measured in
-selection_bias.py.
+Histories: `rounds.py`; what racing does to lengths and rewards: `selection_bias.py`.
 """
 
 import hashlib
@@ -25,31 +23,29 @@ from lightrl.metrics.evaluation import Evaluated, Scores, scores_line
 
 HISTOGRAM_BINS = 12
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
-SUMMED_AT_ONCE = 64  # responses; a call for each would take the interpreter's lock as often
+SUMMED_AT_ONCE = 64  # responses; each call takes the lock of the interpreter
 SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
-
-
-# Figures reward/... that there are whatever functions return.
+# names of reward/... that no function may take
 OF_ALL_FUNCTIONS = frozenset(
     {"mean", "scored", "std", "min", "max", "frac_zero_std", "failures", "timeouts", "score_s"}
 )
 
 
 def figure_name(name: str) -> str:
-    """Of a function, or of a figure that one returned."""
+    """Return the name for a reward function, or for a figure that it returned."""
     return f"reward/function/{name}" if name in OF_ALL_FUNCTIONS else f"reward/{name}"
 
 
 class Scoring(NamedTuple):
-    """How it went to score one response. `failure` "" = it has a score."""
+    """How one response was scored. `failure` "" = it has a score."""
 
     failure: str
-    # of the call, divided among the responses of it
+    # of the call, divided among its responses
     seconds: float
 
 
 def scoring_figures(scorings: Sequence[Scoring]) -> dict[str, float]:
-    """Of all responses of a round that were scored, trained or not."""
+    """Return figures of all scored responses of a round, trained or not."""
     return {
         "reward/failures": float(sum(bool(s.failure) for s in scorings)),
         "reward/timeouts": float(sum(s.failure == "timeout" for s in scorings)),
@@ -58,7 +54,7 @@ def scoring_figures(scorings: Sequence[Scoring]) -> dict[str, float]:
 
 
 def evaluated(round: Round, source_of: Callable[[str], str]) -> list[Evaluated]:
-    """The responses of an evaluation, set by set. `source_of`: the `data_source` of a prompt."""
+    """Return the responses of an evaluation. `source_of`: the `data_source` of a prompt."""
     return [
         Evaluated(
             set=g.set,
@@ -74,8 +70,7 @@ def evaluated(round: Round, source_of: Callable[[str], str]) -> list[Evaluated]:
 
 
 def step_figures(round: Round) -> dict[str, float]:
-    """What a training round brings to its step: rewards and lengths of what is trained, its
-    groups."""
+    """Return rewards and lengths of what is trained, and counts of groups."""
     responses = [r for g in round.accepted for r in g.kept]
     rewards = [r.reward or 0.0 for r in responses]
     lengths = [len(r.tokens) for r in responses]
@@ -84,7 +79,7 @@ def step_figures(round: Round) -> dict[str, float]:
     rollout_s = round.closed_at - round.opened_at
     sampled = sum(r.num_new for g in round.groups.values() for r in g.responses)
     dropped = [g for g in round.groups.values() if g.state is GroupState.DROPPED]
-    flat = sum(len(g.kept) >= min(MIN_COMPARED, g.size) for g in dropped)
+    no_signal = sum(len(g.kept) >= min(MIN_COMPARED, g.size) for g in dropped)
     return {
         "reward/mean": mean(rewards),
         **_scored_figures(round, responses),
@@ -102,8 +97,8 @@ def step_figures(round: Round) -> dict[str, float]:
         "response_length/clip_ratio": mean([float(r.finish_reason == "length") for r in responses]),
         "round/groups_trained": float(len(round.accepted)),
         "round/groups_dropped": float(len(dropped)),
-        "round/groups_no_signal": float(flat),
-        "round/groups_unscored": float(len(dropped) - flat),
+        "round/groups_no_signal": float(no_signal),
+        "round/groups_unscored": float(len(dropped) - no_signal),
         "perf/rollout_tokens_per_s": sampled / rollout_s if rollout_s > 0 else 0.0,
         **off_policy_figures(round),
         **foresight_figures(round),
@@ -111,8 +106,8 @@ def step_figures(round: Round) -> dict[str, float]:
 
 
 def _scored_figures(round: Round, trained: Sequence[Response]) -> dict[str, float]:
-    """Mean rewards of all that was scored in the round, dropped and deferred groups included, and,
-    by data set, of that beside what is trained."""
+    """Return mean rewards of all scored responses, also of dropped and deferred groups; and by data
+    set, of these and of the trained ones."""
     every = [r for g in round.groups.values() for r in g.responses if r.reward is not None]
     rewards: dict[str, list[float]] = {"reward/scored": [r.reward or 0.0 for r in every]}
     for key, responses in (("reward", trained), ("reward_scored", every)):
@@ -122,7 +117,7 @@ def _scored_figures(round: Round, trained: Sequence[Response]) -> dict[str, floa
 
 
 def off_policy_figures(round: Round) -> dict[str, float]:
-    """Staleness of the trained responses; 1, 0, 0 when training is synchronous."""
+    """Return the staleness of the trained responses; 1, 0, 0 if training is synchronous."""
     values = [staleness(r.spans, round.step) for g in round.accepted for r in g.kept]
     figures: dict[str, float] = {}
     for name in ("span", "newest_gap", "oldest_gap"):
@@ -133,11 +128,10 @@ def off_policy_figures(round: Round) -> dict[str, float]:
 
 
 def foresight_figures(round: Round) -> dict[str, float]:
-    """How well the lengths of this round were foreseen from earlier epochs; only the groups that
-    were.
+    """Return how well the lengths of this round were predicted from earlier epochs.
 
-    A group with responses that were given up has run at least as long as it did: what it fell short
-    of the prediction is no error.
+    A group with aborted responses would have run longer: where it is shorter than predicted, that
+    is no error.
     """
     groups = [g for g in round.groups.values() if any(r.tokens for r in g.responses)]
     foreseen = [g for g in groups if g.foreseen_tokens is not None]
@@ -147,12 +141,8 @@ def foresight_figures(round: Round) -> dict[str, float]:
     for group, expected, length in zip(foreseen, predicted, lengths, strict=True):
         whole = all(r.finish_reason is not None for r in group.responses)
         errors.append(abs(length - expected) if whole else max(0.0, length - expected))
-    num_responses = sum(len(g.responses) for g in groups)
-    figures = {
-        "foresight/coverage": sum(len(g.responses) for g in foreseen) / num_responses
-        if groups
-        else 0.0
-    }
+    num, num_foreseen = (sum(len(g.responses) for g in some) for some in (groups, foreseen))
+    figures = {"foresight/coverage": num_foreseen / num if num else 0.0}
     if errors:
         figures["foresight/mean_abs_error_tokens"] = mean(errors)
     if (correlation := rank_correlation(predicted, lengths)) is not None:
@@ -161,8 +151,8 @@ def foresight_figures(round: Round) -> dict[str, float]:
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Spearman's: the correlation of ranks, equal values sharing their mean rank; None where all
-    are equal.
+    """Return Spearman's correlation of ranks, equal values sharing their mean rank; None if all are
+    equal.
 
     Example: rank_correlation([1, 5, 9], [10, 70, 30]) == 0.5
     """
@@ -180,24 +170,22 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def digest_responses(step: int, responses: Iterable[Response]) -> bytes:
-    """Of all trained responses of a step in canonical order: the same whatever order they arrived
-    in."""
+    """Return a digest of all trained responses of a step, independent of their order."""
     digest = hashlib.blake2b(str(step).encode(), digest_size=16)
     for r in sorted(responses, key=lambda r: r.id):
         digest.update(r.id.encode() + b"\0")
-        digest.update(r.tokens)  # not copied, and without the lock of the interpreter
+        digest.update(r.tokens)  # without a copy, and without the lock of the interpreter
     return digest.digest()
 
 
 def total_tokens(round: Round) -> int:
-    """Of what is trained, a prompt once for each of its responses."""
+    """Return the trained tokens, a prompt once for each of its responses."""
     return sum(len(g.prompt.tokens) // 4 + len(r.tokens) for g in round.accepted for r in g.kept)
 
 
 def sampled_entropy(logprobs: Iterable["array[float]"]) -> float:
-    """Minus the mean logprob of sampled tokens: an estimate of the entropy of what was sampled
-    from, over all responses, also those that are not trained. A gigabyte takes a second, without
-    the lock of the interpreter."""
+    """Return minus the mean logprob of sampled tokens: an estimate of the policy's entropy over all
+    responses, trained or not. A gigabyte takes a second, without the lock of the interpreter."""
     total, number, rest = 0.0, 0, iter(logprobs)
     while some := list(islice(rest, SUMMED_AT_ONCE)):
         together = np.frombuffer(b"".join(some), "<f4")
@@ -207,13 +195,13 @@ def sampled_entropy(logprobs: Iterable["array[float]"]) -> float:
 
 
 def num_devices(core: Coordinator) -> int:
-    """Of ranks and engines; those that both use count once."""
+    """Return the devices of ranks and engines; shared ones count once."""
     own = [n for n in core.fleet.nodes.values() if "rollout" in n.roles and not n.shares]
     return core.settings.num_ranks + sum(max(1, n.num_workers, n.parallel) for n in own)
 
 
 def live_figures(core: Coordinator) -> dict[str, float]:
-    """What is true at the moment, between two steps."""
+    """Return the current figures, for Prometheus."""
     states = Counter(r.state for r in core.table.responses.values())
     nodes = Counter(node.state for node in core.fleet.nodes.values() if "rollout" in node.roles)
     return {
@@ -228,7 +216,7 @@ def live_figures(core: Coordinator) -> dict[str, float]:
 
 
 def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:
-    """(upper bound in tokens, responses) of equal bins up to the longest possible response."""
+    """Return (upper bound in tokens, responses) of equal bins up to `longest`."""
     width = max(1, math.ceil(longest / HISTOGRAM_BINS))
     counts = [0] * math.ceil(longest / width)
     for n in lengths:
@@ -241,12 +229,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Of the population; `statistics.pstdev` reckons in fractions and takes ten times as long."""
+    """Return the population's; `statistics.pstdev` uses fractions and takes ten times as long."""
     return float(np.std(values)) if values else 0.0
 
 
 def sample_of(response: Response, prompt: str, text: str, reward: float | None) -> SampleText:
-    """For the sample browser."""
+    """Return a row of the sample browser."""
     return SampleText(
         response=response.id,
         prompt=prompt[:MAX_SAMPLE_TEXT],
@@ -275,7 +263,7 @@ def eval_lines(step: int, scores: Scores, record: dict[str, float]) -> Iterator[
 
 
 def warnings(record: dict[str, float]) -> Iterator[str]:
-    """What an operator should know of a step."""
+    """Yield warnings about a step."""
     gap = record.get("train_rollout_logprob_abs_diff", 0.0)
     if not gap <= SUSPICIOUS_GAP:  # NaN, too
         yield f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
@@ -288,8 +276,8 @@ def warnings(record: dict[str, float]) -> Iterator[str]:
             "their gradients are not finite"
         )
     if record["round/groups_trained"] == 0:
-        unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]
-        why = f"{unscored:.0f} groups have no rewards; in {flat:.0f} all rewards are equal"
+        unscored, equal = record["round/groups_unscored"], record["round/groups_no_signal"]
+        why = f"{unscored:.0f} groups have no rewards; in {equal:.0f} all rewards are equal"
         yield f"WARNING: nothing was trained in this step: {why}"
     elif record.get("num_trained_tokens") == 0:
         yield (

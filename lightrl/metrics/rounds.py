@@ -1,14 +1,15 @@
-"""What a run has to show: figures of rounds and steps, histories for the TUI, the summary at the
-end.
+"""Records of a run: figures of rounds and steps, histories for the TUI, the summary at the end.
 
-Reads the core's rounds when they close; decides nothing and does no I/O.
+Reads the core's rounds when they close. Does no I/O.
 """
 
 import asyncio
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import ParamSpec, TypeVar
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
@@ -24,13 +25,10 @@ from lightrl.core.state import (
 )
 from lightrl.log import WARNING
 from lightrl.messages.fields import MAX_EVALS
-from lightrl.messages.snapshot import SampleText, Snapshot, TailRow
-from lightrl.metrics.cost import cost_figures, cost_row
+from lightrl.messages.snapshot import SampleText, Snapshot, TailRow, WarningRow
+from lightrl.metrics.cost import cost_figures, cost_row, turns_figures
 from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_score
-from lightrl.metrics.futures import hash_onto, in_thread, known_digest
 from lightrl.metrics.node_rows import NodeRows
-from lightrl.metrics.note import RecordsNote
-from lightrl.metrics.offload import turns_figures
 from lightrl.metrics.round_figures import (
     Scoring,
     digest_responses,
@@ -44,13 +42,16 @@ from lightrl.metrics.round_figures import (
     step_figures,
     total_tokens,
 )
-from lightrl.metrics.selection_bias import Bias
-from lightrl.metrics.speculation import SpeculationMetrics
+from lightrl.metrics.selection_bias import Bias, BiasState
+from lightrl.metrics.speculation import SpeculationMetrics, SpeculationTotals
 from lightrl.metrics.speeds import SpeedRecorder
 from lightrl.metrics.waits import Waits
 from lightrl.metrics.warned import Warnings
-from lightrl.metrics.weights import WeightsMetrics
+from lightrl.metrics.weights import WeightsMetrics, WeightsTotals
 from lightrl.wire import to_json
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 HISTORY_STEPS = 500
 NUM_EVENTS = 200
@@ -59,8 +60,32 @@ SCORED = {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}
 
 
 @dataclass(frozen=True, slots=True)
+class RecordsNote:
+    """What a restarted coordinator needs of the records: the shell's note in the journal, of all
+    steps before it. A note of another version of LightRL is refused: see `noted` in
+    `coordinator/journaling.py`."""
+
+    digest: str
+    evals: list[tuple[int, Scores]]
+    rl_wall_s: float
+    elapsed_s: float
+    # set -> digest of its rows: see `coordinator/prompts.py`
+    data: dict[str, str]
+    bias: BiasState
+    # steps that are not over, and whose rounds are in `bias`
+    bias_steps: list[int]
+    # of the training data
+    num_prompts: int
+    # prompts of each set to evaluate on
+    eval_sizes: dict[str, int]
+    speculation: SpeculationTotals
+    weights: WeightsTotals
+    warnings: tuple[WarningRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Closed:
-    """What a round that is closed brings to its step."""
+    """What a closed round adds to the record of its step."""
 
     figures: dict[str, float]
     digest: Future[bytes]
@@ -87,14 +112,14 @@ class Records:
         self._max_response_tokens = max_response_tokens
         self._hashing = ThreadPoolExecutor(1, "hashing")
         self._adding = ThreadPoolExecutor(1, "adding")  # done long before the step is trained
-        # of all trained responses so far, each step's onto those before
-        self._digest = known_digest(bytes(16))
+        # of all trained responses so far, chained step by step
+        self._digest = _done(bytes(16))
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
-        self._bias_steps = set[int]()  # that are not over, and whose rounds it has counted
+        self._bias_steps = set[int]()  # not over, but in the bias
         self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
         self._num_migrations = 0
-        # response of an open round -> figures, and how its scoring went
+        # of the responses of open rounds
         self._reward_figures: dict[str, dict[str, float]] = {}
         self._scorings: dict[str, Scoring] = {}
         self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
@@ -108,16 +133,16 @@ class Records:
         self._rl_wall_s = 0.0
         self._num_tokens = 0  # trained so far, prompts and responses
         self.nodes, self.waits = NodeRows(head), Waits(join_hint)
-        self.evals: list[tuple[int, Scores]] = []  # steps done, and what each set came to
+        self.evals: list[tuple[int, Scores]] = []  # with the number of steps done
         self.speculation = SpeculationMetrics()
         self.weights = WeightsMetrics()
         self.speeds = SpeedRecorder()
         self.bad_frames = 0
 
-    # What happens
+    # Events
 
     def event(self, elapsed_s: float, text: str, is_warning: bool = False) -> None:
-        """A line that begins with WARNING is a warning, too."""
+        """Add a line to the events; one that begins with WARNING is a warning, too."""
         self._events.append((elapsed_s, text))
         if is_warning or text.startswith(WARNING):
             self._warnings.add(text, elapsed_s)
@@ -128,8 +153,8 @@ class Records:
     def scored(
         self, response: Response, figures: dict[str, float], failure: str, seconds: float
     ) -> None:
-        """What a reward function said about a response besides its reward, why it has none, and
-        how long that took."""
+        """`figures`: what the reward functions returned besides the reward; `failure`: why there is
+        no reward; `seconds`: of the call."""
         round = response.group.round
         if not round.is_eval and round.state is not RoundState.CLOSED:
             self._scorings[response.id] = Scoring(failure, seconds)
@@ -138,7 +163,8 @@ class Records:
                 self._reward_figures[response.id] = figures
 
     def close_eval(self, round: Round, source_of: Callable[[str], str]) -> dict[str, float]:
-        """The record of an evaluation. `source_of`: the `data_source` of a prompt, "" = none."""
+        """Return the record of an evaluation. `source_of`: the `data_source` of a prompt, "" =
+        none."""
         responses = evaluated(round, source_of)
         self.evals.append((round.step, eval_scores(responses)))
         return eval_figures(responses) | {"eval/seconds": round.closed_at - round.opened_at}
@@ -147,7 +173,7 @@ class Records:
         """`history`: the figures of the store of earlier responses."""
         trained = [r for group in round.accepted for r in group.kept]
         figures = {**step_figures(round), **self._close_reward_figures(round, trained)}
-        # After a restart a round that had closed comes once more; a later one may close before it.
+        # After a restart a closed round is closed again; a later one may close before it.
         bias = self._bias.add(round, core.backlog, count=round.step not in self._bias_steps)
         self._bias_steps.add(round.step)
         self._bias_so_far = self._bias.figures()
@@ -172,25 +198,24 @@ class Records:
         )
 
     def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
-        """Means over the trained responses that have the figure."""
-        said = {
+        """Return means over the trained responses that have the figure."""
+        figures = {
             r.id: self._reward_figures.get(r.id, {})
             for g in round.groups.values()
             for r in g.responses
         }
         for g in round.groups.values():
-            # those that a later round continues count there
+            # responses that a later round continues count there
             for r in g.responses[g.size if g.continues else 0 :]:
                 self._reward_figures.pop(r.id, None)
-        scorings = [self._scorings.pop(r) for r in list(said) if r in self._scorings]
+        scorings = [self._scorings.pop(r) for r in list(figures) if r in self._scorings]
         return scoring_figures(scorings) | {
-            figure_name(name): mean([said[r.id][name] for r in trained if name in said[r.id]])
-            for name in dict.fromkeys(name for r in trained for name in said[r.id])
+            figure_name(name): mean([figures[r.id][name] for r in trained if name in figures[r.id]])
+            for name in dict.fromkeys(name for r in trained for name in figures[r.id])
         }
 
     def close_step(self, done: CloseStep, core: Coordinator) -> dict[str, float]:
-        """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see
-        `hashed`."""
+        """Return the record of a finished step. Its round may still be hashed: see `hashed`."""
         closed = self._closed.pop(done.step)
         self._bias_steps.discard(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
@@ -215,26 +240,25 @@ class Records:
             **{f"cost/{name}": value for name, value in cost_figures(core).items()},
             **turns_figures(core, done.step),
         }
-        self._digest = in_thread(self._hashing, hash_onto, self._digest, closed.digest)
+        self._digest = in_thread(self._hashing, _chain, self._digest, closed.digest)
         self._histogram = closed.histogram
         self._show(record)
         return record
 
     @property
     def is_hashed(self) -> bool:
-        """Whether all steps that are closed are: a gigabyte takes a second, and nobody waits for it
-        here."""
+        """Whether all closed steps are hashed; a gigabyte of tokens takes a second."""
         return self._digest.done()
 
     async def hashed(self) -> None:
-        """Returns when they are. Who is cancelled meanwhile leaves the hashing as it is."""
+        """Wait until all closed steps are hashed. Cancelling does not stop the hashing."""
         while not self.is_hashed:
             await asyncio.wait([asyncio.wrap_future(self._digest)])
 
-    # Across processes
+    # After a restart
 
     def note(self, elapsed_s: float, data: dict[str, str], settings: Settings) -> bytes:
-        """Of steps that are `hashed`."""
+        """Return a `RecordsNote` as JSON, when all steps are `hashed`."""
         sizes = {one.name: one.num_prompts for one in settings.eval_sets}
         return to_json(
             RecordsNote(
@@ -243,12 +267,12 @@ class Records:
                 self._rl_wall_s,
                 elapsed_s,
                 data,
-                self._bias.note(),
+                self._bias.state,
                 sorted(self._bias_steps),
                 settings.num_prompts,
                 sizes,
-                self.speculation.note(),
-                self.weights.note(),
+                self.speculation.totals,
+                self.weights.totals,
                 self._warnings.rows(),
             )
         )
@@ -256,16 +280,16 @@ class Records:
     def recall(
         self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]
     ) -> None:
-        """Goes on from a note and the records of the newest steps before it, to be shown."""
-        self._digest, self.evals = known_digest(bytes.fromhex(known.digest)), known.evals
+        """Continue from a note; `steps`: the newest records before it, to be shown."""
+        self._digest, self.evals = _done(bytes.fromhex(known.digest)), known.evals
         self._rl_wall_s = known.rl_wall_s
-        self._bias.recall(known.bias)
+        self._bias.state = known.bias
         self._bias_so_far = self._bias.figures()
         for record in steps:
             if "reward/mean" in record:
                 self._show(record)
-        self.speculation.recall(known.speculation)
-        self.weights.recall(known.weights)
+        # they count the shown steps already
+        self.speculation.totals, self.weights.totals = known.speculation, known.weights
         self._warnings.recall(known.warnings)
         self._bias_steps = set(known.bias_steps)
         self._num_migrations = core.table.counters.migrations
@@ -279,12 +303,12 @@ class Records:
         self.speculation.count(record)
         self.weights.count(record)
 
-    # What is shown
+    # Summary and snapshots
 
     def summary(self, core: Coordinator, reason: str, elapsed_s: float) -> dict[str, object]:
-        """summary.json: equal digests mean equal final weights and equal trained responses. When
-        `hashed`."""
-        c = core.table.counters
+        """Return summary.json, when all steps are `hashed`. Equal digests mean equal final weights
+        and equal trained responses."""
+        c, bias = core.table.counters, self._bias.state
         return {
             "run": self._run,
             "state": _final(core.state),
@@ -304,13 +328,13 @@ class Records:
             "speculation": {
                 k.partition("/")[2]: round(v, 6) for k, v in self.speculation.whole().items()
             },
-            "weights": {k: round(v, 6) for k, v in self.weights.whole().items()},
+            "weights": {k: round(v, 6) for k, v in self.weights.totals.figures().items()},
             "tail": {
                 "mode": _tail_mode(core.settings),
-                "rounds": dict(self._bias.num_rounds),
+                "rounds": dict(bias.num_rounds),
                 "prompts_put_off": c.prompts_put_off,
                 "queue": len(core.backlog.put_off),
-                "max_wait_steps": self._bias.max_wait_steps,
+                "max_wait_steps": bias.max_wait_steps,
                 **{name: round(value, 6) for name, value in self._bias_so_far.items()},
             },
             "cost": {k: round(v, 6) for k, v in cost_figures(core).items()},
@@ -321,7 +345,7 @@ class Records:
         }
 
     def snapshot(self, core: Coordinator, now: float, over: bool = False) -> Snapshot:
-        """`over`: nothing will follow, in whatever state the core is."""
+        """`over`: it is the last one, whatever the state of the core."""
         round = core.table.round
         scored = sum(g.state in SCORED for g in round.groups.values()) if round is not None else 0
         states = [r.state for r in core.table.responses.values()]
@@ -367,12 +391,12 @@ class Records:
         }
 
     def _tail(self, core: Coordinator) -> TailRow:
-        figures, rounds = self._bias_so_far, self._bias.num_rounds
+        figures, rounds = self._bias_so_far, self._bias.state.num_rounds
         return TailRow(
             mode=_tail_mode(core.settings),
             queue=len(core.backlog.put_off),
-            num_short=rounds["short"],
-            num_long=rounds["long"] + rounds["flush"],
+            num_short=rounds.get("short", 0),
+            num_long=rounds.get("long", 0) + rounds.get("flush", 0),
             kept_length=figures["kept_length"],
             launched_length=figures["launched_length_km"],
             kept_reward=figures["kept_reward"],
@@ -392,12 +416,33 @@ class Records:
 
 
 def _final(state: RunState) -> str:
-    """A coordinator that ends in any other state has failed."""
+    """Return the final state of a run; one that ends in any other state has failed."""
     return str(state if state in OVER else RunState.FAILED)
 
 
 def _tail_mode(settings: Settings) -> str:
-    """As in `round.tail_batching`, by what is over-provisioned."""
+    """Return the value of `round.tail_batching`."""
     if not settings.tail.races:
         return "off"
     return "both" if settings.tail.eta_responses > 1 else "prompts"
+
+
+def in_thread(
+    threads: ThreadPoolExecutor, act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
+) -> Future[Result]:
+    """Submit a call; run it here if no thread can be started."""
+    try:
+        return threads.submit(act, *args, **kwargs)
+    except RuntimeError:
+        return _done(act(*args, **kwargs))
+
+
+def _done(result: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
+
+
+def _chain(before: Future[bytes], of_step: Future[bytes]) -> bytes:
+    """Run in the thread that has finished both."""
+    return hashlib.blake2b(before.result(0) + of_step.result(0), digest_size=16).digest()

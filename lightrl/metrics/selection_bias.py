@@ -1,15 +1,14 @@
-"""What is trained against what was launched for it: the length bias of racing, measured.
+"""What is trained against what was launched: the length bias of racing, measured.
 
-Racing keeps the shorter responses of a prompt, and the prompts whose responses are shorter; a
-response that was put off and restarts may come back as another one. These figures say by how much
-all that shortens what is trained, for each round and over the whole run. Decides nothing, corrects
-nothing.
+Racing keeps the shorter responses of a prompt, and the prompts with shorter responses; a deferred
+response that restarts may be another sample. These figures measure by how much that shortens what
+is trained, for each round and over the whole run. They correct nothing.
 
-Over the run, `length_bias` compares the trained responses with the first attempts at all responses
-that were launched. A first attempt that was given up is a censored observation. It is completed
-where a later round continued it, and where a restart has repeated all of its tokens; another
-response in its place is no observation of it. So censoring depends on what was sampled until then
-alone, as the estimator requires. Prompts of similar lengths make the standard error too small.
+Over the run, `length_bias` compares the trained responses with the first attempts at all launched
+responses. A first attempt that was aborted is a censored observation. It is completed where a later
+round continued it, and where a restart has repeated all of its tokens; another response in its
+place is no observation of it. So censoring depends only on what was sampled until then, as the
+estimator requires. Prompts of similar lengths make the standard error too small.
 """
 
 import math
@@ -23,21 +22,20 @@ import numpy as np
 from lightrl.core.arrays import encode
 from lightrl.core.backlog import Backlog
 from lightrl.core.staleness import staleness
-from lightrl.core.state import GroupState, Response, Round
+from lightrl.core.state import DrawnPrompt, GroupState, Response, Round
 
-# A mean is restricted to the lengths that so many observations reach, if some are censored.
-MIN_AT_RISK = 10
+MIN_AT_RISK = 10  # observations up to whose length a mean is estimated, if some are censored
 
 
 class ResponseOutcome(NamedTuple):
-    """What became of one response that was launched."""
+    """The outcome of one launched response."""
 
     num_tokens: int
-    # False: it was given up with so many tokens
+    # False: it was aborted
     finished: bool
     # it was cut off at its maximal length
     at_limit: bool
-    # None: it has no score
+    # None = it has no score
     reward: float | None
     # it is trained
     kept: bool
@@ -45,11 +43,11 @@ class ResponseOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """Launched responses, and those of them that are trained; lengths in tokens."""
+    """Counts of launched and of trained responses; lengths in tokens."""
 
     # length -> responses
     finished: dict[int, int] = field(default_factory=dict[int, int])
-    given_up: dict[int, int] = field(default_factory=dict[int, int])
+    aborted: dict[int, int] = field(default_factory=dict[int, int])
     at_limit: int = 0
     scored: int = 0
     scored_reward: float = 0.0
@@ -58,33 +56,33 @@ class Tally:
     kept_at_limit: int = 0
     kept_reward: float = 0.0
 
-    def add(self, fate: ResponseOutcome, count: int = 1, is_launched: bool = True) -> None:
-        """`count` -1 takes back what was added; `is_launched`: it is no restart of another one."""
+    def add(self, of: ResponseOutcome, count: int = 1, is_launched: bool = True) -> None:
+        """`count` -1 removes what was added; `is_launched`: it is not a restart of another one."""
         if is_launched:
-            lengths = self.finished if fate.finished else self.given_up
-            lengths[fate.num_tokens] = lengths.get(fate.num_tokens, 0) + count
-            self.at_limit += count * fate.at_limit
-        if fate.reward is not None:
+            lengths = self.finished if of.finished else self.aborted
+            lengths[of.num_tokens] = lengths.get(of.num_tokens, 0) + count
+            self.at_limit += count * of.at_limit
+        if of.reward is not None:
             self.scored += count
-            self.scored_reward += count * fate.reward
-        if fate.kept:
-            self.kept[fate.num_tokens] = self.kept.get(fate.num_tokens, 0) + count
-            self.kept_at_limit += count * fate.at_limit
-            self.kept_reward += count * (fate.reward or 0.0)
+            self.scored_reward += count * of.reward
+        if of.kept:
+            self.kept[of.num_tokens] = self.kept.get(of.num_tokens, 0) + count
+            self.kept_at_limit += count * of.at_limit
+            self.kept_reward += count * (of.reward or 0.0)
 
     def figures(self, limit: int) -> dict[str, float]:
         """`limit`: tokens at which a response is cut off.
 
-        Those given up count with the tokens they had, so launched_length and launched_at_limit are
-        lower bounds. Their estimates (_km) are upper bounds where none of the longest was allowed
-        to finish: see `kaplan_meier`.
+        Aborted responses count with the tokens that they had, so launched_length and
+        launched_at_limit are lower bounds. The estimates (_km) are upper bounds where none of the
+        longest could finish: see `kaplan_meier`.
         """
-        launched = sum(self.finished.values()) + sum(self.given_up.values())
+        launched = sum(self.finished.values()) + sum(self.aborted.values())
         num_kept = sum(self.kept.values())
         tokens = sum(
-            n * count for counts in (self.finished, self.given_up) for n, count in counts.items()
+            n * count for counts in (self.finished, self.aborted) for n, count in counts.items()
         )
-        launched_km = kaplan_meier(self.finished, self.given_up, limit)
+        launched_km = kaplan_meier(self.finished, self.aborted, limit)
         return {
             "kept_length": sum(n * k for n, k in self.kept.items()) / max(1, num_kept),
             "launched_length": tokens / max(1, launched),
@@ -97,13 +95,13 @@ class Tally:
         }
 
     def bias(self, limit: int) -> dict[str, float]:
-        """Mean length of what is kept over that of what was launched, minus 1, and its standard
+        """Return the mean length of kept over that of launched responses, minus 1, and its standard
         error; both means of min(length, length_bias_up_to), which is `limit` where enough
-        observations reach it. The errors of both means count as independent, though they are partly
-        of the same responses: where these are the same, the standard error is too large."""
-        up_to = horizon(self.finished, self.given_up, limit)
+        observations reach it. The errors of both means count as independent, although they are
+        partly of the same responses: where these are the same, the standard error is too large."""
+        up_to = horizon(self.finished, self.aborted, limit)
         kept = kaplan_meier(self.kept, {}, up_to)
-        launched = kaplan_meier(self.finished, self.given_up, up_to)
+        launched = kaplan_meier(self.finished, self.aborted, up_to)
         ratio = kept.mean / launched.mean if launched.mean else 1.0
         errors = math.hypot(kept.error, ratio * launched.error)
         return {
@@ -114,8 +112,8 @@ class Tally:
 
 
 def compare(before: bytes, response: Response) -> Counter[str]:
-    """A restart with the earlier attempt, of which `before` are the tokens, int32. Empty if it has
-    not begun. Sums over restarts, divided by their number, are the figures restart_*."""
+    """Compare a restart with the earlier attempt, whose tokens are `before`, int32. Return sums for
+    `restart_figures`; none if the restart has not begun."""
     after, is_over = encode(response.tokens), response.finish_reason is not None
     if not after and not is_over:
         return Counter()
@@ -133,136 +131,114 @@ def restart_figures(sums: Mapping[str, int]) -> dict[str, float]:
     return {f"restart_{name}": n / num for name, n in sums.items() if num and name != "num"}
 
 
-@dataclass(frozen=True, slots=True)
-class BiasNote:
-    """All that `Bias` knows, as plain data."""
+@dataclass(slots=True)
+class BiasState:
+    """All that `Bias` stores, as it is in the journal."""
 
-    num_rounds: dict[str, int]
-    max_wait_steps: int
-    tally: Tally
-    # prompt, epoch, index -> so far
-    put_off: list[tuple[str, int, dict[int, ResponseOutcome]]]
-    # prompt, epoch, step
-    since: list[tuple[str, int, int]]
-    tokens: int
-    untrained_tokens: int
-    # see `compare`
-    restarts: dict[str, int]
+    # kind -> rounds
+    num_rounds: dict[str, int] = field(default_factory=dict[str, int])
+    max_wait_steps: int = 0
+    tally: Tally = field(default_factory=Tally)
+    # deferred prompt -> index -> outcome so far; see `_key`
+    put_off: dict[str, dict[int, ResponseOutcome]] = field(
+        default_factory=dict[str, dict[int, ResponseOutcome]]
+    )
+    # prompt -> the step that first deferred it
+    since: dict[str, int] = field(default_factory=dict[str, int])
+    # as often as they were sampled
+    tokens: int = 0
+    untrained_tokens: int = 0
+    # sums of `compare`
+    restarts: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class Bias:
-    """Over a run. Each response that is launched counts once, as the module's text says. Tokens
-    count as often as they were sampled.
-    """
+    """The bias over a run. Each launched response counts once."""
 
     def __init__(self, max_response_tokens: int) -> None:
-        self.num_rounds: Counter[str] = Counter()  # kind -> rounds
-        self.max_wait_steps = 0
+        self.state = BiasState()
         self._limit = max_response_tokens
-        self._tally = Tally()
-        self._restarts = Counter[str]()
-        self._put_off: dict[
-            tuple[str, int], dict[int, ResponseOutcome]
-        ] = {}  # (prompt, epoch) -> index -> so far
-        # (prompt, epoch) -> the step that first put it off
-        self._since: dict[tuple[str, int], int] = {}
-        self._tokens = 0
-        self._untrained_tokens = 0
 
     def add(self, round: Round, backlog: Backlog, count: bool = True) -> dict[str, float]:
-        """Takes in a training round that has closed; returns its figures. Not `count`: it is in
-        already."""
+        """Add a closed training round; return its figures. `count` False: it was added before."""
         if not count:
             return Bias(self._limit).add(round, backlog)
-        kept = {r.id for group in round.accepted for r in group.kept}
+        state = self.state
         own, restarts = Tally(), Counter[str]()
+        kept = {r.id for group in round.accepted for r in group.kept}
         for group in round.groups.values():
-            prompt = group.prompt.id, group.prompt.epoch
-            fates = {r.index: _fate(r, r.id in kept) for r in group.responses}
-            before = self._put_off.pop(prompt, {})
+            key = _key(group.prompt)
+            before = state.put_off.pop(key, {})
+            outcomes = {r.index: _outcome(r, r.id in kept) for r in group.responses}
             for r in group.responses:
-                fate = fates[r.index]
-                own.add(fate)
+                outcome = outcomes[r.index]
+                own.add(outcome)
                 held = group.held[r.index].tokens if r.index < len(group.held) else b""
-                goes_on = r.carried > 0 or not held
-                if not goes_on:
+                continues = r.carried > 0 or not held
+                if not continues:
                     compared = compare(held, r)
                     restarts.update(compared)
-                    goes_on = bool(compared["same_share"])
-                if goes_on and r.index in before:
-                    self._tally.add(before[r.index], -1)
-                self._tally.add(fate, is_launched=goes_on or r.index not in before)
+                    continues = bool(compared["same_share"])
+                if continues and r.index in before:
+                    state.tally.add(before[r.index], -1)
+                state.tally.add(outcome, is_launched=continues or r.index not in before)
             if group.state is GroupState.PUT_OFF:
-                self._put_off[prompt] = before | fates
-        self._restarts.update(restarts)
+                state.put_off[key] = before | outcomes
         tokens = sum(r.num_new for group in round.groups.values() for r in group.responses)
-        self._tokens += tokens
-        self._untrained_tokens += round.aborted_tokens
-        self.num_rounds[round.kind] += 1
-        put_off = sum(p.since == round.step for p in backlog.put_off)
-        waits = self._waits(round, backlog)
-        self.max_wait_steps = max(self.max_wait_steps, waits)
+        state.tokens += tokens
+        state.untrained_tokens += round.aborted_tokens
+        for name, num in restarts.items():
+            state.restarts[name] = state.restarts.get(name, 0) + num
+        state.num_rounds[round.kind] = state.num_rounds.get(round.kind, 0) + 1
+        waits = self._wait_steps(round, backlog)
+        state.max_wait_steps = max(state.max_wait_steps, waits)
         return {
             **own.figures(self._limit),
             **restart_figures(restarts),
             **_deferred_staleness(round),
             "aborted_tokens": float(round.aborted_tokens),
             "aborted_share": round.aborted_tokens / max(1, tokens),
-            "put_off": float(put_off),
+            "put_off": float(sum(p.since == round.step for p in backlog.put_off)),
             "queue": float(len(backlog.put_off)),
             "max_wait_steps": float(waits),
         }
 
-    def note(self) -> BiasNote:
-        return BiasNote(
-            dict(self.num_rounds),
-            self.max_wait_steps,
-            self._tally,
-            [(prompt, epoch, fates) for (prompt, epoch), fates in self._put_off.items()],
-            [(prompt, epoch, step) for (prompt, epoch), step in self._since.items()],
-            self._tokens,
-            self._untrained_tokens,
-            dict(self._restarts),
-        )
-
-    def recall(self, note: BiasNote) -> None:
-        """Goes on from what another process knew."""
-        self.num_rounds = Counter(note.num_rounds)
-        self.max_wait_steps = note.max_wait_steps
-        self._tally, self._restarts = note.tally, Counter(note.restarts)
-        self._put_off = {(prompt, epoch): fates for prompt, epoch, fates in note.put_off}
-        self._since = {(prompt, epoch): step for prompt, epoch, step in note.since}
-        self._tokens, self._untrained_tokens = note.tokens, note.untrained_tokens
-
     def figures(self) -> dict[str, float]:
-        """Of the run so far."""
+        """Return the figures of the run so far."""
+        state = self.state
         return {
-            **self._tally.figures(self._limit),
-            **self._tally.bias(self._limit),
-            **restart_figures(self._restarts),
-            "aborted_tokens": float(self._untrained_tokens),
-            "aborted_share": self._untrained_tokens / max(1, self._tokens),
+            **state.tally.figures(self._limit),
+            **state.tally.bias(self._limit),
+            **restart_figures(state.restarts),
+            "aborted_tokens": float(state.untrained_tokens),
+            "aborted_share": state.untrained_tokens / max(1, state.tokens),
         }
 
-    def _waits(self, round: Round, backlog: Backlog) -> int:
-        """Steps for which a prompt of this round, or one in the queue, has been put off; the
-        most."""
-        self._since |= {(p.prompt.id, p.prompt.epoch): p.since for p in backlog.put_off}
-        steps = [round.step - since for since in self._since.values()]
+    def _wait_steps(self, round: Round, backlog: Backlog) -> int:
+        """Return the most steps for which a prompt of this round, or of the queue, has been
+        deferred."""
+        since = self.state.since
+        since |= {_key(p.prompt): p.since for p in backlog.put_off}
+        steps = [round.step - step for step in since.values()]
         for group in round.groups.values():
             if group.state is not GroupState.PUT_OFF:
-                self._since.pop((group.prompt.id, group.prompt.epoch), None)
+                since.pop(_key(group.prompt), None)
         return max([0, *steps])
 
 
-def _fate(r: Response, kept: bool) -> ResponseOutcome:
+def _key(prompt: DrawnPrompt) -> str:
+    """Return a key of JSON for a prompt in an epoch."""
+    return f"{prompt.epoch} {prompt.id}"
+
+
+def _outcome(r: Response, kept: bool) -> ResponseOutcome:
     return ResponseOutcome(
         len(r.tokens), r.finish_reason is not None, r.finish_reason == "length", r.reward, kept
     )
 
 
 def _deferred_staleness(round: Round) -> dict[str, float]:
-    """Trained version minus the oldest one, of trained responses that an earlier round began."""
+    """Return trained version minus the oldest one, of trained responses of an earlier round."""
     of_kept = [r for g in round.accepted for r in g.kept if r.carried]
     gaps = [staleness(r.spans, round.step).oldest_gap for r in of_kept]
     mean = sum(gaps) / max(1, len(gaps))
@@ -270,7 +246,7 @@ def _deferred_staleness(round: Round) -> dict[str, float]:
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """Tokens until the first that differs, or one of them ends; both int32."""
+    """Return the number of tokens before the first that differs; both int32."""
     if b.startswith(a):
         return len(a) // 4
     size = min(len(a), len(b)) // 4
@@ -279,52 +255,53 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 
 class Estimate(NamedTuple):
-    """Of a distribution of lengths, restricted to a length."""
+    """An estimate of a distribution of lengths, restricted to a limit."""
 
-    # of min(length, that length)
+    # of min(length, limit)
     mean: float
-    # share that is as long
+    # share that reaches the limit
     share_left: float
     # standard error of the mean
     error: float
 
 
-def horizon(finished: Mapping[int, int], given_up: Mapping[int, int], limit: int) -> int:
-    """The length up to which a mean can be estimated: MIN_AT_RISK observations are as long. `limit`
-    if none of the longest was given up."""
+def horizon(finished: Mapping[int, int], aborted: Mapping[int, int], limit: int) -> int:
+    """Return the length up to which a mean can be estimated: MIN_AT_RISK observations are as long.
+    `limit` if none of the longest was aborted."""
     num_left, is_censored = MIN_AT_RISK, False
-    for length in sorted(finished.keys() | given_up.keys(), reverse=True):
-        is_censored |= given_up.get(length, 0) > 0
-        num_left -= finished.get(length, 0) + given_up.get(length, 0)
+    for length in sorted(finished.keys() | aborted.keys(), reverse=True):
+        is_censored |= aborted.get(length, 0) > 0
+        num_left -= finished.get(length, 0) + aborted.get(length, 0)
         if num_left <= 0:
             return length if is_censored else limit
     return limit
 
 
-def kaplan_meier(finished: Mapping[int, int], given_up: Mapping[int, int], limit: int) -> Estimate:
-    """Of all responses, if those given up had gone on; lengths above `limit` count as `limit`.
+def kaplan_meier(finished: Mapping[int, int], aborted: Mapping[int, int], limit: int) -> Estimate:
+    """Estimate the lengths of all responses as if none had been aborted; lengths above `limit`
+    count as `limit`.
 
-    `finished` and `given_up` count responses by their tokens; one given up after n tokens would
-    have had more than n. S(t), the share longer than t, falls at each length that responses
-    finished at by their share of all that had come so far (Kaplan and Meier 1958); the mean is the
-    area below it. Beyond the longest that finished it stays level: where the longest were given up,
-    mean and share are upper bounds. The standard error is Greenwood's for a restricted mean: the
-    sum of A(t)^2 d / (n (n - d)) over these lengths, A(t) being the area beyond t, d those that
-    finished at t, n all that had come so far (Klein and Moeschberger 2003, equation 4.5.2).
+    `finished` and `aborted` count responses by their tokens; one aborted after n tokens would have
+    had more than n. S(t), the share longer than t, falls at each length at which responses finished
+    by their share of all that had reached it (Kaplan and Meier 1958); the mean is the area below
+    it. Beyond the longest that finished it stays level: where the longest were aborted, mean and
+    share are upper bounds. The standard error is Greenwood's for a restricted mean: the sum of
+    A(t)^2 d / (n (n - d)) over these lengths, A(t) being the area beyond t, d those that finished
+    at t, n all that had reached it (Klein and Moeschberger 2003, equation 4.5.2).
 
     Example: kaplan_meier({2: 1, 4: 1}, {3: 1}, 10)[:2] == (2 + 2/3 * 2, 0.0): S is 1, from 2 on
     2/3, from 4 on 0.
     """
-    at_risk = sum(finished.values()) + sum(given_up.values())
+    at_risk = sum(finished.values()) + sum(aborted.values())
     share, area, before = 1.0 if at_risk else 0.0, 0.0, 0
     falls: list[tuple[float, float]] = []  # (area until there, d / (n (n - d)))
-    for length in sorted(n for n in finished.keys() | given_up.keys() if n < limit):
+    for length in sorted(n for n in finished.keys() | aborted.keys() if n < limit):
         area += share * (length - before)
         before = length
         if died := finished.get(length, 0):
             share *= 1 - died / at_risk
             falls.append((area, died / (at_risk * max(1, at_risk - died))))
-        at_risk -= died + given_up.get(length, 0)
+        at_risk -= died + aborted.get(length, 0)
     area += share * (limit - before)
     variance = sum((area - until) ** 2 * part for until, part in falls)
     return Estimate(area, share, math.sqrt(variance))

@@ -1,7 +1,7 @@
-"""Where a run's figures go: one JSON object per step in metrics.jsonl, and the trackers people use.
+"""Where a run's figures go: one JSON object per step in metrics.jsonl, TensorBoard, Prometheus, and
+trackers in processes of their own (`remote.py`).
 
-Owns the files and sinks, not the names or values of metrics. Must not import a tracker that was not
-asked for.
+Must not import a tracker that is not configured.
 """
 
 import asyncio
@@ -9,27 +9,29 @@ import importlib.util
 import io
 import math
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
-from lightrl.metrics.prometheus import PrometheusServer
 from lightrl.metrics.remote import RemoteTracker
+from lightrl.system.addresses import ALL_HOSTS, WILDCARD, split_address
 from lightrl.system.append_file import AppendFile, read_back, read_rows
 from lightrl.wire import to_json
 
 FILE_NAME = "metrics.jsonl"
+_NOT_IN_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_:]")
 
 _Row: TypeAlias = dict[str, float | None]
 
 
 def require_installed(backends: Sequence[str]) -> None:
-    """Raises ConfigError, with what to install."""
+    """Raise ConfigError, with the package to install."""
     for backend in backends:
         if backend != "jsonl" and importlib.util.find_spec(backend) is None:
             raise ConfigError(
@@ -38,13 +40,8 @@ def require_installed(backends: Sequence[str]) -> None:
 
 
 class MetricsLog:
-    """Writes every record to all backends. Trackers that speak to a network have processes of their
-    own.
-
-    Raises ConfigError if a backend is not installed, with what to install. metrics.jsonl is always
-    written, since the other views of a run read it. What the disk refuses is left out, and `report`
-    is told.
-    """
+    """Writes every record to all backends. metrics.jsonl is always written, because the other views
+    of a run read it. `report` gets a line for what the disk refuses."""
 
     def __init__(
         self,
@@ -53,6 +50,7 @@ class MetricsLog:
         config: Config,
         report: Callable[[str], None],
     ) -> None:
+        """Raise ConfigError if a backend is not installed, with the package to install."""
         require_installed(backends)
         self._prometheus = None
         if config.logging.prometheus:
@@ -74,12 +72,12 @@ class MetricsLog:
             self._prometheus.write({"step": float(step), **record})
 
     def show(self, figures: Callable[[], dict[str, float]]) -> None:
-        """What is true at the moment, for Prometheus; asked for only if somebody may see it."""
+        """Write current figures to Prometheus; `figures` is called only if it is configured."""
         if self._prometheus is not None:
             self._prometheus.write(figures())
 
     async def close(self) -> None:
-        """Trackers get some time to send the rest."""
+        """Wait a limited time until trackers have sent the rest."""
         for file in self._files:
             file.close()
         if self._prometheus is not None:
@@ -88,10 +86,10 @@ class MetricsLog:
 
 
 def read(run_dir: Path) -> list[dict[str, float]]:
-    """All records of a run with their "step", in order of steps; [] if there are none.
+    """Return all records of a run with their "step", in order of steps.
 
-    A step and an evaluation after it are one. A resumed run repeats steps: the later record counts.
-    A torn last line is left out. Values that were not finite are NaN.
+    A step and the evaluation after it are one record. A resumed run repeats steps: the later record
+    counts. A torn last line is left out. Values that were not finite are NaN.
     """
     records: dict[int, dict[str, float]] = {}
     for row in read_rows(run_dir / FILE_NAME, _Row):
@@ -103,13 +101,13 @@ def read(run_dir: Path) -> list[dict[str, float]]:
 
 
 def read_newest(run_dir: Path, num: int, until: int = sys.maxsize) -> list[dict[str, float]]:
-    """As `read`, the newest `num` steps alone and none above `until`: nothing else of the file is
-    read, which grows with the run.
+    """Return the newest `num` records up to step `until`, as `read` does. Reads only the end of the
+    file, because it grows with the run.
 
-    Of a run that was taken back, steps that it has not done again may be left out.
+    Steps that a resumed run has not repeated yet may be left out.
     """
     records: dict[int, dict[str, float]] = {}
-    whole = set[int]()  # with their own record, not only that of an evaluation after them
+    whole = set[int]()  # with more than the record of an evaluation
     for _, row in read_back(run_dir / FILE_NAME, _Row):
         if "step" not in row:
             continue
@@ -125,7 +123,7 @@ def read_newest(run_dir: Path, num: int, until: int = sys.maxsize) -> list[dict[
 
 
 def _values(row: _Row) -> tuple[int, dict[str, float]]:
-    """The step, and all that was written of it."""
+    """Return the step, and all its values."""
     values = {k: math.nan if v is None else v for k, v in row.items()}
     step = values["step"] = int(values["step"])
     return step, values
@@ -148,7 +146,7 @@ class _Jsonl:
 
 class _Tensorboard:
     """Event files in tensorboard's own format. Torch's writer would load torch into the daemon;
-    tensorboard's has a thread, which a full disk ends."""
+    tensorboard's has a thread that ends on a full disk."""
 
     def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
@@ -176,3 +174,53 @@ class _Tensorboard:
 
     def close(self) -> None:
         self._file.close()
+
+
+class PrometheusServer:
+    """Serves the newest figures at `http://ADDRESS/metrics`, in a thread of prometheus_client's."""
+
+    def __init__(self, address: str, run: str) -> None:
+        """Raise ConfigError, one line, if `address`, host and port, cannot be served."""
+        try:
+            import prometheus_client
+        except ModuleNotFoundError:
+            raise ConfigError(
+                f"logging.prometheus = {address!r}: not installed: pip install prometheus-client"
+            ) from None
+        found = split_address(address)
+        assert found is not None  # checked by the config
+        host, port = found
+        self._run = run
+        self._values: dict[str, float] = {}
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(self)  # pyright: ignore[reportArgumentType] - anything with `collect`
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(
+                port, WILDCARD if host in ALL_HOSTS else host, registry
+            )
+        except OSError as e:
+            raise ConfigError(f"logging.prometheus = {address!r}: {e.strerror}") from None
+        self.port = self._server.server_port
+
+    def write(self, record: dict[str, float]) -> None:
+        """Replace the figures that are in the record."""
+        self._values = {**self._values, **record}  # a new dict, because a thread reads it
+
+    def collect(self) -> Iterator[Any]:
+        """Called by prometheus_client at every scrape."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, value in self._values.items():
+            gauge = GaugeMetricFamily(exposed(name), name, labels=["run"])
+            gauge.add_metric([self._run], value)
+            yield gauge
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def exposed(name: str) -> str:
+    """Example: exposed("eval/gsm8k/avg@4") == "lightrl_eval_gsm8k_avg_4"."""
+    return f"lightrl_{_NOT_IN_PROMETHEUS.sub('_', name)}"

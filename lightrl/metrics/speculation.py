@@ -1,20 +1,19 @@
-"""What speculation did in a step, from what the nodes' engines count since they started.
-
-An engine that starts again counts from zero; a node that has left keeps what it did. Does no I/O.
+"""What speculation did in a step, from the counters of the nodes' engines, which begin at zero with
+each engine. A node that has left keeps what it did.
 """
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 from lightrl.messages.load import Drafting
 from lightrl.messages.nodes import Heartbeat
 
-MAX_KNOWN = 10_000  # processes of nodes, the one heard of longest ago is forgotten first
+MAX_KNOWN = 10_000  # processes of nodes; the one with the oldest heartbeat is removed first
 
 
 @dataclass(slots=True)
-class SpeculationNote:
+class SpeculationTotals:
     """Sums over all steps."""
 
     drafted: float = 0.0
@@ -25,29 +24,29 @@ class SpeculationNote:
 
 class SpeculationMetrics:
     def __init__(self) -> None:
-        # identity of a node -> what it said last
+        # identity of a node -> its newest counters
         self._last: OrderedDict[str, Drafting] = OrderedDict()
         self._news = Drafting()  # of all nodes, since the last figures
-        self._all = SpeculationNote()
+        self.totals = SpeculationTotals()
 
-    def heard(self, identity: str, message: object) -> None:
+    def received(self, identity: str, message: object) -> None:
         if not isinstance(message, Heartbeat):
             return
         before = self._last.get(identity)
-        said = message.load.drafting or before or Drafting()
-        # An engine that counts already when its node is first heard of did so for an earlier
-        # coordinator.
-        if before is not None and said is not before:
-            if any(s < b for s, b in zip(astuple(said), astuple(before), strict=True)):
+        now = message.load.drafting or before or Drafting()
+        # The first counters of a node may be of work for an earlier coordinator: not counted.
+        if before is not None and now is not before:
+            if any(n < b for n, b in zip(astuple(now), astuple(before), strict=True)):
                 before = Drafting()  # another engine
-            self._news = _plus(self._news, said, before)
-        self._last[identity] = said
+            columns = zip(astuple(self._news), astuple(now), astuple(before), strict=True)
+            self._news = Drafting(*(t + n - b for t, n, b in columns))
+        self._last[identity] = now
         self._last.move_to_end(identity)
         if len(self._last) > MAX_KNOWN:
             self._last.popitem(last=False)
 
     def figures(self) -> dict[str, float]:
-        """Of the step that ends; none if no engine speculates."""
+        """Return the figures of the step that ends; none if no engine speculates."""
         news, self._news = self._news, Drafting()
         if not news.forwards:
             return {}
@@ -58,27 +57,18 @@ class SpeculationMetrics:
         return figures
 
     def count(self, record: Mapping[str, float]) -> None:
-        """A step of the run, of this coordinator or an earlier one."""
-        drafted, forwards = (
-            record.get("speculation/drafted", 0.0),
-            record.get("speculation/forwards", 0.0),
-        )
-        self._all.drafted += drafted
-        self._all.kept += drafted * record.get("speculation/acceptance", 0.0)
-        self._all.forwards += forwards
-        self._all.emitted += forwards * record.get("speculation/tokens_per_forward", 0.0)
-
-    def note(self) -> SpeculationNote:
-        return replace(self._all)
-
-    def recall(self, note: SpeculationNote) -> None:
-        """Of all steps so far, counted or not."""
-        self._all = replace(note)
+        """Count the record of a step."""
+        get, totals = record.get, self.totals
+        drafted, forwards = get("speculation/drafted", 0.0), get("speculation/forwards", 0.0)
+        totals.drafted += drafted
+        totals.kept += drafted * get("speculation/acceptance", 0.0)
+        totals.forwards += forwards
+        totals.emitted += forwards * get("speculation/tokens_per_forward", 0.0)
 
     def whole(self) -> dict[str, float]:
-        """Of all steps that were counted; none if no engine speculated."""
-        s = self._all
-        return _ratios(s.drafted, s.kept, s.forwards, s.emitted) if s.forwards else {}
+        """Return the figures of all counted steps; none if no engine speculated."""
+        t = self.totals
+        return _ratios(t.drafted, t.kept, t.forwards, t.emitted) if t.forwards else {}
 
 
 def _ratios(drafted: float, kept: float, forwards: float, emitted: float) -> dict[str, float]:
@@ -89,8 +79,3 @@ def _ratios(drafted: float, kept: float, forwards: float, emitted: float) -> dic
     if drafted:
         figures["speculation/acceptance"] = kept / drafted
     return figures
-
-
-def _plus(total: Drafting, said: Drafting, before: Drafting) -> Drafting:
-    columns = zip(astuple(total), astuple(said), astuple(before), strict=True)
-    return Drafting(*(t + s - b for t, s, b in columns))

@@ -1,13 +1,13 @@
-"""How fast everything was in a step, as the coordinator saw it: what a simulation of the run must
-know beside the lengths of its responses.
+"""Records how fast nodes, rewards and shards were in a step: speeds.jsonl, from which a simulation
+of the run is made (`sim/inputs/recorded.py`).
 
-Stands between whoever feeds events and the core, and looks at both: what is ordered, and when the
-answer comes. Decides nothing and changes nothing. Sums, not estimates: what is made of them is in
-`sim/recorded.py`.
+Wraps the core: it reads each event and each command, and the times between them. It stores sums,
+not estimates.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from lightrl.core.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow
 from lightrl.core.commands import CloseRound, CloseStep, Command, ScoreResponse, Send
@@ -28,43 +28,54 @@ from lightrl.messages.responses import Abort, Generate, ResponseRequest, TokenCh
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
 
-MAX_STARTS = 32  # of a node that are told of, in a step
-MAX_ALL_STARTS = 1024  # of all nodes together; at least one of each
+MAX_STARTS = 32  # stored of a node in a step
+MAX_ALL_STARTS = 1024  # stored of all nodes together; at least one of each
 DIGITS = 6  # after the point
 READY, LEFT, LOST = "ready", "left", "lost"
 TOKEN_BYTES = 4
-ORDERS = (Send, CloseRound)  # that say when something begins or ends
+ORDERS = (Send, CloseRound)  # that begin or end something
 
 
-@dataclass(slots=True)
-class Decoded:
-    """Sums over the time in which about as many responses ran."""
+class Start(NamedTuple):
+    """An idle node got work. Example: Start(0.12, 940, 3, 64)"""
 
-    # batch x seconds, and the same x batch, whose ratio is the mean batch
-    response_s: float = 0.0
-    batch_response_s: float = 0.0
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A node had nothing to do, and got work. Example: Start(0.12, 940, 3, 64)"""
-
-    # until tokens had come of most of it
+    # until most of its responses had tokens
     seconds: float
-    # of prompts and prefixes that it had to compute first, that of siblings once
+    # of prompts and prefixes that it prefilled first, a prompt once for all siblings
     prefill_tokens: int
-    # that each response got in that time
+    # of each response in that time
     steps: int
     batch: int
 
 
+class Decoded(NamedTuple):
+    """Sums over the time in which about as many responses ran."""
+
+    # batch x response_s
+    weighted: float = 0.0
+    # batch x seconds
+    response_s: float = 0.0
+    tokens: int = 0
+
+    @property
+    def batch(self) -> float:
+        return self.weighted / self.response_s
+
+    def plus(self, other: "Decoded") -> "Decoded":
+        return Decoded(
+            self.weighted + other.weighted,
+            self.response_s + other.response_s,
+            self.tokens + other.tokens,
+        )
+
+
 @dataclass(slots=True)
-class NodeSpeed:
-    """One node in a step. Seconds are those of the coordinator."""
+class NodeSpeeds:
+    """One node in a step. Seconds are measured by the coordinator."""
 
     slots: int
-    is_preemptible: bool
+    preemptible: bool = False
+    # by size of batch: see `core.speed.size_of`
     decoded: dict[int, Decoded] = field(default_factory=dict[int, Decoded])
     starts: list[Start] = field(default_factory=list[Start])
     # of each version: from its offer until it was served
@@ -80,31 +91,47 @@ class RewardSpeed:
     seconds: float = 0.0
     squares: float = 0.0
     longest_s: float = 0.0
-    # of those that waited for no other: how many, and how much longer than the call it took
+    # responses that waited for no other: their number, and the seconds in addition to the call
     num_alone: int = 0
-    told_s: float = 0.0
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpeeds:
+    """A line of speeds.jsonl."""
+
+    step: int
+    num_prompts: int
+    nodes: dict[str, NodeSpeeds]
+    # [seconds since the step began, node, "ready" | "left" | "lost"]
+    changes: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
+    # prompts and their epochs, launched or deferred unlaunched
+    drawn: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    rewards: RewardSpeed = field(default_factory=RewardSpeed)
+    # of each shard: from the coordinator to the trainer
+    shard_s: list[float] = field(default_factory=list[float])
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A node that is there, and what it is at."""
+    """A present node, and what it does."""
 
     incarnation: int
-    speed: NodeSpeed
+    speed: NodeSpeeds
     window: ChunkWindow = field(default_factory=ChunkWindow)
-    # by the chunks of the window so far
+    # in the chunks of the window so far
     tokens: int = 0
     runs: bool = False
-    # it had nothing, and no tokens of most of its work have come since
+    # it was idle then, and most of its responses have no tokens since
     started_at: float | None = None
     prefill_tokens: int = 0
     steps: int = 0
     is_ready: bool = False
-    # versions -> when they were offered first
+    # version -> when it was first offered
     offered: dict[int, float] = field(default_factory=dict[int, float])
 
     def rest(self) -> None:
-        """It has nothing to do."""
+        """It is idle."""
         self.window.pause()
         self.tokens, self.runs, self.started_at = 0, False, None
 
@@ -113,7 +140,7 @@ class SpeedRecorder:
     def __init__(self) -> None:
         self._now = 0.0
         self._nodes: dict[str, _Watched] = {}
-        self._gone: dict[str, NodeSpeed] = {}  # in this step
+        self._gone: dict[str, NodeSpeeds] = {}  # in this step
         self._num_joined = self._num_nodes = 0
         self._changes: list[tuple[float, str, str]] = []
         self._drawn: list[tuple[str, int]] = []
@@ -124,21 +151,21 @@ class SpeedRecorder:
         self._shard_s: list[float] = []
 
     def handle(self, core: Coordinator, event: Event, now: float) -> list[Command]:
-        """What the core makes of an event."""
+        """Let the core handle an event, and record it."""
         self._now = now
-        if isinstance(event, TokensArrived):  # nearly all of them are
+        if isinstance(event, TokensArrived):  # most events
             commands = self._tokens(core, event, now)
         elif isinstance(event, ResponseScored):
             self._scored(event.response, now)
             commands = core.handle(event, now)
         else:
-            self._hears(core, event, now)
+            self._event(core, event, now)
             commands = core.handle(event, now)
         fleet = core.fleet
         if fleet.num_joined != self._num_joined or len(fleet.nodes) != self._num_nodes:
             self._num_joined, self._num_nodes = fleet.num_joined, len(fleet.nodes)
-            self._look(fleet.nodes, LEFT if isinstance(event, NodeLeft) else LOST, now)
-        for command in commands:  # most say nothing here, and matching each of them takes long
+            self._update_nodes(fleet.nodes, LEFT if isinstance(event, NodeLeft) else LOST, now)
+        for command in commands:  # a match of each would take long, and few matter here
             if isinstance(command, ScoreResponse):
                 self._submit(command, now)
             elif type(command) in ORDERS:
@@ -158,36 +185,34 @@ class SpeedRecorder:
         return commands
 
     def called(self, response: str, seconds: float) -> None:
-        """How long its reward function took; that it is scored follows."""
+        """Store how long its reward function took, before the response is scored."""
         self._called_s[response] = seconds
 
-    def close_step(self, core: Coordinator, step: CloseStep) -> dict[str, object]:
-        """The line of a step that is over, for speeds.jsonl."""
+    def close_step(self, core: Coordinator, step: CloseStep) -> StepSpeeds:
         began = self._now - (step.rollout_s + step.train_s + step.weights_s)
         speeds = self._gone | {name: watched.speed for name, watched in self._nodes.items()}
-        line: dict[str, object] = {
-            "step": step.step,
-            "num_prompts": core.settings.num_prompts,
-            "nodes": rows(speeds),
-            "changes": [[_rounded(at - began), name, what] for at, name, what in self._changes],
-            # prompts and their epochs, launched or put off unseen
-            "drawn": self._drawn,
-            "rewards": asdict(self._rewards),
-            "shard_s": [_rounded(s) for s in self._shard_s],
-        }
+        line = StepSpeeds(
+            step.step,
+            core.settings.num_prompts,
+            rows(speeds),
+            [(_rounded(at - began), name, what) for at, name, what in self._changes],
+            self._drawn,
+            self._rewards,
+            [_rounded(s) for s in self._shard_s],
+        )
         for watched in self._nodes.values():
             old = watched.speed
-            watched.speed = NodeSpeed(old.slots, old.is_preemptible)
+            watched.speed = NodeSpeeds(old.slots, old.preemptible)
         self._gone, self._changes, self._shard_s, self._drawn = {}, [], [], []
         self._rewards = RewardSpeed()
         open_ones = core.table.responses
-        self._submitted = {r: told for r, told in self._submitted.items() if r in open_ones}
+        self._submitted = {r: s for r, s in self._submitted.items() if r in open_ones}
         self._called_s.clear()
         return line
 
-    # What the core hears
+    # Events of the core
 
-    def _hears(self, core: Coordinator, event: Event, now: float) -> None:
+    def _event(self, core: Coordinator, event: Event, now: float) -> None:
         match event:
             case WeightsConfirmed(name, ready):
                 self._confirmed(name, ready.policy_version, now)
@@ -201,8 +226,7 @@ class SpeedRecorder:
             case _:
                 pass
 
-    def _look(self, nodes: dict[str, Node], why: str, now: float) -> None:
-        """Who is there."""
+    def _update_nodes(self, nodes: dict[str, Node], why: str, now: float) -> None:
         for name, watched in list(self._nodes.items()):
             node = nodes.get(name)
             if node is None or node.incarnation != watched.incarnation:
@@ -210,7 +234,7 @@ class SpeedRecorder:
                 self._gone[name] = self._nodes.pop(name).speed
         for name, node in nodes.items():
             if name not in self._nodes and "rollout" in node.roles:
-                speed = self._gone.pop(name, None) or NodeSpeed(node.slots, node.is_preemptible)
+                speed = self._gone.pop(name, None) or NodeSpeeds(node.slots, node.is_preemptible)
                 self._nodes[name] = _Watched(node.incarnation, speed)
 
     def _leaves(self, name: str, why: str, now: float) -> None:
@@ -245,9 +269,9 @@ class SpeedRecorder:
         rewards.longest_s = max(rewards.longest_s, seconds)
         if is_alone:
             rewards.num_alone += 1
-            rewards.told_s += max(0.0, now - at - seconds)
+            rewards.overhead_s += max(0.0, now - at - seconds)
 
-    # What the core orders
+    # Commands of the core
 
     def _ordered(self, core: Coordinator, command: Command, now: float) -> None:
         match command:
@@ -273,7 +297,7 @@ class SpeedRecorder:
             self._submitted[command.response.id] = now, not self._submitted
 
     def _rest(self, core: Coordinator, name: str) -> None:
-        """Perhaps it has nothing to do any more."""
+        """Check whether a node is idle now."""
         node, watched = core.fleet.nodes.get(name), self._nodes.get(name)
         if node is not None and watched is not None and not node.running:
             watched.rest()
@@ -290,61 +314,52 @@ def _begin(watched: _Watched, requests: Iterable[ResponseRequest], now: float) -
 
 
 def _take(watched: _Watched, chunk: TokenChunk, batch: int, tokens: int, now: float) -> None:
-    """So many new tokens of a node, on which `batch` responses ran. Runs for every chunk, so that
-    late news of a response which has left are not told from the others. Which of several chunks
-    that come together tell of how many steps: see `ChunkWindow`."""
-    heard = min(batch, len(chunk.responses))
+    """Count `tokens` new tokens of a node on which `batch` responses ran. Called for every chunk.
+    How several chunks that arrive together count as steps: see `ChunkWindow`."""
+    num = min(batch, len(chunk.responses))
     if watched.started_at is not None:
         longest = max(len(r.token_ids) for r in chunk.responses)
         watched.steps = max(watched.steps, longest // TOKEN_BYTES)
-        if heard <= MOST * batch and watched.steps < ENOUGH_STEPS:
+        if num <= MOST * batch and watched.steps < ENOUGH_STEPS:
             return
         start = Start(now - watched.started_at, watched.prefill_tokens, watched.steps, batch)
         if len(watched.speed.starts) < MAX_STARTS:
             watched.speed.starts.append(start)
         watched.started_at, watched.tokens = None, 0
         watched.window.pause()
-        watched.window.took(now, batch, heard, 0.0)
+        watched.window.took(now, batch, num, 0.0)
         return
     watched.tokens += tokens
-    if found := watched.window.took(now, batch, heard, tokens):
+    if found := watched.window.took(now, batch, num, tokens):
         mean_batch, step_s = found
-        size, by_size = size_of(mean_batch), watched.speed.decoded
-        if (decoded := by_size.get(size)) is None:
-            decoded = by_size[size] = Decoded()
-        response_s = step_s * watched.tokens
-        decoded.response_s += response_s
-        decoded.batch_response_s += mean_batch * response_s
-        decoded.tokens += watched.tokens
+        response_s, decoded = step_s * watched.tokens, watched.speed.decoded
+        more = Decoded(mean_batch * response_s, response_s, watched.tokens)
+        size = size_of(mean_batch)
+        decoded[size] = decoded.get(size, Decoded()).plus(more)
         watched.tokens = 0
 
 
-def rows(speeds: Mapping[str, NodeSpeed]) -> dict[str, object]:
-    """What the line of a step says of each node: short, for there may be thousands of them.
-
-    `decoded`: [mean batch, batch x seconds, tokens] of each size; `starts`: the fields of `Start`,
-    of some that are spread over the step where there were many.
-    """
+def rows(speeds: Mapping[str, NodeSpeeds]) -> dict[str, NodeSpeeds]:
+    """Return a short row for each node, because there may be thousands: few digits, and starts that
+    are spread over the step where there were many."""
     most = max(1, MAX_ALL_STARTS // max(1, len(speeds)))
     return {name: _row(speed, most) for name, speed in speeds.items()}
 
 
-def _row(speed: NodeSpeed, most_starts: int) -> dict[str, object]:
+def _row(speed: NodeSpeeds, most_starts: int) -> NodeSpeeds:
     starts, num = speed.starts, min(most_starts, len(speed.starts))
     starts = [starts[k * len(starts) // num] for k in range(num)]
-    return {
-        "slots": speed.slots,
-        "preemptible": speed.is_preemptible,
-        "decoded": [
-            [_rounded(d.batch_response_s / d.response_s), _rounded(d.response_s), d.tokens]
-            for _, d in sorted(speed.decoded.items())
-            if d.response_s > 0
-        ],
-        "starts": [[_rounded(s.seconds), s.prefill_tokens, s.steps, s.batch] for s in starts],
-        "load_s": [_rounded(s) for s in speed.load_s],
-    }
+    return replace(
+        speed,
+        decoded={
+            size: Decoded(_rounded(d.weighted), _rounded(d.response_s), d.tokens)
+            for size, d in sorted(speed.decoded.items())
+        },
+        starts=[s._replace(seconds=_rounded(s.seconds)) for s in starts],
+        load_s=[_rounded(s) for s in speed.load_s],
+    )
 
 
 def _rounded(value: float) -> float:
-    """Without the digits that no measurement has, which would be half of the file."""
+    """Remove digits that no measurement has, which would be half of the file."""
     return round(value, DIGITS)

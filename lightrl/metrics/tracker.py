@@ -1,8 +1,8 @@
-"""The process that speaks to Weights & Biases or MLflow: both block, for as long as a network does.
+"""The process that sends figures to Weights & Biases or MLflow, which block for as long as a
+network does.
 
-Owns what goes to them and under which id, so that a resumed run goes on in the same place: the file
-`tracker-NAME` in the run directory. Must not be imported by the daemon but for its vocabulary; no
-tracker is imported before it is asked for.
+The file `tracker-NAME` in the run directory holds the id of the run there, with which a resumed run
+continues. The daemon imports only the messages; a tracker is imported when it is started.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 
 @dataclass(frozen=True, slots=True)
 class StartTracker:
-    """Begin, or go on with what the run directory names. `backend`: "wandb" or "mlflow"."""
+    """Begin, or continue the run that is named in the run directory. `backend`: "wandb" or
+    "mlflow"."""
 
     backend: str
     run_dir: str
@@ -59,21 +60,21 @@ class FinishTracker:
 
 @dataclass(frozen=True, slots=True)
 class TrackerStarted:
-    """Figures go there. `place`: an address or a folder, for people."""
+    """`place`: where the figures go, an address or a folder, for people."""
 
     place: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerFailed:
-    """It ends; why, in one line."""
+    """The process ends; `reason` is one line."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerFinished:
-    """All has been sent."""
+    """All records are sent."""
 
 
 TrackerCommand: TypeAlias = StartTracker | LogRecord | FinishTracker
@@ -90,7 +91,7 @@ class Backend(Protocol):
 
 
 def main(sock: socket.socket) -> None:
-    """Serves until the end of the run, or of its daemon."""
+    """Serve until the end of the run, or of its daemon."""
     pipe: Pipe[TrackerCommand, TrackerEvent] = Pipe(sock, COMMANDS, EVENTS)
     with contextlib.suppress(EOFError):
         commands = _commands(pipe)
@@ -116,14 +117,14 @@ def main(sock: socket.socket) -> None:
 
 
 def _commands(pipe: Pipe[TrackerCommand, TrackerEvent]) -> Iterator[TrackerCommand]:
-    """Until the pipe is closed."""
+    """Yield commands until the pipe is closed."""
     with contextlib.suppress(EOFError):
         while True:
             yield from pipe.receive()
 
 
 class Wandb:
-    """A step that is trained again after a resume is left out there: steps only grow."""
+    """Weights & Biases ignores a step that is repeated after a resume: steps only grow."""
 
     def __init__(self, start: StartTracker) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -175,8 +176,8 @@ class Mlflow:
 
 
 def allowed_by_mlflow(name: str) -> str:
-    """MLflow refuses a whole record for one name with other characters, or that is no plain path;
-    figures of reward functions may be called anything.
+    """Return a name that MLflow accepts: it refuses a whole record for one name with other
+    characters, or that is no plain path, and reward functions may use any name.
 
     Example: allowed_by_mlflow("reward/acc (%)@1") == "reward/acc ____at_1"."""
     cleaned = _NOT_IN_MLFLOW.sub("_", name.replace("@", "_at_"))
@@ -187,7 +188,7 @@ BACKENDS: dict[str, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlf
 
 
 class _Id:
-    """Of the run at the tracker, kept for when it is resumed."""
+    """The id of the run at the tracker, stored for a resumed run."""
 
     def __init__(self, start: StartTracker) -> None:
         self._file = Path(start.run_dir) / f"tracker-{start.backend}"

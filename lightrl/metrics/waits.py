@@ -1,7 +1,7 @@
-"""What a run waits for, in words: for snapshots, logs and plain output alike.
+"""What a run waits for, in words: for snapshots, logs and plain output.
 
-What it is, is decided in core/waits.py. Here: for how long, how it is said, and how often: once it
-has lasted, then ever more rarely. No clock and no I/O.
+`core/waits.py` decides what it is. Here: the text, the duration, and how often it is reported: once
+it has lasted, then more and more rarely. No clock and no I/O.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ from lightrl.core.waits import Scoring, Wait, WaitClock, WaitKind, decide
 from lightrl.messages.snapshot import WaitRow
 from lightrl.metrics.display import duration
 
-SAY_AFTER_S = 10.0  # that it has lasted
-LATER = 2.0  # times as long as it had lasted then, it is said once more
-USUAL = 2.0  # times as long as usual, or as the last time, is worth a line
+REPORT_AFTER_S = 10.0
+REPEAT_FACTOR = 2.0  # a wait is reported again when it has lasted this many times as long
+USUAL_FACTOR = 2.0  # and only if it lasts this many times as long as usual, or as the last time
 MAX_NAMED = 8  # nodes in a row
 MAX_SHOWN = 3  # in a line
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -22,11 +22,9 @@ K = WaitKind
 
 
 class Waits:
-    """Of the run that this coordinator has."""
-
     def __init__(self, hint: str = "") -> None:
-        """`hint`: how a rollout node is added, in one line."""
-        self.scoring: Callable[[], Scoring] = Scoring  # until there is a pool
+        """`hint`: one line, how to add a rollout node."""
+        self.scoring: Callable[[], Scoring] = Scoring  # until there are reward workers
         self._hint = hint
         self._clock = WaitClock()
         self._lines = WaitLines()
@@ -35,36 +33,38 @@ class Waits:
         wait = self._clock.look(decide(core, self.scoring()), now)
         return None if wait is None else _row(wait, now, self._hint)
 
-    def tell(self, core: Coordinator, now: float, report: Callable[[str], None]) -> None:
-        """Reports what is to be said of it now; called every second or so."""
+    def report(self, core: Coordinator, now: float, write: Callable[[str], None]) -> None:
+        """Report a wait that is due; called about every second."""
         for line in self._lines.lines(self.row(core, now), now):
-            report(line)
+            write(line)
 
 
 class WaitLines:
-    """What was said of waits in one place."""
+    """The lines about waits in one output."""
 
     def __init__(self) -> None:
-        self._row: WaitRow | None = None  # when it was looked at last
+        self._row: WaitRow | None = None  # the current wait
         self._seen_at = 0.0
-        self._told_s = 0.0  # it had lasted when it was said; 0 = it was not
-        self._last_s: dict[str, float] = {}  # how long one of this kind was, the last time
+        self._reported_s = 0.0  # its duration when it was reported; 0 = it was not
+        self._last_s: dict[str, float] = {}  # duration of the last wait of each kind
 
     def lines(self, row: WaitRow | None, now: float) -> Iterator[str]:
-        """A line for a wait that has lasted, and for the end of one of which that was said."""
+        """Yield a line for a wait that has lasted, and for the end of a reported one."""
         before = self._row
         if before is not None and (row is None or _is_other(row, before)):
             lasted_s = before.lasted_s + now - self._seen_at
-            if self._told_s:
+            if self._reported_s:
                 yield f"waited {duration(lasted_s)} for {what(before)}"
             self._last_s[before.kind] = lasted_s
-            self._told_s = 0.0
+            self._reported_s = 0.0
         self._row, self._seen_at = row, now
         if row is None:
             return
         usual_s = max(row.usual_s or 0.0, self._last_s.get(row.kind, 0.0))
-        if row.lasted_s >= (LATER * self._told_s or max(SAY_AFTER_S, USUAL * usual_s)):
-            self._told_s = row.lasted_s
+        if row.lasted_s >= (
+            REPEAT_FACTOR * self._reported_s or max(REPORT_AFTER_S, USUAL_FACTOR * usual_s)
+        ):
+            self._reported_s = row.lasted_s
             yield f"waiting {waiting(row)}"
 
 
@@ -75,7 +75,7 @@ def waiting(row: WaitRow) -> str:
 
 
 def what(row: WaitRow) -> str:
-    """What the run waits for, after "waiting for"."""
+    """Return the text after "waiting for"."""
     who = _named(row)
     of_step = _of_step(row)
     match K(row.kind):

@@ -1,7 +1,4 @@
-"""What went wrong in a run and was survived: the latest warning of each kind, and its number.
-
-Owns which warnings are of one kind, and how they are shown. Pure.
-"""
+"""Warnings of a run: the latest of each kind, and how often it occurred."""
 
 import re
 from collections.abc import Iterable
@@ -11,13 +8,13 @@ from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.snapshot import WarningRow
 from lightrl.metrics.display import duration
 
-MAX_KINDS = 32  # kept
-MAX_REPEATED = 5  # kinds, when a run ends
+MAX_KINDS = 32  # stored
+MAX_REPEATED = 5  # kinds that are shown at the end of a run
 _VARIES = re.compile(r"\S*\d\S*|'[^']*'|\"[^\"]*\"")
 
 
 def kind(text: str) -> str:
-    """`text` without quotations, numbers and names that contain a digit.
+    """Return `text` without quotations, numbers and names that contain a digit.
 
     Example: kind("rollout-0: version 3 failed") == kind("rollout-1: version 4 failed")
     """
@@ -25,8 +22,6 @@ def kind(text: str) -> str:
 
 
 class Warnings:
-    """Of the run so far."""
-
     def __init__(self) -> None:
         self._rows: dict[str, WarningRow] = {}  # by kind, the latest last
 
@@ -39,7 +34,7 @@ class Warnings:
             del self._rows[next(iter(self._rows))]
 
     def rows(self) -> tuple[WarningRow, ...]:
-        """The latest last."""
+        """Return all warnings, the latest last."""
         return tuple(self._rows.values())
 
     def recall(self, rows: Iterable[WarningRow]) -> None:
@@ -52,7 +47,7 @@ def warning_text(row: WarningRow) -> str:
 
 
 def last_warnings(rows: Iterable[WarningRow], but: str = "") -> list[str]:
-    """Lines for the end of a run. `but`: the reason of the end, which is shown in any case."""
+    """Return lines for the end of a run. `but`: the reason of the end, which is shown anyway."""
     found = [f"{WARNING}{warning_text(row)}" for row in rows if not _is_in(row.text, but)]
     more = len(found) - MAX_REPEATED
     rest = [f"{WARNING}{more} other kinds, see logs/head.log"] if more > 0 else []
@@ -60,6 +55,6 @@ def last_warnings(rows: Iterable[WarningRow], but: str = "") -> list[str]:
 
 
 def _is_in(text: str, reason: str) -> bool:
-    """`text` may name whose reason it is in other words."""
+    """Return whether `text` is the reason, perhaps after a prefix of its own."""
     why = text.partition(": ")[2]
     return text == reason or (bool(why) and why in reason)

@@ -48,8 +48,8 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def last_boxes(text: str) -> list[str]:
-    """The content of the last box, and of those before it that only commas, "and" or "or" part from
-    it, in order; empty if there is none."""
+    """The content of the last box, and of those before it with only commas, "and" or "or" between,
+    in order; empty if there is none."""
     found = boxes(text)
     first = len(found) - 1
     while first > 0 and _TOGETHER.fullmatch(text[found[first - 1][1] : found[first][0]]):
@@ -58,8 +58,8 @@ def last_boxes(text: str) -> list[str]:
 
 
 def after_thinking(prompt: str, response: str) -> str | None:
-    """What follows the last </think>, or its like; the whole response if nothing was opened. None
-    where the thought is not closed, be it opened by the response or at the end of its prompt."""
+    """The text after the last </think>, or its like; the whole response if none was opened. None
+    where the thought is not closed, if the response or the end of its prompt opened it."""
     marks = list(_THOUGHT.finditer(response))
     if marks:
         return response[marks[-1].end() :] if marks[-1][1] else None

@@ -1,8 +1,7 @@
-"""What a reward function gets and how its answer is read: the border between us and user code.
+"""The input of a reward function, and how its answer is read.
 
-Owns `Sample`, what a function looks like to whoever calls it, and the rules for a score. Runs in
-the reward worker only, since it imports user code; must not know processes, pipes or the tokenizer.
-Which functions are recognised is said in signatures.py.
+Owns `Sample`, the interface of a function to its caller, and the rules for a score. Must not use
+processes, pipes or the tokenizer. Recognised functions are in signatures.py.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ SLOWEST = "slowest_s"  # figure of a right answer to the reward "code"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished response, as a native reward function sees it.
+    """One finished response, the argument of a native reward function.
 
     Example: Sample("39%3=", "36,33", answer="36,33", row={"prompt": "39%3="}, response_ids=[5, 8,
     1], finish_reason="stop")
@@ -31,21 +30,21 @@ class Sample:
     prompt: str
     # text, special tokens left out
     response: str
-    # column data.answer_key, or where the data set's layout keeps it; None if there is none
+    # column data.answer_key, or that of the data set's layout; None if there is none
     answer: Any
     # all columns
     row: dict[str, Any]
     response_ids: list[int]
     # "stop" or "length"
     finish_reason: str
-    # of the reward "code": seconds of the slowest test of a right answer to the prompt so far, in
-    # the whole run; None = not known
+    # of the reward "code": seconds of the slowest test of a right answer to the prompt in the run;
+    # None = not known
     slowest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """How far the run is, under the names that TRL's functions know."""
+    """The progress of the run, in TRL's names."""
 
     # steps done
     global_step: int = 0
@@ -56,7 +55,7 @@ class TrainerState:
 
 @dataclass(slots=True)
 class CallLog:
-    """What a function says besides its scores, as TRL's `log_metric` and `log_extra`."""
+    """Figures and texts beside the scores, from TRL's `log_metric` and `log_extra`."""
 
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class RewardFunction:
     is_async: bool
     # one score for each of many samples; else it is called with one at a time
     takes_list: bool = False
-    # held during a call: how many may be under way. The time limit of a call begins only then
+    # held during a call, to limit concurrent ones; the time limit starts after it is acquired
     turns: contextlib.AbstractAsyncContextManager[Any] = field(
         default_factory=contextlib.nullcontext
     )
@@ -88,7 +87,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What the rows of a set of prompts have."""
+    """Columns of a set of prompts."""
 
     names: frozenset[str]
     prompt_key: str = "prompt"
@@ -104,9 +103,9 @@ class Columns:
 
 
 def read_answers(answer: Any, count: int) -> list[Any]:
-    """What a function of `count` samples returned, one by one: a list, tuple, array or tensor.
+    """The parts of a list, tuple, array or tensor that a function of `count` samples returned.
 
-    Raises RewardError if it is none or has another length.
+    Raises RewardError for any other type or length.
     """
     if hasattr(answer, "tolist"):
         answer = answer.tolist()
@@ -128,7 +127,7 @@ class Answer(NamedTuple):
 
 
 def read_answer(answer: Any) -> Answer:
-    """Of one sample. Raises RewardError for what is none."""
+    """Of one sample. Raises RewardError for an invalid answer."""
     if isinstance(answer, list | tuple) and len(answer) == 1:
         answer = answer[0]
     if not isinstance(answer, Mapping):
@@ -162,7 +161,7 @@ def _score_number(value: Any) -> float | None:
 
 
 def why_no_score(number: float) -> str:
-    """Why it cannot be trained, or "". Example: "nan, which is not finite"."""
+    """Why it cannot be a score, or "". Example: "nan, which is not finite"."""
     if fits_f32(number):
         return ""
     why = "is outside the range of float32" if math.isfinite(number) else "is not finite"

@@ -1,4 +1,4 @@
-"""The reward functions that come with LightRL: one literal dict, nothing registers itself.
+"""The built-in reward functions: one literal dict.
 
 They have the native signature and run in the reward worker. Must not import optional libraries
 before they are chosen.
@@ -68,24 +68,13 @@ def _load_code(reward: Reward) -> Callable[[Sample], Any]:
 
 
 def _load_judge(reward: Reward) -> Callable[[Sample], Any]:
-    from lightrl.rewards.judge import DEFAULT_PROMPT, JudgeReward
+    from lightrl.rewards.judge import JudgeReward
 
-    judge = reward.judge
-    key = os.environ.get(judge.key_env, "") if judge.key_env else ""
-    if judge.key_env and not key:
-        raise RewardError(
-            f"reward.judge.key_env = {judge.key_env!r}: this environment variable is not set"
-        )
-    function = JudgeReward(
-        judge.url,
-        judge.model,
-        judge.prompt or DEFAULT_PROMPT,
-        key,
-        judge.concurrency // reward.workers,
-        judge.retries,
-        reward.timeout_s,
-        judge.options,
-    )
+    name = reward.judge.key_env
+    key = os.environ.get(name, "") if name else ""
+    if name and not key:
+        raise RewardError(f"reward.judge.key_env = {name!r}: this environment variable is not set")
+    function = JudgeReward(reward.judge, key, reward.timeout_s, reward.workers)
     asyncio.run(function.check())
     return function
 
@@ -100,11 +89,11 @@ BUILTIN: dict[str, Callable[[Reward], Callable[[Sample], Any]]] = {
 
 
 def needs_answer(name: str, reward: Reward) -> bool:
-    """Whether this built-in compares with an answer. Tests of programs may be in columns of their
-    own, a judge may do without."""
-    return name not in {"regex", "code", "judge"} or bool(
-        name == "regex" and re.compile(reward.regex).groups
-    )
+    """Whether this built-in compares with an answer. Tests of programs may be in other columns; a
+    judge may need none."""
+    if name == "regex":
+        return bool(re.compile(reward.regex).groups)
+    return name not in {"code", "judge"}
 
 
 def load_function(
@@ -116,8 +105,7 @@ def load_function(
     """A built-in by its name, the user's "path.py:function" or the rubric of "verifiers:ENV", for
     rows with these columns. Raises RewardError, one line.
 
-    `loaded`: built-in functions that others of this process have been given, which share what they
-    limit; this one is added."""
+    `loaded`: built-in functions of this process, which share their limits; this one is added."""
     reward = reward or Reward()
     loaded = {} if loaded is None else loaded
     load = BUILTIN.get(reference)

@@ -1,4 +1,4 @@
-"""What the reward pool is given and what it gives back. Data only."""
+"""Jobs and results of the reward pool. Data only."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -7,16 +7,14 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class RewardJob:
-    """A finished response. `row` holds all columns of its prompt; `tokens` is not copied before a
-    worker gets them: a whole round may wait.
-
-    `prompts` says of which set its prompt is; `step` and `epoch` how far the run is.
+    """A finished response. `row`: all columns of its prompt. `tokens` is copied only when a worker
+    gets the job. `prompts`: index of the set of its prompt. `step`, `epoch`: of the run.
 
     Example: RewardJob("p7@0#3", 1, "39%3=", {"answer": "36"}, array("i", [5, 8, 1]), "stop")
     """
 
     response: str
-    # of the response; given back with the result, so that a late one can be told
+    # of the response; in the result too, so that a late one is recognised
     attempt: int
     prompt_text: str
     row: dict[str, Any]
@@ -29,7 +27,7 @@ class RewardJob:
     slowest_s: float | None = None
 
 
-# Responses of one prompt that are scored together, mostly a single one.
+# Responses of one prompt that are scored together, often a single one.
 Jobs: TypeAlias = tuple[RewardJob, ...]
 
 
@@ -37,7 +35,7 @@ Jobs: TypeAlias = tuple[RewardJob, ...]
 class RewardResult:
     """`reward` is None exactly if `failure` is not empty.
 
-    `failure`: "" = scored, "no score" = the functions said None, "timeout", "crashed", or the
+    `failure`: "" = scored, "no score" = the functions returned None, "timeout", "crashed", or the
     exception in one line, e.g. "ValueError: could not convert string to float: 'x'".
     """
 
@@ -47,8 +45,8 @@ class RewardResult:
     metrics: dict[str, float]
     # decoded response, cut at worker.MAX_TEXT characters; "" after a timeout or crash
     text: str
-    # of its call, divided among the responses of it
+    # of its call, divided by the responses in it
     duration_s: float
     failure: str
-    # what the functions logged beside it, by column
+    # logged by the functions, by column
     extras: dict[str, str] = field(default_factory=dict)

@@ -1,21 +1,18 @@
 """The reward "judge": a language model behind an OpenAI-compatible endpoint grades a response.
 
-Owns what is asked, how a score is read from the reply, and how long overload is waited for.
-Runs in the reward worker; must not make a score of a reply that has none.
+Owns the request, the score in a reply, and the pauses after overload. Runs in the reward worker; a
+reply without a score is no score.
 """
 
 import asyncio
 import random
 import re
 import socket
-from collections.abc import Mapping
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
-from types import MappingProxyType
-from typing import Any
-from urllib.request import getproxies_environment, proxy_bypass
+from urllib.request import proxy_bypass
 
 import httpx
 
+from lightrl.config.reward import Judge
 from lightrl.errors import RewardError
 from lightrl.rewards.answers import answer_text
 from lightrl.rewards.base import Sample
@@ -26,7 +23,7 @@ DEFAULT_PROMPT = (
     "(wrong) to 1 (right)."
 )
 FIELDS = ("prompt", "response", "answer")
-# Overload and trouble on the way, which pass; everything else is an answer.
+# Overload and trouble on the way: tried again. Every other status is an error.
 PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
@@ -43,44 +40,30 @@ _NUMBER = re.compile(f"-?{_UNSIGNED}")
 class JudgeReward:
     """An asynchronous reward function. `await check()` before the first call.
 
-    `retries`: of a call, after overload, time-outs and broken connections, with pauses that double
-    (and as long as the endpoint asks for).
+    A call is retried after overload, time-outs and broken connections, with pauses that double, or
+    as long as the endpoint requires.
     """
 
     def __init__(
-        self,
-        url: str,
-        model: str,
-        prompt: str = DEFAULT_PROMPT,
-        key: str = "",
-        concurrency: int = 16,
-        retries: int = 5,
-        timeout_s: float = 60.0,
-        options: Mapping[str, Any] = MappingProxyType({}),
+        self, judge: Judge, key: str = "", timeout_s: float = 60.0, workers: int = 1
     ) -> None:
-        """`url`: up to and with /v1. `concurrency`: calls that whoever holds `turns` lets be under
-        way at once. `options`: further fields of the request, as temperature.
-
-        Raises RewardError for a prompt with fields that nobody fills.
-        """
-        if unknown := [f for f in _FIELD.findall(prompt) if f not in FIELDS]:
+        """`workers`: processes that share `judge.concurrency`. Raises RewardError for a prompt with
+        unknown fields."""
+        self._prompt = judge.prompt or DEFAULT_PROMPT
+        if unknown := [f for f in _FIELD.findall(self._prompt) if f not in FIELDS]:
             raise RewardError(
                 f"reward.judge.prompt: unknown field {{{unknown[0]}}}; the fields are {{prompt}}, "
                 "{response} and {answer}"
             )
-        self._url = f"{url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._prompt = prompt
-        self._options = options
-        self._retries = retries
-        self.turns = asyncio.Semaphore(concurrency)
+        self._judge = judge
+        self._url = f"{judge.url.rstrip('/')}/chat/completions"
+        self.turns = asyncio.Semaphore(judge.concurrency // workers)
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None  # of the event loop of the calls
 
     async def check(self) -> None:
-        """One call without a second try, in an event loop that may be another one than that of the
-        calls. Raises RewardError, one line, if it fails."""
+        """One call without a second try, in any event loop. Raises RewardError, one line."""
         try:
             async with self._new_client() as client:
                 await self._ask(client, "Reply with a single line, `Score: 1`.")
@@ -97,35 +80,34 @@ class JudgeReward:
             raise RewardError(f"judge: {self._url}: proxy of the environment: {e}") from None
 
     async def __call__(self, sample: Sample) -> float | None:
-        """The score, or None for a reply without one. Raises RewardError if nobody replied."""
+        """The score, or None for a reply without one. Raises RewardError if there is no reply."""
         answer = answer_text(sample.answer)
         values = {"prompt": sample.prompt, "response": sample.response, "answer": answer}
         text = _FIELD.sub(lambda field: str(values[field[1]]), self._prompt)
         if self._client is None:
             self._client = self._new_client()
-        for attempt in range(self._retries + 1):
+        for attempt in range(self._judge.retries + 1):
             try:
                 return self._within(score_of(await self._ask(self._client, text)))
             except (httpx.TransportError, _Refused) as e:
-                if attempt == self._retries or (isinstance(e, _Refused) and not e.passes):
+                if attempt == self._judge.retries or (isinstance(e, _Refused) and not e.passes):
                     raise RewardError(f"judge: {_reason(e)}") from None
                 asked_s = e.wait_s if isinstance(e, _Refused) else 0.0
             await asyncio.sleep(max(asked_s, pause_s(attempt, random.random())))
         return None
 
     def _within(self, score: float | None) -> float | None:
-        """None for what the usual prompt does not allow: a response may have talked the judge into
-        it."""
+        """None for a score that the default prompt does not allow: a response may ask for it."""
         is_usual = self._prompt == DEFAULT_PROMPT
         return None if is_usual and score is not None and not 0 <= score <= 1 else score
 
     async def _ask(self, client: httpx.AsyncClient, text: str) -> str:
         """The reply. Raises httpx.HTTPError and _Refused."""
         request = {
-            "model": self._model,
+            "model": self._judge.model,
             "messages": [{"role": "user", "content": text}],
             "temperature": 0.0,
-            **self._options,
+            **self._judge.options,
         }
         response = await client.post(self._url, json=request)
         if response.status_code != httpx.codes.OK:
@@ -137,25 +119,12 @@ class JudgeReward:
 
 
 def is_direct(host: str, port: int | None) -> bool:
-    """Whether no proxy of the environment is asked: for this machine, and for hosts and networks
-    ("10.0.0.0/8") in no_proxy."""
-    if proxy_bypass(f"{host}:{port}" if port else host):
+    """Whether the proxy of the environment is not used: for this machine, and hosts in no_proxy."""
+    name = host.lower().rstrip(".")
+    if name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower()):
         return True
-    try:
-        address = ip_address(host)
-    except ValueError:
-        name = host.rstrip(".")
-        return name in ("localhost", socket.gethostname()) or name.endswith(".localhost")
-    networks = getproxies_environment().get("no", "").split(",")
-    found = any(address in network for part in networks if (network := _network(part)))
-    return found or address.is_loopback or address.is_unspecified
-
-
-def _network(text: str) -> IPv4Network | IPv6Network | None:
-    try:
-        return ip_network(text.strip(), strict=False)
-    except ValueError:
-        return None
+    is_local = name.startswith("127.") or name.endswith(".localhost")
+    return is_local or bool(proxy_bypass(f"{host}:{port}" if port else host))
 
 
 def score_of(reply: str) -> float | None:
@@ -174,8 +143,7 @@ def score_of(reply: str) -> float | None:
 
 
 def pause_s(attempt: int, luck: float) -> float:
-    """Seconds before try `attempt` + 2; half of them by `luck`, from 0 to 1, so that calls which
-    failed together do not come back together."""
+    """Seconds before try `attempt` + 2. `luck`, from 0 to 1, is the jitter."""
     return min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S) * (0.5 + luck / 2)
 
 

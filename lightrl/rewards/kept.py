@@ -1,8 +1,8 @@
-"""The source of the user's reward functions as it was when the run began: one source for all
-workers, however often they start and whoever edits the files meanwhile.
+"""A copy of the source of the user's reward functions from the start of a run, which all workers
+import, even after edits of the files.
 
-The coordinator reads the files and keeps a copy in the run directory; workers import modules from
-what they receive. `__file__` stays the path of the file, so that data beside it is found.
+The coordinator reads the files and keeps the copy in the run directory; workers receive it.
+`__file__` stays the path of the original, so that functions find data beside it.
 """
 
 import ast
@@ -22,12 +22,12 @@ from lightrl.system import files
 FOLDER = "rewards"  # in a run directory; the whole path of each file is below it
 
 
-def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict[str, bytes], str]:
+def sources(functions: Iterable[str], folder: Path, is_new: bool) -> tuple[dict[str, bytes], str]:
     """Absolute path -> content of the modules of "path.py:function"s, from the copy in `folder` if
-    there is one, and a line about what has changed since it was made; "" if nothing has.
+    there is one; and a line about files that have changed since, or "".
 
-    `is_anew`: the copy is replaced by the files as they are. Raises RewardError if it cannot be
-    written or read.
+    `is_new`: the copy is replaced by the files. Raises RewardError if it cannot be written or
+    read.
     """
     now = dict(_read(functions))
     try:
@@ -35,8 +35,8 @@ def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict
         changed = sorted(path for path, source in kept.items() if now.get(path) != source)
         more = f" and {len(changed) - 1} more" if changed[1:] else ""
         line = f"{changed[0]}{more} changed since the run began: " if changed else ""
-        if kept and not is_anew:
-            used = f'the copy in {folder} scores; reward.source = "files" takes what is there now'
+        if kept and not is_new:
+            used = f'the copy in {folder} scores; reward.source = "files" takes the new files'
             return kept, line and line + used
         draft = folder.with_name(f".{folder.name}.draft")
         for old in (draft, folder):
@@ -48,12 +48,12 @@ def sources(functions: Iterable[str], folder: Path, is_anew: bool) -> tuple[dict
             draft.rename(folder)
     except OSError as e:
         raise RewardError(f"{folder}: no copy of the reward functions: {e.strerror}") from None
-    return now, line and f"{line}what is there now scores from here on"
+    return now, line and f"{line}the new files score from here on"
 
 
 def _read(functions: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Each file with what it imports from its own folder, its package, the working directory or
-    PYTHONPATH, and what that imports; a file that cannot be read is left to the import."""
+    """Each file and its imports, also indirect ones, from its own folder, its package, the working
+    directory or PYTHONPATH. The import reports a file that cannot be read."""
     searched = "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)
     for function in functions:
         first = Path(function.rpartition(":")[0]).absolute()
@@ -75,7 +75,7 @@ def _read(functions: Iterable[str]) -> Iterator[tuple[str, bytes]]:
 def _imports(
     source: bytes, file: Path, roots: Sequence[Path]
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Folders, and names of packages and modules below each other that may lie there."""
+    """Folders, and dotted names of modules that may lie in them."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
@@ -93,12 +93,11 @@ def _imports(
 
 
 def package_depth(path: Path) -> int:
-    """In how many folders the package of a file is nested, if it imports from it by dots; else
-    0."""
+    """The number of folders of the package of a file that imports by dots; else 0."""
     try:
         tree = ast.parse(KEPT.get(str(path)) or path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return 0  # the import will raise it
+        return 0  # the import raises it
     dots = max((n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)), default=0)
     folders = 0
     while (path.parents[folders] / "__init__.py").is_file():
@@ -107,19 +106,19 @@ def package_depth(path: Path) -> int:
 
 
 def install(kept: Mapping[str, bytes]) -> None:
-    """From now on this process imports the modules of these files from these sources."""
+    """Make this process import the modules of these files from these sources."""
     KEPT.update(kept)
     sys.meta_path.insert(0, _Finder())
 
 
 def spec_of(name: str, path: Path) -> ModuleSpec | None:
-    """For the import of a file by its path."""
+    """To import a file by its path."""
     loader = _Loader(name, str(path)) if str(path) in KEPT else None
     return spec_from_file_location(name, path, loader=loader)
 
 
 class _Loader(SourceFileLoader):
-    """Without byte code: that on the disk may be of an edited file."""
+    """Without the byte code on the disk, which may be of an edited file."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(KEPT[self.path], self.path)
@@ -129,7 +128,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """In front of all others."""
+    """The first finder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,12 +1,13 @@
-"""The user's function that "path.py:name" points at.
+"""Import of the user's function "path.py:name".
 
-Owns how its file is imported: as a script would be, or as a member of its package where it imports
-its siblings. Runs user code, so in the reward worker only.
+Owns how its file is imported: as a script, or as a member of its package where it imports by dots.
+Runs user code, so in the reward worker only.
 """
 
 import importlib
 import importlib.util
 import inspect
+import itertools
 import logging
 import os
 import sys
@@ -24,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def import_function(reference: str) -> Callable[..., Any]:
-    """The function "path.py:name" points at; of a class, an object. Raises RewardError, one line,
-    if there is none."""
+    """The function "path.py:name"; of a class, an object. Raises RewardError, one line."""
     file, name = split_reference(reference)
     path = Path(file)
     if not path.is_file() and str(path.absolute()) not in kept.KEPT:
@@ -50,7 +50,7 @@ def import_function(reference: str) -> Callable[..., Any]:
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """("path.py", "function"). Raises RewardError if `reference` does not look like that."""
+    """("path.py", "function"). Raises RewardError for any other form."""
     file, colon, name = reference.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise RewardError(f'{reference!r}: expected a built-in name or "path.py:function"')
@@ -58,23 +58,20 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 def distinct_names(names: Sequence[str], references: Sequence[str]) -> list[str]:
-    """Of figures: those that several functions have get their file's name in front of what they are
-    called in it, and, if that does not tell them apart either, a number behind it."""
+    """Of figures: a name of several functions becomes FILE.NAME, with a number if that repeats."""
     repeated = {name for name, count in Counter(names).items() if count > 1}
     found: list[str] = []
     for name, reference in zip(names, references, strict=True):
         if name in repeated:
             file, _, called = reference.rpartition(":")
             name = f"{Path(file).stem}.{called}" if file.endswith(".py") else called
-        number = 2
-        unnumbered = name
-        while name in found or (name in names and name != unnumbered):
-            name, number = f"{unnumbered}-{number}", number + 1
-        found.append(name)
+        numbered = (f"{name}-{k}" for k in itertools.count(2))
+        found.append(name if name not in found else next(n for n in numbered if n not in names))
+        names = [*names, found[-1]]
     return found
 
 
-@cache  # functions of one file share what it keeps, as in the project that they are from
+@cache  # functions of one file share its state
 def _import_file(path: Path) -> ModuleType:
     sys.path.append(os.getcwd())  # of the project that it belongs to
     depth = kept.package_depth(path)
@@ -88,10 +85,10 @@ def _import_file(path: Path) -> ModuleType:
     if is_taken:
         name = f"{path.parent.name}_{name}"
     if is_taken or (path.parent / "__init__.py").is_file():
-        # by such a name it and others mean what is installed: verl's package has math_verify.py
+        # its name may be that of an installed package: verl's package has math_verify.py
         sys.path.append(folder)
     else:
-        sys.path.insert(0, folder)  # so that it can import its neighbours, as a script can
+        sys.path.insert(0, folder)  # it can import its neighbours, as a script can
     spec = kept.spec_of(name, path)
     if spec is None or spec.loader is None:
         raise RewardError(f"{path}: is not a Python file")
@@ -100,13 +97,13 @@ def _import_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # what is half of it is taken for it by nobody
+        del sys.modules[name]  # half of a module
         raise
     return module
 
 
 def _import_member(path: Path, root: Path) -> ModuleType:
-    """Of the package below `root` that it belongs to."""
+    """As a member of its package below `root`."""
     sys.path.insert(0, str(root))
     parts = [*path.relative_to(root).with_suffix("").parts]
     if parts[-1] == "__init__":
@@ -124,7 +121,7 @@ def _import_member(path: Path, root: Path) -> ModuleType:
 
 
 def _import_package(name: str, folder: Path) -> ModuleType:
-    """Without what it imports itself, if that is not installed: its member may not need it."""
+    """Without its __init__.py if that imports what is not installed: its member may not need it."""
     try:
         return importlib.import_module(name)
     except ImportError as e:

@@ -1,6 +1,6 @@
-"""Is a mathematical answer right? math-verify compares; this file finds the two answers.
+"""The reward "math": finds the two answers; math-verify compares them.
 
-Imported only where the reward "math" is chosen, as the library is optional and heavy.
+Imported only where the reward "math" is chosen: the library is optional and heavy.
 """
 
 import re
@@ -12,20 +12,19 @@ from lightrl.rewards.answers import GSM8K, after_thinking, answer_text, last_box
 from lightrl.rewards.base import Sample
 
 _CURRENCY = re.compile(r"(?:\bUS)?\\\$|\\text\{\s*\\?\$\s*\}|[€£¥]")
-_DELIMITER = re.compile(r"\$(?!\s?\.?\d)")  # of a formula: in front of amounts all are dollars
+_DELIMITER = re.compile(r"\$(?!\s?\.?\d)")  # of a formula, not a dollar before an amount
 _DELIMITED = re.compile(r"\\boxed|\$|\\\(|\\\[")
 
 
 def math_reward(sample: Sample) -> float | None:
     """1 if the response's final answer equals the reference, else 0.
 
-    The final answer is the last \\boxed of what follows the last </think>, or what math-verify
-    finds there if nothing is boxed; a thought that is not closed has none. A reference of several
-    values may be boxed one by one, with commas between the boxes.
+    The final answer is the last \\boxed after the last </think>, or the one that math-verify finds
+    there if nothing is boxed; a thought that is not closed has none. A reference of several values
+    may be boxed one by one, with commas between the boxes.
 
-    None if there is no reference or it cannot be parsed: that is not the response's fault. The
-    reference may be plain ("42", "\\frac{1}{2}", "\\$18"), boxed, or GSM8K's text that ends in
-    "#### 42".
+    None if there is no reference or it cannot be parsed. The reference may be plain ("42",
+    "\\frac{1}{2}", "\\$18"), boxed, or GSM8K's text that ends in "#### 42".
     """
     if (answer := answer_text(sample.answer)) is None:
         return None

@@ -1,7 +1,7 @@
-"""One reward worker process: its jobs, how long a call may take, what is left of it when it dies.
+"""One reward worker process: its jobs, the time limit of a call, results after its death.
 
-Owns the process and its time limit. Which job it gets is the pool's business (runner.py); user code
-runs in it and not here (worker.py).
+Owns the process and its time limit. The pool chooses its jobs (runner.py); user code runs inside
+(worker.py).
 """
 
 import asyncio
@@ -33,19 +33,18 @@ from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.wire import to_json
 
 START_LIMIT_S = 120.0  # importing user code may load a model
-LOOKAHEAD_S = 0.02  # work that a worker holds in advance: hides our latency, keeps the rest movable
+LOOKAHEAD_S = 0.02  # work that a worker holds in advance, which hides the latency of the pool
 MAX_IN_FLIGHT = 64  # jobs at one worker
-LAG_GRACE_S = 0.05  # an answer may wait in the pipe while our event loop was busy
-ASYNC_GRACE_S = 1.0  # an asynchronous call is ended inside its worker first; the kill comes after
-# After deaths that no job explains, each soon after the start: such a worker cannot live.
+LAG_GRACE_S = 0.05  # for an answer in the pipe
+ASYNC_GRACE_S = 1.0  # an asynchronous call is cancelled inside its worker before the kill
+# After deaths without a job, each soon after the start.
 RESTARTS = RestartPolicy(max_restarts=2, settled_s=10.0)
 
 RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
 
 
 class WorkerProcess:
-    """One worker process with its jobs: number -> job, oldest first. Numbers are never used
-    twice."""
+    """One worker process with its jobs: number -> job, oldest first. Numbers are unique."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class WorkerProcess:
     ) -> None:
         self.name = name
         self._reward = reward
-        self.is_wanted = True  # else it is not started again
+        self.is_wanted = True  # else it does not start again
         self.jobs: dict[int, Jobs] = {}
         self.by_group: tuple[bool, ...] = ()
         self.next_number = 0
@@ -94,7 +93,7 @@ class WorkerProcess:
         self._is_ready = False
         self._stop_timer()
         if self._child is not None:
-            self._child.kill()  # it holds nothing that needs saving, and may hang
+            self._child.kill()  # it has nothing to save, and may hang
             await self._child.stop()
 
     @property
@@ -112,18 +111,18 @@ class WorkerProcess:
         return min(MAX_IN_FLIGHT, 1 + int(LOOKAHEAD_S / self._typical_s))
 
     def wants_more(self) -> bool:
-        """Not for each job that is done: a message costs as much as a short call."""
+        """In batches: a message costs as much as a short call."""
         held, most = len(self.jobs), self.most
         return held < most if self._is_async else held <= most // 2 < most
 
     def send(self, batch: Sequence[Jobs]) -> None:
-        """Sends what was added last to `self.jobs`."""
+        """Send the jobs that were added last to `self.jobs`."""
         assert self._child is not None
         first = self.next_number - len(batch)
         self._child.send(ScoreJobs(tuple(_job(first + k, jobs) for k, jobs in enumerate(batch))))
 
     async def next_results(self) -> list[RewardResult]:
-        """Of one job. Raises ChildDied when the worker has ended or was killed."""
+        """The results of one job. Raises ChildDied when the worker has ended."""
         assert self._child is not None
         while True:
             match await self._child.receive():
@@ -131,31 +130,20 @@ class WorkerProcess:
                     self._started.pop(number, None)  # the limit is that of a call
                     self._started[number] = asyncio.get_running_loop().time()
                     self._watch()
-                case Scored(number, verdicts, duration_s):
+                case Scored(number, results):
+                    del self.jobs[number]
                     self._started.pop(number, None)
-                    self._typical_s += (max(duration_s, 1e-5) - self._typical_s) / 8
-                    return [
-                        RewardResult(
-                            job.response,
-                            job.attempt,
-                            v.reward,
-                            v.metrics,
-                            v.text,
-                            duration_s / len(verdicts),
-                            v.failure,
-                            v.extras,
-                        )
-                        for job, v in zip(self.jobs.pop(number), verdicts, strict=True)
-                    ]
+                    duration_s = max(sum(r.duration_s for r in results), 1e-5)
+                    self._typical_s += (duration_s - self._typical_s) / 8
+                    return list(results)
                 case other:
                     raise RewardError(f"{self.name}: unexpected {other}")
 
     def failures(self) -> list[RewardResult]:
-        """Results of the jobs that the worker's death is blamed on; they leave `jobs`.
+        """Remove the jobs that ended the worker from `jobs`, and return their results.
 
-        After an overrun that is the job that ran longest, unless its answer had just arrived; after
-        a crash every job that had started: of asynchronous ones that overlap, nobody can say which
-        did it.
+        After a time-out that is the job that ran longest, unless its answer has just arrived; after
+        a crash every started job, since asynchronous ones overlap.
         """
         now = asyncio.get_running_loop().time()
         self._is_ready = False
@@ -180,22 +168,17 @@ class WorkerProcess:
         return jobs
 
     def _watch(self) -> None:
-        """Sets the alarm for the call that started first, if none is set."""
+        """Set the timer for the call that started first, if none is set."""
         if self._timer is None and self._started:
-            oldest = next(iter(self._started))
-            limit = self._reward.timeout_s + (ASYNC_GRACE_S if self._is_async else 0.0)
-            loop = asyncio.get_running_loop()
-            began = self._started[oldest]
-            self._timer = loop.call_at(began + limit, self._overrun, oldest, began, False)
+            oldest, began = next(iter(self._started.items()))
+            grace_s = ASYNC_GRACE_S if self._is_async else LAG_GRACE_S
+            until = began + self._reward.timeout_s + grace_s
+            self._timer = asyncio.get_running_loop().call_at(until, self._overrun, oldest, began)
 
-    def _overrun(self, number: int, began: float, read_again: bool) -> None:
+    def _overrun(self, number: int, began: float) -> None:
         self._timer = None
         if self._started.get(number) != began:
             self._watch()
-        elif not read_again:
-            # If it was our loop that was late, the answer is in the pipe: read before judging.
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(LAG_GRACE_S, self._overrun, number, began, True)
         else:
             self._timed_out = number
             if self._child is not None:
@@ -226,7 +209,9 @@ async def _start_child(name: str, log: Path, reward: Reward) -> RewardChild:
 
 def _job(number: int, jobs: Jobs) -> worker.Job:
     one = jobs[0]
-    answers = tuple(worker.Answer(encode(j.tokens), j.finish_reason) for j in jobs)
+    answers = tuple(
+        worker.Answer(j.response, j.attempt, encode(j.tokens), j.finish_reason) for j in jobs
+    )
     row = to_json(one.row)
     where = one.step, one.epoch, one.slowest_s
     return worker.Job(number, one.prompts, one.prompt_text, row, answers, *where)
@@ -237,7 +222,7 @@ def _named(setup: Setup) -> str:
 
 
 async def _set_up(child: RewardChild, setup: Setup) -> WorkerReady:
-    """Raises ChildDied if the worker has ended; RewardError, and ends it, if it cannot serve."""
+    """Raises ChildDied if the worker has ended; RewardError after ending one that cannot serve."""
     child.send(setup)
     try:
         async with asyncio.timeout(START_LIMIT_S):

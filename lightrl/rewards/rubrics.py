@@ -1,8 +1,8 @@
 """Single-turn environments of the package `verifiers`: the rubric as a reward function, the data
 set as rows.
 
-Owns what is taken from an environment, by the names that `verifiers` documents (its classic API,
-`verifiers<0.3`). An environment is user code: it is imported in the reward worker, and for its
+Owns the parts of an environment that are used, by the names that `verifiers` documents (its classic
+API, `verifiers<0.3`). An environment is user code: it is imported in the reward worker, and for its
 rows in a process of their own (`python -m lightrl.rewards.rubrics ENV train`), never in a daemon.
 """
 
@@ -55,25 +55,20 @@ def load_environment(name: str) -> Any:
         raise RewardError(
             f"{reference}: needs {e.name}, which is not installed: pip install 'lightrl[verifiers]'"
         ) from None
-    load = getattr(verifiers, "load_environment", None)
     single = getattr(verifiers, "SingleTurnEnv", None)
-    if load is None or single is None:
-        version = getattr(verifiers, "__version__", "of this version")
+    if single is None:
         raise RewardError(
-            f"{reference}: verifiers {version} has no SingleTurnEnv any more: pip install "
-            "'lightrl[verifiers]'"
+            f"{reference}: verifiers has no SingleTurnEnv: pip install 'lightrl[verifiers]'"
         )
     try:
-        environment = load(name)
+        environment = verifiers.load_environment(name)
     except BaseException as e:  # code of the user's
         logger.exception("%s", reference)
         raise RewardError(f"{reference}: cannot be loaded: {one_line(e)}") from None
     if not isinstance(environment, single):
-        turns = getattr(environment, "max_turns", None)
-        limit = f" of up to {turns} turns" if isinstance(turns, int) and turns > 1 else ""
         raise RewardError(
-            f"{reference}: is a {type(environment).__name__}{limit}; one response is sampled for "
-            "a prompt, so it must be a SingleTurnEnv"
+            f"{reference}: is a {type(environment).__name__}; a prompt has one response, so it "
+            "must be a SingleTurnEnv"
         )
     return environment
 
@@ -85,17 +80,17 @@ class _Part:
     name: str
     function: Callable[..., Any]
     weight: float
-    # what the functions of its rubric share
+    # shared by the functions of its rubric
     rubric: Rubric
     accepts: frozenset[str] | None
     takes_list: bool
 
 
 def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
-    """All functions of an environment's rubric as one, with their weights. Those of weight 0 are
-    figures, and cost nobody a score if they fail."""
+    """All functions of an environment's rubric as one, with their weights. Functions of weight 0
+    are figures, and may fail without an effect on the score."""
     parts = list(_parts(load_environment(name).rubric, columns or Columns(frozenset())))
-    # as figures: two of the same name would be one, and those of SCORE_KEYS the score
+    # names of figures: different from each other and from SCORE_KEYS
     names = [f"rubric.{part.name}" if part.name in SCORE_KEYS else part.name for part in parts]
     distinct = distinct_names(names, names)
     parts = [replace(part, name=one) for part, one in zip(parts, distinct, strict=True)]
@@ -112,7 +107,7 @@ def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
 
 
 def _parts(rubric: Any, columns: Columns) -> Iterator[_Part]:
-    """In the order in which they are called: later ones find what earlier ones left in `state`."""
+    """In the order of calls: earlier functions write into `state` for later ones."""
     if members := getattr(rubric, "rubrics", None):  # a RubricGroup
         for member in members:
             yield from _parts(member, columns)
@@ -201,7 +196,7 @@ def rows_file(path: str, split: Split, reward: Reward, folder: Path) -> str:
 
 
 def print_rows(name: str, split: Split) -> None:
-    """Writes the rows to stdout; what the environment prints goes to stderr."""
+    """Write the rows to stdout; prints of the environment go to stderr."""
     rows = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     environment = load_environment(name)

@@ -1,11 +1,10 @@
 """The reward pool: worker processes that score responses while others still generate.
 
-Owns the worker processes, which job is where, and the time limit of a call. A crash, hang or
-exception of user code costs one response its score, never the run. Must not run user code: that is
-the worker's.
+Owns the worker processes and the jobs of each. A crash, hang or exception of user code costs one
+response its score, never the run. Must not run user code: workers do.
 
-A worker holds a few jobs in advance so that it never waits for us; they do not count as started.
-When it has to be killed, those that had not started go back to the head of the queue.
+A worker holds a few jobs in advance; they do not count as started. After a kill, those that had not
+started return to the head of the queue.
 """
 
 import asyncio
@@ -40,8 +39,8 @@ class RewardPool:
         num_steps: int = 0,
         sources: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """`report` gets a line about each worker that must be started again, but for what a job did
-        to it. `num_steps`: of the run. `sources`: of the functions, see `kept`."""
+        """`report` gets a line about each worker that ended without a job and starts again.
+        `num_steps`: of the run. `sources`: of the functions, see `kept`."""
         model, own = str(tokenizer_dir), dict(sources)
         setup = Setup(reward.model_dump_json(), tuple(sets), model, num_steps, own)
         self._on_result = on_result
@@ -70,17 +69,16 @@ class RewardPool:
 
     @property
     def by_group(self) -> tuple[bool, ...]:
-        """Of each set, whether all responses of a prompt are wanted at once. Known after
-        `start`."""
+        """Of each set, whether all responses of a prompt are scored together; after `start`."""
         return self._workers[0].by_group
 
     def submit(self, *jobs: RewardJob) -> None:
-        """Responses of one prompt that are scored together: functions of lists get them at once."""
+        """Queue responses of one prompt, which functions of lists get in one call."""
         self._queue.append(jobs)
         self._dispatch()
 
     async def stop(self) -> None:
-        """Kills the workers; jobs without a result are forgotten."""
+        """Kill the workers; jobs without a result are lost."""
         self._stopping = True
         for w in self._workers:
             w.is_wanted = False
@@ -106,7 +104,7 @@ class RewardPool:
                 self._queue.extendleft(reversed(w.take_back()))
                 for failed in results:
                     self._on_result(failed)
-                self._dispatch()  # to the others, meanwhile
+                self._dispatch()  # to the others
                 await self._restart(w)
             else:
                 idle_deaths.progressed()
@@ -125,8 +123,8 @@ class RewardPool:
             await w.stop()
 
     def _dispatch(self) -> None:
-        """Fills the workers evenly: one job at a time to the emptiest, then one frame to each."""
-        if not self._queue:  # mostly, after a result
+        """Fill the workers evenly: one job at a time to the emptiest, then one frame to each."""
+        if not self._queue:
             return
         batches: dict[WorkerProcess, list[Jobs]] = {}
         hungry = [(w, w.most) for w in self._workers if w.wants_more()]

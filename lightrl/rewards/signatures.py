@@ -1,8 +1,8 @@
-"""Which reward functions are recognised and what each is called with: ours, verl's, TRL's and those
-of `verifiers` rubrics, by the names of their parameters.
+"""Signatures of reward functions: ours, verl's, TRL's and those of `verifiers` rubrics, recognised
+by the names of their parameters.
 
-Owns the arguments; how answers are read is base.py's. What a function requires and nobody provides
-is found here, before the run begins.
+Owns the arguments of a call; base.py reads the answers. A parameter that nothing provides is an
+error here, before the run begins.
 """
 
 import contextlib
@@ -26,6 +26,9 @@ SIGNATURES = (
 TRL = frozenset({"prompts", "completions", "completion_ids", "completions_ids"})
 VERL = frozenset({"solution_str", "ground_truth"})
 VERL_BATCH = frozenset({"solution_strs", "ground_truths"})
+OF_RUBRICS = ("prompt", "completion", "answer", "info", "task")
+RUBRIC_ONE = frozenset({*OF_RUBRICS, "state"})
+RUBRIC_ALL = frozenset(f"{name}s" for name in RUBRIC_ONE)
 # What rubric functions of a group have and TRL's do not, unless a column is called so.
 RUBRIC_GROUP = frozenset({"states", "answers", "infos", "tasks"})
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL keeps these for itself
@@ -35,11 +38,11 @@ Arguments: TypeAlias = Callable[[Sequence[Sample], TrainerState, CallLog], dict[
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One family of signatures."""
+    """A family of signatures."""
 
     arguments: Arguments
-    # names that `arguments` has for every row
-    provided: frozenset[str]
+    # names that `arguments` has for every row; None: whatever is required
+    provided: frozenset[str] | None
     takes_list: bool
     # the one that is the reference answer
     answer: str = ""
@@ -55,39 +58,40 @@ def wrap(
     """Adapts `function` by its parameter names. It gets those of `options` that it takes.
 
     Raises RewardError, one line, for an unknown signature or, where `columns` are known, for a
-    parameter without a default that nobody provides.
+    parameter without a default that nothing provides.
     """
     parameters = parameters_of(function, reference)
     named = [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given = {k: v for k, v in options.items() if is_open or k in named}
-    taken, empty = frozenset(given), inspect.Parameter.empty
+    empty = inspect.Parameter.empty
     required = [n for n in named if parameters[n].default is empty and n not in given]
-    name = _name_of(function, reference)
     if required in (["sample"], ["samples"]):
-        takes_list = required == ["samples"]
-        call = _native(partial(function, **given), takes_list)
-        turns = getattr(function, "turns", contextlib.nullcontext())
-        return RewardFunction(name, call, is_coroutine(function), takes_list, turns, taken)
-    if form == "auto":
-        form = _form_of(frozenset(named), columns)
-    if form == "auto" and is_open:
-        # verl and TRL both could call it; it is verl's if it is called as verl's are
-        form = "verl" if "compute_score" in reference.rpartition(":")[2] else "trl"
-    kind = _kind_of(form, frozenset(named), columns)
-    if kind is None:
-        raise RewardError(
-            f"{reference}({', '.join(parameters)}): unknown signature; expected {SIGNATURES}"
-        )
-    if columns is not None:
-        _require_provided(reference, required, kind, columns)
+        kind = _native(required[0])
+    else:
+        if form == "auto":
+            form = _form_of(frozenset(named), columns)
+        if form == "auto" and is_open:
+            # verl and TRL both could call it; it is verl's if it is called as verl's are
+            form = "verl" if "compute_score" in reference.rpartition(":")[2] else "trl"
+        if form == "auto":
+            raise RewardError(
+                f"{reference}({', '.join(parameters)}): unknown signature; expected {SIGNATURES}"
+            )
+        kind = _kind_of(form, frozenset(named), columns or Columns(frozenset()))
+        if columns is not None:
+            _require_provided(reference, required, kind, columns)
     accepts = None if is_open else frozenset(named)
 
     def call(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> Any:
         arguments = {**kind.arguments(samples, state, log), **given}
         return function(**chosen(arguments, accepts))
 
-    return RewardFunction(name, call, is_coroutine(function), kind.takes_list, taken=taken)
+    turns = getattr(function, "turns", contextlib.nullcontext())
+    name = getattr(function, "__name__", "")  # as TRL's figures have it, or that in its file
+    name = name if name.isidentifier() else reference.rpartition(":")[2]
+    is_async = is_coroutine(function)
+    return RewardFunction(name, call, is_async, kind.takes_list, turns, frozenset(given))
 
 
 def parameters_of(function: Any, reference: str) -> Mapping[str, inspect.Parameter]:
@@ -101,66 +105,56 @@ def parameters_of(function: Any, reference: str) -> Mapping[str, inspect.Paramet
         raise RewardError(f"{reference}: is not a function; expected {SIGNATURES}") from None
 
 
-def _name_of(function: Any, reference: str) -> str:
-    """Its own, as TRL's figures have it, or that in its file."""
-    name = getattr(function, "__name__", "")
-    return name if name.isidentifier() else reference.rpartition(":")[2]
-
-
 def is_coroutine(function: Any) -> bool:
-    """An object with `async def __call__` is asynchronous too."""
+    """Return True for objects with `async def __call__` too."""
     while isinstance(function, partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - the attribute is wanted, not whether it exists
-    )
+    called = getattr(type(function), "__call__", None)  # noqa: B004 - its kind is wanted
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def chosen(values: Mapping[str, Any], accepts: frozenset[str] | None) -> dict[str, Any]:
-    """Those that a function has parameters for; None: it has **kwargs."""
+    """The values that a function has parameters for; None: it has **kwargs."""
     return {k: v for k, v in values.items() if accepts is None or k in accepts}
 
 
 def _form_of(named: frozenset[str], columns: Columns | None) -> Form:
-    """Whose function has these parameters; "auto": nobody's."""
+    """Return "auto" for parameters of no known form."""
     names = columns.names if columns is not None else frozenset[str]()
     if "solution_strs" in named:
         return "verl_batch"
     if "solution_str" in named:
         return "verl"
-    if "completion" in named or "states" in named:
-        return "verifiers"
-    if "completions" in named and named & (RUBRIC_GROUP - names):
+    if {"completion", "states"} & named or (
+        "completions" in named and named & RUBRIC_GROUP - names
+    ):
         return "verifiers"
     return "trl" if named & TRL else "auto"
 
 
-def _kind_of(form: Form, named: frozenset[str], columns: Columns | None) -> _Kind | None:
-    columns = columns or Columns(frozenset())
-    names = columns.names
+def _kind_of(form: Form, named: frozenset[str], columns: Columns) -> _Kind:
     match form:
         case "verl_batch":
             provided = VERL_BATCH | {"data_sources", "extra_infos"}
             return _Kind(_verl_batch, provided, True, "ground_truths")
         case "verl" | "verl_sequence":
-            arguments = _verl if form == "verl" else _verl_sequence
+            arguments = partial(_verl, is_sequence=form == "verl_sequence")
             return _Kind(arguments, VERL | {"data_source", "extra_info"}, False, "ground_truth")
         case "verifiers":
             rubric = Rubric({}, columns)
             if named & (RUBRIC_GROUP | {"completions"}):
-                return _Kind(rubric.group_arguments, rubric.group_names, True, "answers")
-            return _Kind(rubric.arguments, rubric.names | names, False, "answer")
-        case "trl":
+                return _Kind(rubric.group_arguments, RUBRIC_ALL, True, "answers")
+            return _Kind(rubric.arguments, RUBRIC_ONE | columns.names, False, "answer")
+        case _:
             extras = TRL | {"trainer_state", "log_metric", "log_extra"}
-            return _Kind(_Trl(columns).arguments, extras | names - NOT_COLUMNS, True)
-        case "auto":
-            return None
+            provided = extras | columns.names - NOT_COLUMNS
+            return _Kind(partial(_trl, columns=columns), provided, True)
 
 
 def _require_provided(
     reference: str, required: Sequence[str], kind: _Kind, columns: Columns
 ) -> None:
-    missing = [n for n in required if n not in kind.provided]
+    missing = [n for n in required if kind.provided is not None and n not in kind.provided]
     if missing:
         raise RewardError(
             f"{reference}: requires {', '.join(missing)}, which no row has; {columns}"
@@ -170,44 +164,43 @@ def _require_provided(
 
 
 def no_answers(who: str, columns: Columns) -> RewardError:
-    """`who` cannot do without reference answers."""
+    """The error of `who`, which needs reference answers."""
     return RewardError(
         f"{who}, and no row has an answer: data.answer_key = {columns.answer_key!r}; {columns}"
     )
 
 
-def _native(function: Callable[..., Any], takes_list: bool) -> Callable[..., Any]:
-    def call(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> Any:
-        return function(list(samples) if takes_list else samples[0])
-
-    return call
-
-
-# verl
+def _native(name: str) -> _Kind:
+    if name == "samples":
+        return _Kind(lambda samples, *_: {name: list(samples)}, None, True)
+    return _Kind(lambda samples, *_: {name: samples[0]}, None, False)
 
 
-def _verl(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
+def _verl(
+    samples: Sequence[Sample], state: TrainerState, log: CallLog, is_sequence: bool
+) -> dict[str, Any]:
+    """`is_sequence`: the solution begins with the prompt."""
     [sample] = samples
     return {
         "data_source": sample.row.get("data_source") or "",
-        "solution_str": sample.response,
+        "solution_str": (sample.prompt if is_sequence else "") + sample.response,
         "ground_truth": sample.answer,
         "extra_info": _extra_info(sample),
     }
 
 
-def _verl_sequence(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
-    values = _verl(samples, state, log)
-    return {**values, "solution_str": samples[0].prompt + samples[0].response}
-
-
 def _verl_batch(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
-    """Columns of a batch are arrays there, what is made of it lists."""
+    """Columns of a batch are numpy arrays there, what is made of it lists."""
+    import numpy as np
+
+    sources, infos = (np.empty(len(samples), dtype=object) for _ in range(2))
+    sources[:] = [s.row.get("data_source") or "" for s in samples]
+    infos[:] = [_extra_info(s) for s in samples]
     return {
-        "data_sources": _array([s.row.get("data_source") or "" for s in samples]),
+        "data_sources": sources,
         "solution_strs": [s.response for s in samples],
         "ground_truths": [s.answer for s in samples],
-        "extra_infos": _array([_extra_info(s) for s in samples]),
+        "extra_infos": infos,
     }
 
 
@@ -218,19 +211,8 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
     return {**given, "num_turns": 2, "rollout_reward_scores": {}}
 
 
-def _array(values: Sequence[Any]) -> Any:
-    import numpy as np
-
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
-
-
-# TRL
-
-
 def conversation(sample: Sample, columns: Columns) -> Any:
-    """The prompt as TRL's functions know it: text, or the messages that the model was given."""
+    """The prompt in TRL's form: text, or the messages of the model's input."""
     column = prompt_column(sample.row, columns.prompt_key)
     prompt = messages_of(column, sample.row.get(column, sample.prompt))
     if isinstance(prompt, str) and columns.as_chat:
@@ -244,39 +226,28 @@ def _has_system(messages: Sequence[Any]) -> bool:
     return any(isinstance(m, Mapping) and m.get("role") == "system" for m in messages)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trl:
-    """Columns that a row lacks are None, as in a `datasets.Dataset`."""
-
-    columns: Columns
-
-    def arguments(
-        self, samples: Sequence[Sample], state: TrainerState, log: CallLog
-    ) -> dict[str, Any]:
-        """Chat data sets get chat completions, as TRL's users expect."""
-        prompts = [conversation(s, self.columns) for s in samples]
-        names = self.columns.names or samples[0].row.keys()
-        columns = {k: [s.row.get(k) for s in samples] for k in names if k not in NOT_COLUMNS}
-        ids = [s.response_ids for s in samples]
-        return {
-            **columns,
-            "prompts": prompts,
-            "completions": [
-                [{"role": "assistant", "content": s.response}]
-                if isinstance(prompt, list)
-                else s.response
-                for s, prompt in zip(samples, prompts, strict=True)
-            ],
-            "completion_ids": ids,
-            # as TRL's documentation has it
-            "completions_ids": ids,
-            "trainer_state": state,
-            "log_metric": log.log_metric,
-            "log_extra": log.log_extra,
-        }
-
-
-# verifiers
+def _trl(
+    samples: Sequence[Sample], state: TrainerState, log: CallLog, columns: Columns
+) -> dict[str, Any]:
+    """Chat data sets get chat completions, as TRL's users expect. Columns that a row lacks are
+    None, as in a `datasets.Dataset`."""
+    prompts = [conversation(s, columns) for s in samples]
+    names = (columns.names or samples[0].row.keys()) - NOT_COLUMNS
+    completions = [
+        [{"role": "assistant", "content": s.response}] if isinstance(prompt, list) else s.response
+        for s, prompt in zip(samples, prompts, strict=True)
+    ]
+    ids = [s.response_ids for s in samples]
+    return {
+        **{name: [s.row.get(name) for s in samples] for name in names},
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": ids,
+        "completions_ids": ids,  # as TRL's documentation has it
+        "trainer_state": state,
+        "log_metric": log.log_metric,
+        "log_extra": log.log_extra,
+    }
 
 
 class Message(dict[str, Any]):
@@ -295,16 +266,6 @@ class Rubric:
 
     objects: Mapping[str, Any]
     columns: Columns
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset({"prompt", "completion", "answer", "info", "task", "state", *self.objects})
-
-    @property
-    def group_names(self) -> frozenset[str]:
-        return frozenset({"prompts", "completions", "answers", "infos", "tasks", "states"}) | set(
-            self.objects
-        )
 
     def state_of(self, sample: Sample) -> dict[str, Any]:
         """The state of a rollout that has ended, new for each sample: functions write into it."""
@@ -334,23 +295,16 @@ class Rubric:
 
     def named(self, state: dict[str, Any]) -> dict[str, Any]:
         """What a function of one response may have."""
-        own = {name: state[name] for name in ("prompt", "completion", "answer", "info", "task")}
+        own = {name: state[name] for name in OF_RUBRICS}
         return {**state["input"], **own, "state": state, **self.objects}
 
     def named_of_group(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What a function of a whole group may have."""
-        plural = {
-            f"{name}s": [state[name] for state in states]
-            for name in ("prompt", "completion", "answer", "info", "task")
-        }
+        plural = {f"{name}s": [state[name] for state in states] for name in OF_RUBRICS}
         return {**plural, "states": list(states), **self.objects}
 
-    def arguments(
-        self, samples: Sequence[Sample], state: TrainerState, log: CallLog
-    ) -> dict[str, Any]:
+    def arguments(self, samples: Sequence[Sample], *_: Any) -> dict[str, Any]:
         return self.named(self.state_of(samples[0]))
 
-    def group_arguments(
-        self, samples: Sequence[Sample], state: TrainerState, log: CallLog
-    ) -> dict[str, Any]:
+    def group_arguments(self, samples: Sequence[Sample], *_: Any) -> dict[str, Any]:
         return self.named_of_group([self.state_of(s) for s in samples])

@@ -1,7 +1,7 @@
-"""Reward functions tried before a run relies on them: a row of each set is scored with a right
-response, made from its reference answer, and with a wrong one.
+"""Trial of the reward functions before a run: a row of each set is scored with a right response,
+made from its reference answer, and with a wrong one.
 
-Owns the responses and the conclusion. Calls no function itself: the workers of a pool do.
+Owns the responses and the conclusion. The workers of a pool make the calls.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from lightrl.rewards.score import NO_SCORE
 from lightrl.rewards.worker import RewardSet
 
 LOOKED_AT = 64  # rows of a set, for one with an answer and for another answer
-# What functions commonly search for, in one response.
+# Marks that functions commonly search for, in one response.
 MARKED = "<think>\n\n</think>\n\nAnswer: @\n#### @\n<answer>@</answer>\n\\boxed{@}"
 WRONG_ANSWER = "I do not know."  # where no other row has another answer
 WRONG_PROGRAM = "```python\nraise SystemExit(1)\n```"
@@ -33,8 +33,7 @@ Pair: TypeAlias = Mapping[str, "array[int]"]
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """What functions are tried with. `job`: of any response; `group_size`: responses of a prompt in
-    a run."""
+    """The row of a trial. `job`: of any response; `group_size`: responses of a prompt in a run."""
 
     name: str
     where: str
@@ -47,7 +46,7 @@ class FirstRow:
 def first_rows(
     sets: Iterable[tuple[PromptSet, RewardSet, int]], tokenizer: Any
 ) -> Iterator[FirstRow]:
-    """The first row of each set with an answer, or else the first; none of a set that keeps none.
+    """The first row of each set with an answer, or else the first; no row of a set that drops all.
     `sets`: in the order of the pool, with the responses of a prompt in a run."""
     encode = partial(tokenizer, add_special_tokens=False)
     for index, (one, scored, size) in enumerate(sets):
@@ -105,7 +104,7 @@ class Tried:
 
 
 class Trials:
-    """Tries rows in a pool that is served meanwhile. `take` gets every result of it first."""
+    """Tries rows in a running pool. `take` must get every result of the pool first."""
 
     def __init__(self, reward: Reward, patience_s: float = float("inf")) -> None:
         """After `patience_s` no second pair is tried, and nothing is concluded from the first."""
@@ -118,7 +117,7 @@ class Trials:
         self._waiting: dict[str, asyncio.Future[RewardResult]] = {}
 
     def take(self, result: RewardResult) -> bool:
-        """Whether it is of a trial."""
+        """Return True for a result of a trial."""
         waiting = self._waiting.pop(result.response, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(result)

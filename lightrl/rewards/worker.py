@@ -1,22 +1,20 @@
-"""The reward worker process: decodes responses, calls the user's functions, streams the scores
-back.
+"""The reward worker process: decodes responses, calls the user's functions, sends the scores back.
 
-Owns what is said through its pipe. User code runs here and only here: it may raise, hang or take
-the process down. Nobody here watches the clock for that: `Started` tells the pool when to start
-counting, and the pool kills. Must not import transformers unless a tokenizer has no tokenizer.json
-(it costs seconds and half a gigabyte, and a worker is started again after every hang).
+Owns the messages of its pipe. User code runs here and only here: it may raise, hang or end the
+process. The pool measures the time from `Started` on and kills the worker; only asynchronous calls
+are cancelled here. Must not import transformers unless a tokenizer has no tokenizer.json: that
+costs seconds and half a gigabyte, and a worker starts again after every hang.
 """
 
 import asyncio
 import json
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from lightrl.config.reward import Reward
 from lightrl.data.layouts import answer_of
@@ -24,6 +22,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards import kept
 from lightrl.rewards.base import Columns, RewardFunction, Sample, TrainerState
 from lightrl.rewards.builtin import load_function
+from lightrl.rewards.jobs import RewardResult
 from lightrl.rewards.load import distinct_names
 from lightrl.rewards.score import Score, one_line, score
 from lightrl.system.child import Pipe
@@ -31,13 +30,13 @@ from lightrl.wire import Codec, from_json, unpack_i32
 
 logger = logging.getLogger(__name__)
 
-MAX_TEXT = 20_000  # characters of a response that are kept for people to read
-_MAX_TRACEBACKS = 20  # of one worker's log: a function that always fails must not fill the disk
+MAX_TEXT = 20_000  # characters of a response in samples.jsonl
+_MAX_TRACEBACKS = 20  # in the log of a worker, for a function that always fails
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSet:
-    """Prompts whose responses are scored by the same functions, and what their rows have."""
+    """Prompts whose responses are scored by the same functions, and their columns."""
 
     functions: tuple[str, ...]
     weights: tuple[float, ...]
@@ -60,14 +59,16 @@ class Setup:
     sets: tuple[RewardSet, ...]
     tokenizer_dir: str
     num_steps: int
-    # absolute path -> content of the modules that are imported as they were, see kept.py
+    # absolute path -> content of modules that are imported from here, see kept.py
     sources: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was sampled for a prompt."""
+    """A response."""
 
+    response: str
+    attempt: int
     # int32
     token_ids: bytes
     finish_reason: str
@@ -75,15 +76,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Responses of one prompt to score, all in one call where functions take lists. `row` is JSON;
-    `prompts` is an index into `Setup.sets`."""
+    """Responses of one prompt to score, in one call where functions take lists. `row` is JSON,
+    `prompts` an index into `Setup.sets`."""
 
     number: int
     prompts: int
     prompt_text: str
     row: bytes
     answers: tuple[Answer, ...]
-    # how far the run is
+    # of the run
     step: int
     epoch: int
     # as in RewardJob
@@ -99,8 +100,8 @@ class ScoreJobs:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """`is_async`: jobs overlap, because at least one function is asynchronous. `by_group`: of each
-    set, whether a job is to have all responses of a prompt."""
+    """`is_async`: jobs overlap, because a function is asynchronous. `by_group`: of each set,
+    whether a job must have all responses of a prompt."""
 
     is_async: bool
     by_group: tuple[bool, ...]
@@ -121,23 +122,11 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """On one response. `failure` "" = `reward` is a score; else why there is none, in one line."""
-
-    reward: float | None
-    metrics: dict[str, float]
-    extras: dict[str, str]
-    text: str
-    failure: str
-
-
-@dataclass(frozen=True, slots=True)
 class Scored:
-    """A job is done: one verdict for each of its responses."""
+    """A job is done."""
 
     number: int
-    verdicts: tuple[Verdict, ...]
-    duration_s: float
+    results: tuple[RewardResult, ...]
 
 
 WorkerCommand: TypeAlias = Setup | ScoreJobs
@@ -150,9 +139,8 @@ Decode: TypeAlias = Callable[[list[int]], str]
 
 
 def main(sock: socket.socket) -> None:
-    """Serves until the pool closes the pipe."""
+    """Serve until the pool closes the pipe."""
     pipe: WorkerPipe = Pipe(sock, COMMANDS, EVENTS)
-    sys.stderr = cast("TextIO", LastLine(sys.stderr))
     try:
         commands = pipe.receive()
         setup = commands[0]
@@ -170,30 +158,16 @@ def main(sock: socket.socket) -> None:
             logger.exception("%s: cannot be imported", named)
             pipe.send(WorkerFailed(f"{named}: cannot be imported: {one_line(e)}"))
             return
-        # not the thread's own loop, which functions may look for, close and replace
+        # not the thread's own loop, which functions may get, close and replace
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             runner.run(_Worker(sock, pipe, setup, scorers, decode).serve(commands[1:]))
     except EOFError:
         pass  # the pool has gone
 
 
-class LastLine:
-    """A text stream with its last line: argparse writes there why it exits with status 2."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self.last_line = stream, ""
-
-    def write(self, text: str) -> int:
-        self.last_line = next(iter(text.strip().splitlines()[-1:]), self.last_line)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """What the responses of one set are scored by."""
+    """Of the responses of one set."""
 
     functions: tuple[RewardFunction, ...]
     weights: tuple[float, ...]
@@ -229,6 +203,9 @@ def load_scorers(setup: Setup) -> list[Scorer]:
 
 
 class _Worker:
+    """One task per job: synchronous functions run one after the other, asynchronous ones
+    overlap."""
+
     def __init__(
         self,
         sock: socket.socket,
@@ -245,17 +222,22 @@ class _Worker:
         self._limit_s = Reward.model_validate_json(setup.reward).timeout_s
         self._decode = decode
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_waiting = 0  # jobs that have not begun
-        # What the next job that begins says first: to wake the pool twice costs more.
-        self._held: list[WorkerEvent] = []
         self._num_tracebacks = 0
 
     async def serve(self, commands: Sequence[WorkerCommand]) -> None:
-        """One task per job: synchronous functions run one after the other, asynchronous ones
-        overlap."""
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
-        self._pipe.send(WorkerReady(self._is_async, tuple(s.by_group for s in self._scorers)))
+
+        def finished(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) and not closed.done():
+                closed.set_exception(error)
+
+        def accept(arrived: Sequence[WorkerCommand]) -> None:
+            for job in (j for each in arrived if isinstance(each, ScoreJobs) for j in each.jobs):
+                task = loop.create_task(self._run(job))
+                self._tasks.add(task)
+                task.add_done_callback(finished)
 
         def receive() -> None:
             try:
@@ -264,39 +246,21 @@ class _Worker:
                 closed.set_result(None)
                 loop.remove_reader(self._sock)
 
-        def accept(arrived: Sequence[WorkerCommand]) -> None:
-            for command in arrived:
-                if isinstance(command, ScoreJobs):
-                    self._num_waiting += len(command.jobs)
-                    for job in command.jobs:
-                        task = loop.create_task(self._run(job))
-                        self._tasks.add(task)
-                        task.add_done_callback(finished)
-
-        def finished(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and task.exception() is not None and not closed.done():
-                closed.set_exception(task.exception() or EOFError())
-
+        self._pipe.send(WorkerReady(self._is_async, tuple(s.by_group for s in self._scorers)))
         accept(commands)
         loop.add_reader(self._sock, receive)
         await closed
 
     async def _run(self, job: Job) -> None:
-        self._num_waiting -= 1
         scorer, texts = self._scorers[job.prompts], [""] * len(job.answers)
-        start, has_begun = time.perf_counter(), False
-        loop = asyncio.get_running_loop()
+        loop, began = asyncio.get_running_loop(), list[float]()
         try:
             async with asyncio.timeout(None) as limit:
 
                 def begin() -> None:
-                    """The limit is that of a call, and so is the duration: others' may be waited
-                    for before."""
-                    nonlocal start, has_begun
-                    if self._is_async and not has_begun:
-                        start, has_begun = time.perf_counter(), True
-                    self._say(Started(job.number))
+                    """The limit is that of a call, after the wait for its turn."""
+                    began.append(time.perf_counter())
+                    self._pipe.send(Started(job.number))
                     if not limit.expired():
                         limit.reschedule(loop.time() + self._limit_s)
 
@@ -311,20 +275,21 @@ class _Worker:
         except Exception as e:  # a row or a tokenizer of the user's
             self._log_traceback()
             scores = [Score(failure=one_line(e)) for _ in texts]
-        duration_s = time.perf_counter() - start
-        verdicts = tuple(
-            Verdict(s.reward, s.metrics, s.extras, text[:MAX_TEXT], s.failure)
-            for s, text in zip(scores, texts, strict=True)
+        duration_s = (time.perf_counter() - began[0] if began else 0.0) / len(texts)
+        results = tuple(
+            RewardResult(
+                a.response,
+                a.attempt,
+                s.reward,
+                s.metrics,
+                text[:MAX_TEXT],
+                duration_s,
+                s.failure,
+                s.extras,
+            )
+            for a, s, text in zip(job.answers, scores, texts, strict=True)
         )
-        scored = Scored(job.number, verdicts, duration_s)
-        if self._num_waiting:
-            self._held.append(scored)
-        else:
-            self._say(scored)
-
-    def _say(self, event: WorkerEvent) -> None:
-        held, self._held = self._held, []
-        self._pipe.send(*held, event)
+        self._pipe.send(Scored(job.number, results))
 
     def _samples(self, job: Job, answer_key: str) -> list[Sample]:
         row = from_json(job.row, dict[str, Any])
@@ -333,8 +298,8 @@ class _Worker:
         for each in job.answers:
             ids = unpack_i32(each.token_ids)
             text = self._decode(ids)
-            said = text, answer, row, ids, each.finish_reason, job.slowest_s
-            samples.append(Sample(job.prompt_text, *said))
+            finish, slowest_s = each.finish_reason, job.slowest_s
+            samples.append(Sample(job.prompt_text, text, answer, row, ids, finish, slowest_s))
         return samples
 
     def _log_traceback(self) -> None:

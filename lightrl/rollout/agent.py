@@ -1,8 +1,8 @@
-"""The rollout role of a daemon: an engine process, its weights, its tokens on their way to the
-coordinator.
+"""The rollout role of a daemon: supervises an engine process, its weights, and its tokens on their
+way to the coordinator.
 
-Decides nothing about which responses run here, nor whether the coordinator can be reached: the
-engine goes on when it cannot. Never touches a tensor.
+The coordinator decides which responses run here; the engine runs on while it cannot be reached.
+Never touches a tensor.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from lightrl.rollout.orders import EngineOrders
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
 from lightrl.rollout.turns import Turns
-from lightrl.rollout.weights import NodeWeights
+from lightrl.rollout.weights import Callbacks, NodeWeights
 from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import ChildDied, retry_on_resource_limit
@@ -49,7 +49,7 @@ from lightrl.weights.serve.server import WeightServer
 logger = logging.getLogger(__name__)
 
 RESTARTS = RestartPolicy(max_restarts=2)  # of engine processes that never loaded a version
-STOP_S = 2.0  # an engine holds nothing that must be saved
+STOP_S = 2.0  # for an engine, which has nothing to save
 FLUSH_S = 2.0  # for the last tokens of what runs here
 
 
@@ -70,10 +70,10 @@ class RolloutAgent:
         rejoin: Callable[[], None] = lambda: None,
         parallel: int = 0,
     ) -> None:
-        """`coordinator` is its address; `store` and `server` are this daemon's, and in use already.
-        What `send` is given may be lost if `on_disconnect` is called; `resend` makes up for it.
-        `shares`: the trainer node whose devices these are; `parallel`: how many, if they are those
-        of engines of other sizes, too. `rejoin`: see turns.py.
+        """`coordinator`: its address. `store` and `server`: this daemon's, open. Messages given to
+        `send` may be lost if `on_disconnect` is called; `resend` sends them again. `shares`: the
+        trainer node whose devices these are. `parallel`: the number of devices, if engines of other
+        sizes use them, too. `rejoin`: see turns.py.
         """
         self.load = Load()
         self.device = ""
@@ -84,7 +84,7 @@ class RolloutAgent:
         self._model_dir = model_dir
         self._log = log
         self._gpus = gpus
-        self._kind: Kind | None = None  # of the engine, once it is settled
+        self._kind: Kind | None = None  # of the engine, once it is chosen
         self._send = send
         host, _ = host_and_port(coordinator)
         self._member = BroadcastMember(send, host, config.weights.timeout_s)
@@ -94,65 +94,62 @@ class RolloutAgent:
             store,
             server,
             host,
-            send,
-            lambda: self.serves,
-            self._member.fail,
+            Callbacks(send, lambda: self.serves, self._member.fail),
         )
         self._takes_turns, self._parallel = bool(shares or parallel), parallel
         self._turns = Turns(self._takes_turns, send, rejoin, self._weights.again, bool(parallel))
         self.state = EngineState.STARTING
-        # the process; whether it takes commands yet, or any more, is in the state
+        # the process; `state` says whether it takes commands
         self._engine: EngineChild | None = None
         self._crashes = CrashCounter(RESTARTS)
         self._running: dict[str, int] = {}  # response -> attempt
-        self._kept = ResendBuffer(config.async_.max_staleness)
-        self._all_out = asyncio.Event()  # nothing runs here
-        self._all_out.set()
+        self._unacked = ResendBuffer(config.async_.max_staleness)
+        self._drained = asyncio.Event()  # set while nothing runs here
+        self._drained.set()
         self._loaded: tuple[int, str] | None = None  # the version loaded last, and its digest
-        # With the coordinator, as far as we know. No part of the state: every state is as possible
-        # with it as without, and nothing but what may be forgotten depends on it.
-        self._in_touch = True
+        # Whether the coordinator can be reached. No part of the state: every state is possible
+        # with it and without, and only what the resend buffer may drop depends on it.
+        self._is_connected = True
 
     @property
     def serves(self) -> tuple[int, str] | None:
-        """The version that the engine has loaded, and its digest; none while it loads another."""
+        """The version that the engine has loaded, and its digest; None while it loads another."""
         return self._loaded if self.state is EngineState.SERVING else None
 
     @property
     def is_released(self) -> bool:
-        """Others have the devices; there is no engine, or it sleeps."""
+        """Whether other processes have the devices: there is no engine, or it sleeps."""
         return self._turns.is_released
 
     @property
     def has_file(self) -> bool:
-        """Of what it `serves`; others can pull it from here."""
+        """Whether other nodes can pull from here the version that it `serves`."""
         return self._weights.has_file
 
     @property
     def unacked(self) -> tuple[tuple[str, int], ...]:
-        """(response, attempt): all that the coordinator may count on; `resend` gives account of
-        them."""
-        return self._kept.unacked()
+        """(response, attempt) of all responses whose tokens the coordinator may lack."""
+        return self._unacked.unacked()
 
     def on_disconnect(self) -> None:
-        """Messages may have been lost, and more will be until `resend`."""
-        self._in_touch = False
+        """Messages may have been lost, and are until `resend`."""
+        self._is_connected = False
 
     def resend(self) -> None:
-        """The coordinator listens again, and knows `serves` and `unacked`: all tokens that it may
+        """The coordinator is back and has got `serves` and `unacked`: send all tokens that it may
         lack."""
-        self._in_touch = True
+        self._is_connected = True
         self._turns.welcomed()
-        for chunk in self._kept.chunks():
+        for chunk in self._unacked.chunks():
             self._send(chunk)
 
     @property
     def pulls(self) -> WeightsProgress | None:
-        """How far it is with the version that it pulls."""
+        """The progress of the version that it pulls."""
         return self._weights.progress
 
     async def run(self) -> None:
-        """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
+        """Serve until cancelled. Raises EngineError when the engine cannot be kept alive."""
         fetching = asyncio.create_task(self._weights.run(), name="weights")
         serving = asyncio.create_task(self._serve_always(), name="engines")
         try:
@@ -171,9 +168,9 @@ class RolloutAgent:
             self._turns.gone()
             await self._turns.ours.wait()
             if not self._turns.ours.is_set():
-                continue  # to be given back before a start had begun
+                continue  # released before a start had begun
             try:
-                # In a task of its own: the group of tasks in there leaves its own cancels counted.
+                # In a task of its own: its task group leaves its own cancellations counted.
                 await asyncio.create_task(self._serve(), name="serve")
             except* EngineUnusable as failed:
                 reason = str(first_error(failed))
@@ -188,13 +185,13 @@ class RolloutAgent:
                     raise EngineError(why or reason) from None
                 logger.warning("starting the engine again: %s", reason)
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError  # a group drops one that comes beside an error
+                raise asyncio.CancelledError  # a group drops one that comes with an error
 
     def handle(
         self,
         message: Generate | Abort | PublishWeights | JoinBroadcast | BroadcastSums | Release | Wake,
     ) -> None:
-        """Takes a message of the coordinator."""
+        """Handle a message of the coordinator."""
         match message:
             case Release() | Wake():
                 self._turns.order(message, self.state is EngineState.STARTING)
@@ -210,7 +207,7 @@ class RolloutAgent:
             case BroadcastSums():
                 self._member.take_sums(message)
             case Abort(attempts):
-                self._kept.forget(attempts)
+                self._unacked.forget(attempts)
                 if self.state is not EngineState.STARTING:
                     self._order(message)
             case Generate():
@@ -220,23 +217,22 @@ class RolloutAgent:
         if (served := self.serves) is None:
             return
         version = served[0]
-        # the coordinator errs: let it offer again what it wants served
+        # a mistake of the coordinator, which offers the version again
         if message.policy_version != version:
             reason = f"asked to generate with version {message.policy_version}, {version} is loaded"
             self._send(WeightsFailed(message.policy_version, reason))
             return
         self._running |= {r.response: r.attempt for r in message.requests}
-        self._all_out.clear()
-        self._kept.start(message.requests)
+        self._drained.clear()
+        self._unacked.start(message.requests)
         self._order(message)
 
     async def flush(self, limit_s: float = FLUSH_S) -> None:
-        """Gives up all that runs here; returns when its last tokens were sent, or after
-        `limit_s`."""
+        """Abort all responses; returns when their last tokens were sent, or after `limit_s`."""
         if self._running:
             self._order(Abort(tuple(self._running.items())))
             try:
-                await asyncio.wait_for(self._all_out.wait(), limit_s)
+                await asyncio.wait_for(self._drained.wait(), limit_s)
             except TimeoutError:
                 logger.warning(
                     "%d responses: their last tokens could not be sent", len(self._running)
@@ -249,11 +245,11 @@ class RolloutAgent:
     def move(self, change: EngineChange) -> None:
         self.state = next_state(EDGES, self.state, change)
 
-    def _lose_all(self) -> None:
-        """The engine generates nothing any more."""
+    def _forget_running(self) -> None:
+        """The engine runs nothing any more."""
         self._running.clear()
-        self._all_out.set()
-        self._kept.end_all()
+        self._drained.set()
+        self._unacked.end_all()
 
     async def _serve(self) -> None:
         self._kind = self._kind or resolve_engine(self._config.rollout.engine)
@@ -269,23 +265,23 @@ class RolloutAgent:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(engine, started, orders), name="engine")
                 tasks.create_task(orders.run(started), name="orders")
-                for owes, limit_s in (
-                    (self._engine_owes, node.patience_s),
-                    (self._engine_owes_soon, member.patience_s),
-                    (self._engine_owes_start, node.patience_s),
-                    (self._engine_owes_devices, node.grace_s),
+                for is_due, limit_s in (
+                    (self._is_reply_due, node.patience_s),
+                    (self._is_broadcast_due, member.patience_s),
+                    (self._is_start_due, node.patience_s),
+                    (self._is_release_due, node.grace_s),
                 ):
-                    tasks.create_task(engine.require_answers(owes, limit_s), name="patience")
+                    tasks.create_task(engine.require_answers(is_due, limit_s), name="deadline")
         except* ChildDied as died:
-            # first of all: one that hangs may be slow to kill
+            # before `stop`: an engine that hangs may be slow to kill
             self._give_up_engine(str(died.exceptions[0]))
             raise
         finally:
             await engine.stop(STOP_S)
 
     def _give_up_engine(self, reason: str) -> None:
-        """What ran here is gone; the version will be offered again. Nobody waits for one while
-        others have the devices."""
+        """The engine has died with all that it ran. A version that is wanted is reported as failed,
+        unless other processes have the devices."""
         if self.state in HAS_SERVED:
             self._crashes.progressed()
         else:
@@ -293,20 +289,22 @@ class RolloutAgent:
         was_ours = self._turns.ours.is_set()
         self._turns.died(reason)
         self.move(EngineChange.DIED)
-        self._lose_all()
+        self._forget_running()
         self.num_workers, self.device = 0, ""
         if was_ours:
             self._refuse(self._turns.refusal or reason)
         self._member.ended(reason)
 
     def _refuse(self, reason: str) -> None:
-        """What is wanted here is not served."""
+        """Report that the version that is wanted is not served."""
         if (wanted := self._weights.wanted) is not None:
             self._send(WeightsFailed(wanted.policy_version, reason[:MAX_TEXT]))
 
-    def _engine_owes(self) -> bool:
-        """Tokens, or whether it has loaded a version. Not while it waits for others, nor while it
-        has less time than for these."""
+    # Deadlines: an engine that is silent for longer than one of them allows is killed.
+
+    def _is_reply_due(self) -> bool:
+        """Whether the engine sends tokens or loads a version. Not during a broadcast, which has
+        other deadlines."""
         if self.state in IS_LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
         return (
@@ -315,22 +313,22 @@ class RolloutAgent:
             and not self._member.is_joining
         )
 
-    def _engine_owes_soon(self) -> bool:
-        """Whether it has joined a group, or how what it was to receive has ended."""
+    def _is_broadcast_due(self) -> bool:
+        """Whether the engine joins a group, or reports the end of a broadcast."""
         if self.state in IS_LOADING:
             return self._member.is_ending or self._member.is_joining_first
         return self._member.is_joining
 
-    def _engine_owes_start(self) -> bool:
-        """Others wait for its devices. A start that is cut short would be begun again at every
-        turn, and never end where turns are shorter."""
+    def _is_start_due(self) -> bool:
+        """Other processes wait for the devices. A start is not cut short: where turns are shorter
+        than a start, the engine would never be up."""
         return self._turns.due.is_set() and self.state is EngineState.STARTING
 
-    def _engine_owes_devices(self) -> bool:
+    def _is_release_due(self) -> bool:
         return self._turns.due.is_set() and self.state is not EngineState.STARTING
 
     async def _start(self, spec: EngineSpec) -> EngineChild:
-        """Again and again while this machine lacks descriptors, processes or memory. Raises
+        """Try again while this machine lacks descriptors, processes or memory. Raises
         EngineError."""
         threads = self._config.rollout.threads
         devices = environment(self._gpus.tokens, os.environ)
@@ -349,7 +347,7 @@ class RolloutAgent:
         while True:
             match await engine.receive():
                 case TokenChunk() as chunk:
-                    self._kept.add(chunk)
+                    self._unacked.add(chunk)
                     self._send(chunk)
                     self._note_finished(chunk)
                 case Load() as load:
@@ -367,7 +365,7 @@ class RolloutAgent:
                 case EngineLoaded(version, digest) as loaded:
                     self.move(EngineChange.LOADED)
                     self._loaded = version, digest
-                    self._kept.loaded(version, self._in_touch)
+                    self._unacked.loaded(version, self._is_connected)
                     orders.answers.put_nowait(loaded)
                 case EngineSlept() as slept:
                     self.move(EngineChange.SLEPT)
@@ -381,7 +379,7 @@ class RolloutAgent:
                 case EngineFailed() as failed:
                     self.move(EngineChange.LOAD_FAILED)
                     if not failed.is_dropped:
-                        self._lose_all()
+                        self._forget_running()
                     orders.answers.put_nowait(failed)
 
     def _note_finished(self, chunk: TokenChunk) -> None:
@@ -389,4 +387,4 @@ class RolloutAgent:
             if item.finish_reason is not None and self._running.get(item.response) == item.attempt:
                 del self._running[item.response]
         if not self._running:
-            self._all_out.set()
+            self._drained.set()

@@ -1,4 +1,4 @@
-"""What an engine is told when it starts, from the config of the run. Pure."""
+"""The spec of an engine, from the config of the run. Pure."""
 
 from pathlib import Path
 
@@ -16,8 +16,7 @@ def engine_spec(
     can_sleep: bool = False,
     parallel: int = 0,
 ) -> EngineSpec:
-    """What an engine of this node is told when it starts. `parallel`: GPUs that it spans, if it
-    takes turns with engines of other sizes."""
+    """`parallel`: the number of GPUs of the engine, if engines of other sizes use them, too."""
     rollout, speculation, lora = config.rollout, config.speculation, config.model.lora
     size = {"tensor_parallel_size": parallel} if parallel and kind == "vllm" else {}
     return EngineSpec(

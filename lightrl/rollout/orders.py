@@ -1,8 +1,8 @@
-"""What one engine process is ordered, one thing after the other: to load a version, to sleep, to
-wake; and what is said of how that went.
+"""The commands to one engine process, one after the other: load a version, sleep, wake; and the
+reports of how that went.
 
-Owns the order of these orders. Which version is here is known to weights.py, whose turn it is with
-the devices to turns.py.
+Owns the order of these commands. `weights.py` has the versions, `turns.py` decides which process
+has the devices.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineOrders:
-    """`run` in a task; what the engine answers belongs into `answers`."""
+    """`run` in a task; the engine's answers are put into `answers`."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class EngineOrders:
         self._send = send
 
     async def run(self, started: asyncio.Event) -> None:
-        """Once the engine has started: loads the newest version that is here, while the devices are
-        ours; the next one comes meanwhile. Raises ChildDied if it has woken to what is none."""
+        """Once the engine has started: load the newest version that is here, while this node has
+        the devices. Raises ChildDied if the engine wakes and cannot load a version."""
         await started.wait()
         while True:
             if self._turns.due.is_set():
@@ -69,8 +69,8 @@ class EngineOrders:
                 await _either(self._weights.is_next, self._turns.due)
 
     async def _sleep(self) -> None:
-        """What runs is given up: the engine sends its last tokens before it sleeps."""
-        if self._owner.state is EngineState.ASLEEP:  # it has not been told to wake since
+        """Running responses are aborted: the engine sends their last tokens before it sleeps."""
+        if self._owner.state is EngineState.ASLEEP:
             self._turns.slept(self._turns.freed_bytes)
             return
         self._engine.send(Sleep())
@@ -82,7 +82,7 @@ class EngineOrders:
     async def _load(self, fetched: Fetched | Announced) -> None:
         offer, begun_at = fetched.offer, time.monotonic()
         if self._owner.serves == (offer.policy_version, offer.digest):
-            return  # it has come by broadcast, after it was not expected any more
+            return  # it has come by broadcast after all
         sleeps = self._owner.state is EngineState.ASLEEP
         if isinstance(fetched, Fetched):
             self._member.pulled()
@@ -91,7 +91,7 @@ class EngineOrders:
             self._engine.send(LoadWeights(fetched.file, offer.canary, fetched.base_file))
         elif not self._member.receive(fetched.file, offer):
             wanted = self._weights.wanted
-            if wanted is not None and are_same(wanted, offer):  # else what is to come is another
+            if wanted is not None and are_same(wanted, offer):  # else a newer one is on its way
                 self._member.fail(offer.group, "no engine waits for it any more")
             return
         self._owner.move(EngineChange.WAKE_ORDERED if sleeps else EngineChange.LOAD_ORDERED)
@@ -109,7 +109,7 @@ class EngineOrders:
             case EngineFailed(reason):
                 if isinstance(fetched, Fetched):
                     self._weights.reject(fetched)  # the file may be what is wrong
-                if sleeps:  # or the engine: another one will tell
+                if sleeps:  # or the engine is: try another one
                     raise ChildDied(f"the engine woke, and {reason}")
                 self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
             case _:
@@ -117,7 +117,7 @@ class EngineOrders:
 
 
 async def _either(*events: asyncio.Event) -> None:
-    """Returns when one of them is set."""
+    """Wait until one of these events is set."""
     waits = [asyncio.create_task(event.wait(), name="wait") for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

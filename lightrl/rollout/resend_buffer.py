@@ -1,11 +1,10 @@
-"""Tokens that may have to be sent again: of all that an engine generates, and of what it has
-finished lately.
+"""Tokens that may have to be sent again: those of running responses, and of recently finished ones.
 
-Owns which attempts a node can still account for. Must not send anything, nor decide what is wanted:
-the coordinator trims what it has and aborts what it does not want.
+Owns which attempts a node has in full. Sends nothing: the coordinator drops the tokens that it has,
+and aborts what it does not want.
 
-What runs is kept from the attempt's first token; what has finished, until the next version is
-loaded: by then the coordinator has heard of it, or the connection is broken and it is kept as long
+A running attempt is kept from its first token. A finished one is kept until the next version is
+loaded: by then the coordinator has received it. While the connection is broken it is kept as long
 as it may be trained.
 """
 
@@ -16,14 +15,13 @@ from itertools import islice
 from lightrl.messages.fields import MAX_RESPONSES
 from lightrl.messages.responses import FinishReason, ResponseRequest, ResponseTokens, TokenChunk
 
-MAX_FINISHED_BYTES = 256 << 20  # beyond that, what finished first is forgotten
-CHUNK_BYTES = 4 << 20  # about so many are sent at once, so that no event loop is held up
+MAX_FINISHED_BYTES = 256 << 20  # beyond that, the first to finish is dropped
+CHUNK_BYTES = 4 << 20  # of one message, about, so that no event loop is blocked
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Consecutive tokens of one response under one version. `load` counts the versions loaded
-    here."""
+    """Consecutive tokens of one response under one version, the `load`-th of this node."""
 
     load: int
     version: int
@@ -37,7 +35,7 @@ class _Piece:
 class _Attempt:
     attempt: int
     pieces: list[_Piece] = field(default_factory=list["_Piece"])
-    # None: it runs
+    # None: running
     finish_reason: FinishReason | None = None
 
     @property
@@ -46,18 +44,18 @@ class _Attempt:
 
 
 class ResendBuffer:
-    """The attempts of one node. At most one of each response: an older one was given up."""
+    """The attempts of one node, the newest of each response."""
 
     def __init__(self, max_staleness: int, max_finished_bytes: int = MAX_FINISHED_BYTES) -> None:
         self._max_staleness = max_staleness
         self._max_finished_bytes = max_finished_bytes
         self._running: dict[str, _Attempt] = {}
-        self._finished: dict[str, _Attempt] = {}  # in the order in which they finished
+        self._finished: dict[str, _Attempt] = {}  # the first to finish first
         self._finished_bytes = 0
         self._num_loads = 0
 
     def start(self, requests: Iterable[ResponseRequest]) -> None:
-        """They begin to run. An order that comes twice changes nothing."""
+        """Start attempts. A request that comes twice changes nothing."""
         for r in requests:
             running = self._running.get(r.response)
             if running is None or running.attempt < r.attempt:
@@ -65,7 +63,7 @@ class ResendBuffer:
                 self._running[r.response] = _Attempt(r.attempt)
 
     def add(self, chunk: TokenChunk) -> None:
-        """Keeps what is new in a chunk of the engine; attempts that were forgotten are skipped."""
+        """Keep the tokens of a chunk; attempts that were dropped are skipped."""
         for item in chunk.responses:
             kept = self._running.get(item.response)
             if kept is None or kept.attempt != item.attempt:
@@ -79,7 +77,7 @@ class ResendBuffer:
                 self._finish(item.response, item.finish_reason)
 
     def forget(self, attempts: Iterable[tuple[str, int]]) -> None:
-        """The coordinator does not want them."""
+        """Drop attempts that the coordinator does not want."""
         for response, attempt in attempts:
             if (kept := self._running.get(response)) is not None and kept.attempt == attempt:
                 del self._running[response]
@@ -87,32 +85,32 @@ class ResendBuffer:
                 self._forget_finished(response)
 
     def end_all(self) -> None:
-        """What ran is gone with its engine: it ends as if aborted, with the tokens that came."""
+        """The engine has died: running attempts end as aborted, with the tokens that arrived."""
         for response, kept in list(self._running.items()):
             if kept.pieces:
                 self._finish(response, "abort")
             else:
                 del self._running[response]
 
-    def loaded(self, version: int, in_touch: bool) -> None:
-        """The engine has loaded a version; `in_touch`: all that was finished has been sent."""
+    def loaded(self, version: int, is_connected: bool) -> None:
+        """The engine has loaded a version; `is_connected`: all finished attempts were sent."""
         self._num_loads += 1
         oldest = version - self._max_staleness
         for response, kept in list(self._finished.items()):
-            if in_touch or not all(oldest <= p.version <= version for p in kept.pieces):
+            if is_connected or not all(oldest <= p.version <= version for p in kept.pieces):
                 self._forget_finished(response)
 
     def unacked(self) -> tuple[tuple[str, int], ...]:
-        """(response, attempt) of all that is accounted for: each runs, or its end is in `chunks`.
+        """(response, attempt) of all attempts that run, or whose end is in `chunks`.
 
-        What runs comes first, for the coordinator may have no room for all, nor a hello for more
-        than MAX_RESPONSES.
+        Running ones come first: the coordinator may have no room for all, and a Hello has room for
+        MAX_RESPONSES.
         """
         kept = islice((self._running | self._finished).items(), MAX_RESPONSES)
         return tuple((r, a.attempt) for r, a in kept)
 
     def chunks(self) -> list[TokenChunk]:
-        """All that is kept, for each response in the order of its tokens."""
+        """All tokens that are kept, those of each response in order."""
         items: dict[tuple[int, int, str], list[ResponseTokens]] = {}
         for response, kept in (self._finished | self._running).items():
             for piece in kept.pieces:
@@ -145,7 +143,7 @@ class ResendBuffer:
 
 
 def _parts(items: list[ResponseTokens]) -> Iterable[list[ResponseTokens]]:
-    """In portions of about CHUNK_BYTES."""
+    """Split into portions of about CHUNK_BYTES."""
     part: list[ResponseTokens] = []
     size = 0
     for item in items:

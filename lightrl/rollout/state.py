@@ -1,6 +1,6 @@
-"""Where an engine process is between its start and its end, and what may happen there. Pure.
+"""The states of an engine process, and the events that are allowed in each. Pure.
 
-Whether the coordinator can be reached is no part of it: the engine goes on when it cannot.
+Whether the coordinator can be reached is no part of them: the engine runs on while it cannot.
 """
 
 from enum import StrEnum
@@ -9,22 +9,21 @@ from lightrl.state_machine import frozen
 
 
 class EngineState(StrEnum):
-    # there is none yet, or none any more, that takes commands; while others have its devices, none
-    # is started either
+    # no process takes commands; none is started while others have its devices
     STARTING = "starting"
-    # it takes commands and has never loaded a version
+    # it takes commands, and has never loaded a version
     EMPTY = "empty"
     LOADING = "loading"
     SERVING = "serving"
-    # it has served a version and loads another: what runs goes on, what is new has to wait
+    # it has served a version and loads another: running responses go on, new ones wait
     RELOADING = "reloading"
     # it has served, and could not load another version
     REFUSING = "refusing"
-    # it was told to sleep: what ran is on its way here
+    # it has to sleep, and sends the last tokens
     FALLING_ASLEEP = "falling asleep"
     # others have its devices
     ASLEEP = "asleep"
-    # it was told to wake and to load a version
+    # it has to wake and to load a version
     WAKING = "waking"
 
 
@@ -68,6 +67,6 @@ EDGES = frozen(
 )
 
 IS_LOADING = frozenset({S.LOADING, S.RELOADING, S.WAKING})
-# This process was of use: if it dies, the next one may be as well. How often one that slept may
-# die is counted in turns.py.
+# This process was useful, so the next one may be, too. Deaths of sleeping ones are counted in
+# turns.py.
 HAS_SERVED = frozenset({S.SERVING, S.RELOADING, S.REFUSING, S.FALLING_ASLEEP, S.ASLEEP, S.WAKING})

@@ -1,8 +1,9 @@
 """The versions of the weights that one node has: the one that its engine holds, and the next.
 
-Owns what is pulled, proved, served to others and given back; the next version comes while the
-engine serves, and while it loads. What is loaded, and when, is `agent.py`'s business; where files
-lie `weights/machine/store.py`'s. Never blocks the event loop: files are read and closed in threads.
+Owns what is pulled, verified, served to others and given back; the next version is fetched while
+the engine serves, and while it loads. `orders.py` decides when one is loaded,
+`weights/machine/store.py` where files are. Never blocks the event loop: files are read and closed
+in threads.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,18 +29,36 @@ from lightrl.messages.weights import (
     WeightsSource,
 )
 from lightrl.rollout.base import BaseVersion
-from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
-from lightrl.rollout.fetched import Announced, Fetched, are_same, wanted_of
-from lightrl.rollout.threads import eventually, find_proved, taken
+from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas
+from lightrl.rollout.fetched import (
+    Announced,
+    Fetched,
+    are_same,
+    obtain,
+    run_in_thread,
+    wanted_of,
+)
 from lightrl.system.addresses import not_everywhere
 from lightrl.system.child import is_for_lack
-from lightrl.system.threads import in_thread
-from lightrl.weights.machine.local import close_all, close_version, open_version
-from lightrl.weights.machine.store import Claim, Store
-from lightrl.weights.pull.transfer import Pull, Wanted
+from lightrl.weights.machine.local import LocalVersion
+from lightrl.weights.machine.store import Store
+from lightrl.weights.pull.fetch import Wanted
+from lightrl.weights.pull.transfer import Pull, PullLimits, PullStats
 from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What the weights of a node call."""
+
+    send: Callable[[Message], None]
+    # the version that the engine has loaded and its digest, if it serves now
+    serves: Callable[[], tuple[int, str] | None]
+    # (group, reason): the manifest of a version that comes by broadcast could not be fetched
+    on_broadcast_failed: Callable[[str, str], None]
 
 
 class NodeWeights:
@@ -52,25 +71,21 @@ class NodeWeights:
         store: Store,
         server: WeightServer,
         coordinator_host: str,
-        send: Callable[[Message], None],
-        serves: Callable[[], tuple[int, str] | None],
-        on_broadcast_failed: Callable[[str, str], None],
+        callbacks: Callbacks,
     ) -> None:
-        """`serves`: version and digest that the engine has loaded, if it serves now.
-        `on_broadcast_failed(group, reason)`: a version that comes by broadcast could not be
-        announced."""
         self.wanted: PublishWeights | None = None  # the newest version offered
-        self.progress: WeightsProgress | None = None  # of the one that is pulled
+        self.progress: WeightsProgress | None = None  # of the version that is pulled
         self._node = node
         self._settings = settings
         self._store = store
         self._server = server
         self._coordinator_host = coordinator_host
-        self._send = send
-        self._serves = serves
-        self._on_broadcast_failed = on_broadcast_failed
+        self._send = callbacks.send
+        self._serves = callbacks.serves
+        self._on_broadcast_failed = callbacks.on_broadcast_failed
         self._is_offered = asyncio.Event()
         self._pull: Pull | None = None
+        self._uses_deltas = False  # that pull
         self._fetching: asyncio.Task[Fetched | Announced] | None = None
         self._deltas = Deltas(store, server, partial(self._make_pull, timeout_s=DELTA_TIMEOUT_S))
         progress = partial(self._make_pull, on_progress=self._note_progress)
@@ -83,25 +98,23 @@ class NodeWeights:
 
     def offer(self, message: PublishWeights) -> None:
         self.wanted = message
-        if (base := message.base) is not None:
-            self._base.offered(base.digest, self._reachable(base.sources))
         self._is_offered.set()
 
     def again(self) -> None:
-        """What was offered last is wanted anew: the engine has lost it."""
+        """Fetch the last offer once more: the engine has lost that version."""
         if self.wanted is not None:
             self._is_offered.set()
 
     @property
     def has_file(self) -> bool:
-        """Of what the engine serves, if it serves something."""
+        """Whether the version that the engine serves is here as a file, if it serves one."""
         served = self._serves()
         return served is None or (self._held is not None and self._held.offer.digest == served[1])
 
     async def next(self) -> Fetched | Announced:
-        """The newest version that is to be loaded, when it is here; from now on this one is held,
-        and the one before is neither served nor kept. `loaded` must follow. One that comes by
-        broadcast takes its place only then: if it fails, differences are from the one before."""
+        """Wait for the newest version that is to be loaded and hold it; the one before is given
+        back. `loaded` must follow. A version that comes by broadcast is held only then: if it
+        fails, deltas start from the one before."""
         await self.is_next.wait()
         self.is_next.clear()
         fetched, self._next = self._next, None
@@ -115,29 +128,29 @@ class NodeWeights:
         return fetched
 
     def loaded(self) -> None:
-        """Or it could not be, or the engine has died."""
+        """The engine has loaded the version, or has failed to."""
         loading, self._loading = self._loading, None
         if isinstance(loading, Announced):
-            self._start(self._release(loading.claim))
+            loading.remove()
             before = self._held
             if before is not None and not self.has_file:
                 self._held = None
                 self._give_back(before)
             if self._fetching is not None and self._is_served(self.wanted):
-                self._fetching.cancel()  # it was to be pulled, and has come by broadcast after all
+                self._fetching.cancel()  # it has come by broadcast
 
     def _is_served(self, offer: PublishWeights | None) -> bool:
         return offer is not None and self._serves() == (offer.policy_version, offer.digest)
 
     def reject(self, fetched: Fetched) -> None:
-        """It could not be loaded: it is proved once more before it is tried again."""
+        """A version could not be loaded: verify it once more before it is tried again."""
         if self._held is fetched:
             self._held = None
             self._give_back(fetched)
             self._base.reject()
 
     async def run(self) -> None:
-        """Fetches what is offered, the newest version first."""
+        """Fetch the newest version that is offered, again and again."""
         while True:
             await self._is_offered.wait()
             self._is_offered.clear()
@@ -147,10 +160,10 @@ class NodeWeights:
                 self._put(None)
                 broadcast_s = None if self.has_file else 0.0
                 ready = WeightsReady(offer.policy_version, offer.digest, broadcast_s=broadcast_s)
-                self._send(ready)  # it did not know
+                self._send(ready)
                 continue
             if self._loading is not None and are_same(self._loading.offer, offer):
-                self._put(None)  # offered again: what there is to say is said when it is loaded
+                self._put(None)  # it is reported when it is loaded
                 continue
             try:
                 fetched = await self._unless_overtaken(offer)
@@ -158,17 +171,17 @@ class NodeWeights:
                 if isinstance(e, RuntimeError) and not is_for_lack(e):
                     raise
                 self._fail(offer, str(e))
-                self._start(self._tidy())  # there may be no room
+                self._start(self._sweep())  # there may be no room
                 continue
             finally:
                 self.progress = None
             if fetched is not None and not self._was_taken(fetched):
                 self._put(fetched)
-                self._start(self._tidy())
+            self._start(self._sweep())
 
     def _was_taken(self, fetched: Fetched | Announced) -> bool:
-        """For loading, while it was looked up. The same weights as another version were not: a step
-        may leave them as they were."""
+        """Whether the engine took the version while it was looked up. Equal weights under another
+        number were not taken: a step may leave the weights as they are."""
         held = self._held
         if isinstance(fetched, Announced) or held is None or held.version is not fetched.version:
             return False
@@ -185,31 +198,36 @@ class NodeWeights:
         for task in self._chores:
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
-        versions = [f.version for f in self._fetched()]
-        await in_thread(close_all, versions)
+        for version in self._held_versions():
+            await run_in_thread(version.close)
+        for announced in (self._next, self._loading):
+            if isinstance(announced, Announced):
+                announced.remove()
         await self._base.close()
         await self._deltas.close()
 
     def _fetched(self) -> list[Fetched]:
-        """What is here whole."""
+        """The versions that are here as files."""
         return [f for f in (self._next, self._held) if isinstance(f, Fetched)]
 
+    def _held_versions(self) -> list[LocalVersion]:
+        return [f.version for f in self._fetched()]
+
     def _put(self, fetched: Fetched | Announced | None) -> None:
-        """What is to be loaded next; not what was to be until now."""
+        """Set what is to be loaded next, and give back what was."""
         before, self._next = self._next, fetched
         if fetched is not None:
             self.is_next.set()
         else:
             self.is_next.clear()
-        kept = [f.version for f in self._fetched()]
         if isinstance(before, Announced):
-            self._start(self._release(before.claim))
-        elif before is not None and all(before.version is not version for version in kept):
+            before.remove()
+        elif before is not None and all(before.version is not v for v in self._held_versions()):
             self._give_back(before)
 
     async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | Announced | None:
-        """None if another version was offered before this one was here, or it has come
-        otherwise."""
+        """None if another version was offered before this one was here, or this one has come by
+        broadcast."""
         fetch = self._announce(offer) if offer.group else self._fetch(offer)
         fetching = self._fetching = asyncio.create_task(fetch, name="fetch weights")
         try:
@@ -227,7 +245,7 @@ class NodeWeights:
                 self._is_offered.clear()
         except asyncio.CancelledError:
             if fetching.done() and not fetching.cancelled() and fetching.exception() is None:
-                self._put(fetching.result())  # in the same turn: `close` gives it back
+                self._put(fetching.result())  # `close` gives it back
             raise
         finally:
             self._fetching = None
@@ -235,13 +253,15 @@ class NodeWeights:
             await asyncio.gather(fetching, return_exceptions=True)
 
     def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
-        """Whether what is fetched is still of use. The coordinator takes the newest version only,
-        so another one is worth no byte more."""
+        """Whether what is being fetched is still of use: the coordinator takes the newest version
+        only. A pull for which deltas are offered, and worth it, starts again with them."""
         if not are_same(newer, offer):
             return False
-        if self._pull is not None:  # offered again: it is to be had elsewhere, too
-            self._pull.add_sources(self._reachable(newer.sources))
-            self._deltas.offered(newer)
+        if (pull := self._pull) is not None:
+            missing, held = pull.missing_bytes, self._held_versions()
+            if not self._uses_deltas and self._deltas.is_faster(newer, missing, held):
+                return False
+            pull.add_sources(self._reachable(newer.sources))
         return True
 
     async def _fetch(self, offer: PublishWeights) -> Fetched:
@@ -249,52 +269,38 @@ class NodeWeights:
         for known in self._fetched():
             if known.offer.digest == offer.digest:
                 again = Fetched(offer, known.version, known.is_own, base=base)
-                if not known.is_own:
-                    self._server.publish(again.file)  # for its tickets
+                self._serve(again)  # for its tickets
                 return again
-        claim = await taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
-        try:
-            fetched = await self._obtain(claim, offer)
-            fetched.version.on_close.append(claim.release)
-            return replace(fetched, offer=offer, seconds=time.monotonic() - begin, base=base)
-        except BaseException:
-            self._start(self._drop(claim))
-            raise
+        pulls, delta_pulls = list[PullStats](), list[PullStats]()
 
-    async def _announce(self, offer: PublishWeights) -> Announced:
-        """Its manifest, from whoever has it."""
-        claim = await taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
-        try:
-            pull = self._make_pull(offer, wanted_of(offer), claim.own_path(), is_served=False)
-            return Announced(offer, await pull.run_for_manifest(), claim)
-        except BaseException:
-            self._start(self._release(claim))
-            raise
-
-    async def _obtain(self, claim: Claim, offer: PublishWeights) -> Fetched:
-        """From this machine or from others."""
-        if (found := await self._find(claim, offer)) is not None:
-            return found
-        async with claim.turn() as path:
-            if (found := await self._find(claim, offer)) is not None:
-                return found  # who was in turn before has pulled it
-            if self.wanted is not None and are_same(self.wanted, offer):
-                offer = self.wanted  # it may say more by now
-            pull = self._make_pull(offer, wanted_of(offer), path, self._note_progress)
+        async def pull_to(path: Path) -> VersionFile:
+            newest = self.wanted if self.wanted and are_same(self.wanted, offer) else offer
+            pull = self._make_pull(newest, wanted_of(newest), path, self._note_progress)
+            held = self._held_versions()
             self._pull = pull
-            gain = Gain()
+            self._uses_deltas = self._deltas.is_faster(newest, newest.num_bytes, held)
             try:
-                async with self._deltas.helping(pull, offer, gain):
-                    stats = await pull.run()
-            except BaseException:
-                self._start(self._retire(offer.digest))
-                raise
+                async with self._deltas.patch(newest, held, delta_pulls) as patch:
+                    pulls.append(await pull.run(patch))
             finally:
                 self._pull = None
-            version = await taken(close_version, open_version, pull.file)
-            if version is None:
-                raise WeightsError(f"{path}: gone")
-            return Fetched(offer, version, False, gain.added_to(stats), delta_bytes=gain.num_bytes)
+            return pull.file
+
+        version, is_own = await obtain(self._store, wanted_of(offer), pull_to)
+        delta_bytes = sum(p.num_bytes for p in delta_pulls)
+        num_bytes = delta_bytes + sum(p.num_bytes for p in pulls)
+        peer_bytes = sum(p.peer_bytes for p in (*pulls, *delta_pulls))
+        stats = PullStats(num_bytes, time.monotonic() - begin, peer_bytes)
+        fetched = Fetched(offer, version, is_own, stats, delta_bytes, base)
+        if not pulls:  # else it is served already
+            self._serve(fetched)
+        return fetched
+
+    async def _announce(self, offer: PublishWeights) -> Announced:
+        """Pull the manifest of a version that comes by broadcast."""
+        path = self._store.own_path(offer.digest)
+        pull = self._make_pull(offer, wanted_of(offer), path, is_served=False)
+        return Announced(offer, await pull.run_for_manifest())
 
     def _make_pull(
         self,
@@ -305,14 +311,14 @@ class NodeWeights:
         timeout_s: float = math.inf,
         is_served: bool = True,
     ) -> Pull:
-        """From the sources of the offer; `is_served` to others meanwhile."""
+        """A pull from the sources of the offer; `is_served`: to others meanwhile."""
+        timeout_s = min(timeout_s, self._settings.timeout_s)
         pull = Pull(
             wanted,
             self._node,
             path,
             server=self._server if is_served else None,
-            streams=self._settings.streams,
-            timeout_s=min(timeout_s, self._settings.timeout_s),
+            limits=PullLimits(self._settings.streams, timeout_s),
             on_bad=lambda node, reason: self._send(
                 BadSource(offer.policy_version, node, reason[:MAX_TEXT])
             ),
@@ -321,23 +327,19 @@ class NodeWeights:
         pull.add_sources(self._reachable(offer.sources))
         return pull
 
-    async def _find(self, claim: Claim, offer: PublishWeights) -> Fetched | None:
-        """On this machine; proved."""
-        if (found := await find_proved(claim)) is None:
-            return None
-        fetched = Fetched(offer, *found)
+    def _serve(self, fetched: Fetched) -> None:
         if not fetched.is_own:
             try:
                 self._server.publish(fetched.file)
             except WeightsError as e:  # others have it from elsewhere
-                logger.warning("version %d is not served here: %s", offer.policy_version, e)
-        return fetched
+                version = fetched.offer.policy_version
+                logger.warning("version %d is not served here: %s", version, e)
 
     def _note_progress(self, progress: WeightsProgress) -> None:
         self.progress = progress
 
     def _reachable(self, sources: tuple[WeightsSource, ...]) -> tuple[WeightsSource, ...]:
-        """Who listens everywhere can be reached where the coordinator can."""
+        """Sources that listen on all addresses are reached at the coordinator's host."""
         host = self._coordinator_host
         return tuple(
             replace(s, addresses=tuple(not_everywhere(a, host) for a in s.addresses))
@@ -348,37 +350,22 @@ class NodeWeights:
         self._start(self._close(fetched))
 
     async def _close(self, fetched: Fetched) -> None:
-        """Peers have a moment to end; then its pages go, if no other node wants it."""
+        """Nodes that pull the version from here have a moment to end; then it is removed, unless
+        another node of this machine uses it."""
         try:
-            if not fetched.is_own:
-                await self._retire(fetched.offer.digest)
+            digest = fetched.offer.digest
+            if not fetched.is_own and all(f.offer.digest != digest for f in self._fetched()):
+                await self._server.retire(digest)
         finally:
-            await eventually(fetched.version.close)
-        await eventually(self._store.sweep)
+            await run_in_thread(fetched.version.close)
+        await self._sweep()
 
-    async def _retire(self, digest: str) -> None:
-        """Unless equal weights have come meanwhile."""
-        if all(f.offer.digest != digest for f in self._fetched()):
-            await self._server.retire(digest)
-
-    async def _tidy(self) -> None:
-        await self._deltas.drop_overtaken()
-        await eventually(self._store.sweep)
-
-    async def _drop(self, claim: Claim) -> None:
-        """Of a version that did not come, or not as a file. What was pulled of it is a beginning,
-        as long as it is wanted; if another version is, it may be what that one is made of."""
-        if self.wanted is None or self.wanted.digest == claim.digest:
-            await eventually(claim.release)
-        else:
-            await self._deltas.keep_overtaken(claim)
-        is_other = self.wanted is not None and self.wanted.digest != claim.digest
-        if is_other or self._is_served(self.wanted):
-            await eventually(self._store.sweep)
-
-    async def _release(self, claim: Claim) -> None:
-        await eventually(claim.release)
-        await eventually(self._store.sweep)
+    async def _sweep(self) -> None:
+        """Partial downloads of what is wanted, and not served yet, stay."""
+        wanted = set[str]()
+        if self.wanted is not None and not self._is_served(self.wanted):
+            wanted = {self.wanted.digest, self.wanted.base.digest if self.wanted.base else ""}
+        await run_in_thread(self._store.sweep, wanted)
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore, name="give back weights")

@@ -10,7 +10,17 @@ from lightrl.config.schema import Config
 from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
 from lightrl.errors import SimError
-from lightrl.sim.baselines import (
+from lightrl.sim.fleet.messages import TRAINER
+from lightrl.sim.inputs.files import find_scenario
+from lightrl.sim.inputs.hardware import Prices
+from lightrl.sim.inputs.nodes import NodeSpec
+from lightrl.sim.inputs.recorded import read_run
+from lightrl.sim.inputs.scenario import OffloadRule, Scenario
+from lightrl.sim.inputs.traces import TraceEvent, always_there, cut, read_trace, sample
+from lightrl.sim.inputs.workload import LengthModel
+from lightrl.sim.prediction import Rerun
+from lightrl.sim.report import as_json, comparison, tables
+from lightrl.sim.variants import (
     Fleet,
     compare,
     configured,
@@ -19,15 +29,6 @@ from lightrl.sim.baselines import (
     simulate,
     synchronous,
 )
-from lightrl.sim.costs import Prices
-from lightrl.sim.machines import NodeSpec
-from lightrl.sim.messages import TRAINER
-from lightrl.sim.prediction import comparison_table, predict
-from lightrl.sim.report import as_json, comparison, tables
-from lightrl.sim.rerun import Rerun, open_run
-from lightrl.sim.scenario import OffloadRule, Scenario, find_scenario
-from lightrl.sim.traces import TraceEvent, always_there, cut, read_trace, sample
-from lightrl.sim.workload import LengthModel
 from lightrl.system.output import show
 from lightrl.wire import to_json
 
@@ -38,11 +39,11 @@ COLOCATED = "note       nodes that are always there sample, then train; with --o
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Which nodes are there, as the command line says it."""
+    """The nodes, as options of the command line."""
 
-    # rollout nodes that are always there; None = by trace and config
+    # rollout nodes that stay; None = by trace and config
     nodes: int | None = None
-    # nodes that could go, and do not
+    # preemptible nodes that stay
     preemptible: int = 0
     trace: Path | None = None
     # of the trace's nodes
@@ -53,13 +54,13 @@ class FleetOptions:
 
     @property
     def adds_only(self) -> bool:
-        """Nothing is said of the nodes that are there anyway."""
+        """Whether they add nodes, and replace none."""
         return self == FleetOptions(preemptible=self.preemptible)
 
     @property
     def text(self) -> str:
         """As on the command line. Example: "--nodes 8"."""
-        said = {
+        options = {
             "nodes": self.nodes,
             "preemptible": self.preemptible or None,
             "trace": self.trace,
@@ -67,13 +68,11 @@ class FleetOptions:
             "trace-from": self.from_s,
             "trace-to": self.to_s,
         }
-        return " ".join(f"--{name} {value}" for name, value in said.items() if value is not None)
+        return " ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What is to be simulated."""
-
+class _Job:
     settings: Settings
     scenario: Scenario
     fleet: Fleet
@@ -85,91 +84,91 @@ def simulate_run(
     num_prompts: int | None,
     fleet: FleetOptions,
     workload: str = "",
+    run_dir: Path | None = None,
     steps: int | None = None,
     offload: OffloadRule = "off",
     all_variants: bool = False,
     json_line: bool = False,
     change: str | None = None,
 ) -> None:
-    """Prints what a run of this config would do. Raises SimError, one line, for what cannot be.
+    """Print what a run of this config would do. Raise SimError, one line, for what is not possible.
 
-    `change`: the config is that of the run which `workload` is the directory of, but for what is
-    named here, "" for nothing; its nodes are those of the run unless `fleet` says otherwise.
+    `run_dir`: a run that is the workload. `change`: the config is that of this run except for what
+    is named here ("" = nothing); its nodes are those of the run unless `fleet` describes others.
     """
-    rerun = open_run(workload)
-    question = _question(config, rerun, num_prompts, fleet, workload, steps, change is not None)
-    settings, scenario = question.settings, question.scenario
-    _require_possible(settings, scenario, offload)
-    speculates = config.speculates and scenario.has_speculated
+    rerun = Rerun(read_run(run_dir)) if run_dir is not None else None
+    if rerun is None:
+        scenario = _scenario(config, workload, num_prompts)
+        nodes = Fleet(*_fleet(fleet, config, scenario))
+    else:
+        scenario = rerun.scenario
+        nodes = _fleet_of_run(rerun, config, fleet, is_own=change is not None)
+    job = _job(config, scenario, nodes, steps, rerun.num_steps if rerun is not None else STEPS)
+    _require_possible(job.settings, job.scenario, offload)
     prediction = None
     if all_variants:
-        named = compare(settings, scenario, question.fleet, speculates, offload)
+        named = compare(job.settings, job.scenario, nodes, offload)
     else:
-        base = simulate(synchronous(settings), scenario, question.fleet)
-        variant = configured(settings, speculates, offload)
-        outcome = outcome_of(variant, scenario, question.fleet)
-        named = {"as configured": figures_of(outcome, variant, scenario, base)}
+        base = simulate(synchronous(job.settings), job.scenario, nodes)
+        variant = configured(job.settings, offload)
+        outcome = outcome_of(variant, job.scenario, nodes)
+        named = {"as configured": figures_of(outcome, variant, job.scenario, base)}
         if rerun is not None and change is not None:
-            own = rerun.outcome(settings.num_steps) if change else outcome
-            prediction = predict(rerun.run, scenario, own, outcome if change else None)
+            own = rerun.outcome(job.settings.num_steps) if change else outcome
+            prediction = rerun.predict(own, outcome if change else None)
     if json_line:
-        said = {} if prediction is None else {"prediction": asdict(prediction)}
-        print(to_json(as_json(named) | said).decode())
+        predicted = {} if prediction is None else {"prediction": asdict(prediction)}
+        print(to_json(as_json(named) | predicted).decode())
         return
-    _head(question, config, fleet, rerun.notes(config) if rerun is not None else ())
+    _head(job, config, fleet, rerun.notes(config) if rerun is not None else ())
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     if prediction is not None:
-        console.print(comparison_table(prediction, change or ""))
+        console.print(prediction.table(change or ""))
         print()
     for part in comparison(named) if all_variants else tables(named["as configured"]):
         console.print(part)
 
 
-def _question(
-    config: Config,
-    rerun: Rerun | None,
-    num_prompts: int | None,
-    options: FleetOptions,
-    workload: str,
-    steps: int | None,
-    is_own: bool,
-) -> _Question:
-    """`is_own`: the config is that of the run."""
-    limit, most = config.rollout.max_response_length, STEPS
-    if rerun is None:
-        scenario = find_scenario(workload, limit, config.run.seed)
-        if num_prompts and isinstance(scenario.workload.lengths, LengthModel):
-            known = replace(scenario.workload, num_prompts=num_prompts)
-            scenario = replace(scenario, workload=known)
-        fleet = Fleet(*_fleet(options, config, scenario))
-    elif is_own and rerun.has_nodes_of(config) and options.adds_only:
-        scenario, most = rerun.scenario, rerun.num_steps
-        fleet = replace(rerun.fleet(config.rollout.slots), trace=always_there(options.preemptible))
-    else:
-        scenario, most = rerun.scenario, rerun.num_steps
-        nodes, trace = _fleet(options, config, scenario)
-        fleet = Fleet(rerun.alike(nodes), trace)
+def _scenario(config: Config, workload: str, num_prompts: int | None) -> Scenario:
+    scenario = find_scenario(workload, config.rollout.max_response_length, config.run.seed)
+    if num_prompts and isinstance(scenario.workload.lengths, LengthModel):
+        scenario = replace(scenario, workload=replace(scenario.workload, num_prompts=num_prompts))
+    return scenario
+
+
+def _fleet_of_run(rerun: Rerun, config: Config, options: FleetOptions, *, is_own: bool) -> Fleet:
+    """Return the nodes of the run if the config is its own and no others are asked for."""
+    own = rerun.run.config.rollout.nodes
+    if is_own and config.rollout.nodes == own and options.adds_only:
+        fleet = rerun.fleet(config.rollout.slots)
+        return replace(fleet, trace=always_there(options.preemptible))
+    nodes, trace = _fleet(options, config, rerun.scenario)
+    return Fleet(rerun.alike(nodes), trace)
+
+
+def _job(
+    config: Config, scenario: Scenario, fleet: Fleet, steps: int | None, max_steps: int
+) -> _Job:
     settings = settings_of(config, scenario.workload.num_prompts)
     if (known := settings.prices) is not None:  # else those of the workload count
         trainer = known.reserved * config.train.nodes
         prices = Prices(node=known.reserved, trainer=trainer, spot=known.preemptible)
         scenario = replace(scenario, prices=prices)
-    num_steps = steps if steps is not None else min(most, config.train.steps)
-    return _Question(replace(settings, num_steps=num_steps), scenario, fleet)
+    num_steps = steps if steps is not None else min(max_steps, config.train.steps)
+    return _Job(replace(settings, num_steps=num_steps), scenario, fleet)
 
 
 def _require_possible(settings: Settings, scenario: Scenario, offload: OffloadRule) -> None:
-    if scenario.training.placement == "colocated" and settings.max_staleness:
+    if scenario.is_colocated and settings.max_staleness:
         raise SimError(
             "async.max_staleness: a trainer on the rollout nodes cannot work beside them"
         )
-    if scenario.training.placement == "dedicated" and offload != "off":
+    if not scenario.is_colocated and offload != "off":
         raise SimError(f"--offload {offload}: the trainer of this workload has its own devices")
 
 
-def _head(question: _Question, config: Config, options: FleetOptions, notes: Sequence[str]) -> None:
-    settings, workload = question.settings, question.scenario.workload
-    placement, fleet = question.scenario.training.placement, question.fleet
+def _head(job: _Job, config: Config, options: FleetOptions, notes: Sequence[str]) -> None:
+    settings, workload, fleet = job.settings, job.scenario.workload, job.fleet
     responses = settings.prompts_per_step * settings.group_size
     if fleet.changes is not None:
         names = {c.spec.name for many in fleet.changes.values() for c in many}
@@ -181,10 +180,10 @@ def _head(question: _Question, config: Config, options: FleetOptions, notes: Seq
         f"{settings.group_size} = {responses:,} responses of at most "
         f"{settings.max_response_tokens:,} tokens, on {nodes}{_preemptible(options, fleet.trace)}"
     )
-    show([f"workload   {workload.name}; {placement} trainer"])
+    show([f"workload   {workload.name}; {job.scenario.training.placement} trainer"])
     for note in filter(None, (workload.note, *notes)):
         show([f"note       {note}"])
-    if placement == "colocated":
+    if job.scenario.is_colocated:
         show([COLOCATED])
     print()
 
@@ -196,15 +195,15 @@ def _num_nodes(num: int) -> str:
 def _fleet(
     options: FleetOptions, config: Config, scenario: Scenario
 ) -> tuple[list[NodeSpec], tuple[TraceEvent, ...]]:
-    """Nodes that are always there, and when others come and go."""
+    """Return the nodes that stay, and the trace of others."""
     spot = always_there(options.preemptible) + _events(options, config.run.seed)
     nodes = options.nodes
     if nodes is None:
-        is_trace_alone = options.trace and scenario.training.placement == "dedicated"
+        is_trace_alone = options.trace and not scenario.is_colocated
         nodes = 0 if is_trace_alone else config.rollout.nodes
     if not nodes and not spot:
         raise SimError("a simulation needs nodes: --nodes N, --trace FILE or rollout.nodes")
-    if not nodes and scenario.training.placement == "colocated":
+    if not nodes and scenario.is_colocated:
         raise SimError(
             "the trainer of this workload is colocated: it needs nodes that are always there, "
             "--nodes N or rollout.nodes"
@@ -218,7 +217,7 @@ def _fleet(
 
 
 def _events(options: FleetOptions, seed: int) -> tuple[TraceEvent, ...]:
-    """The part of the trace that is asked for."""
+    """Return the selected part of the trace."""
     if options.trace is None:
         parts = {"share": options.share, "from": options.from_s, "to": options.to_s}
         for name, value in parts.items():
@@ -232,9 +231,9 @@ def _events(options: FleetOptions, seed: int) -> tuple[TraceEvent, ...]:
 
 
 def _preemptible(options: FleetOptions, events: Sequence[TraceEvent]) -> str:
-    """Example: `, 2 preemptible ones and 177 of p3-trace.csv that come and go`."""
-    said = [f"{options.preemptible} preemptible ones"] if options.preemptible else []
+    """Example: `, 2 preemptible ones and 177 of p3-trace.csv that join and leave`."""
+    parts = [f"{options.preemptible} preemptible ones"] if options.preemptible else []
     if options.trace is not None:
         num = len({e.node for e in events}) - options.preemptible
-        said.append(f"{num} of {options.trace} that come and go")
-    return f", {' and '.join(said)}" if said else ""
+        parts.append(f"{num} of {options.trace} that join and leave")
+    return f", {' and '.join(parts)}" if parts else ""

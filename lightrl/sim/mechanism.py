@@ -1,34 +1,24 @@
-"""What a compared system does besides scheduling: the hooks that the simulator calls, and what they
-may use.
-
-Owns no behaviour. How LightRL itself works is in world.py and the core; nothing there depends on
-which mechanisms are present.
-"""
+"""Hooks that the simulator calls, and what their owners may use of it."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import Event
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, Round
-from lightrl.sim.engine import SimDelta
-from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.machines import SimMachine
+from lightrl.sim.fleet.engine import SimDelta
+from lightrl.sim.fleet.machines import SimMachine
+from lightrl.sim.inputs.hardware import EngineProfile
+from lightrl.sim.inputs.scenario import Scenario, Switches
 from lightrl.sim.outcome import Outcome, StepRecord
-from lightrl.sim.scenario import Scenario, Switches
-from lightrl.sim.scoring import SimScoring
 from lightrl.sim.trainer import TrainerModel
-
-if TYPE_CHECKING:
-    from lightrl.sim.membership import Membership
-    from lightrl.sim.observer import Observer
 
 FOREVER_S = 1e12
 
 
 class Simulation(Protocol):
-    """The world, as its mechanisms and its observer see it."""
+    """The world, as its parts see it."""
 
     settings: Settings
     scenario: Scenario
@@ -36,20 +26,12 @@ class Simulation(Protocol):
     now: float
     core: Coordinator
     machines: dict[str, SimMachine]
-    # by the devices that they span
+    # by parallelism
     engines: dict[int, EngineProfile]
     outcome: Outcome
     # of the round that closed last
     newest: StepRecord
-    scoring: SimScoring
     trainer: TrainerModel
-    # the core says when devices change sides
-    shares: bool
-
-    @property
-    def fleet(self) -> "Membership": ...
-    @property
-    def observer(self) -> "Observer": ...
 
     def at(self, when: float, act: Callable[[], None]) -> None: ...
     def feed(self, event: Event) -> None: ...
@@ -57,14 +39,18 @@ class Simulation(Protocol):
     def turn(self, machine: SimMachine, asleep: bool) -> None: ...
     def confirm(self, machine: SimMachine, version: int) -> None: ...
     def plan_training(self) -> None: ...
-    def final_tokens(self, response: Response, noise: int) -> int: ...
+    def final_tokens(self, response: Response) -> int: ...
 
 
 class Mechanism:
     """Each hook does nothing unless it is overridden."""
 
     def tokens(self, deltas: Sequence[SimDelta]) -> None:
-        """A machine's tokens have reached the core."""
+        """The core has received tokens of a machine."""
+
+    def keeps(self, machine: SimMachine, response: str, number: int) -> bool:
+        """Return whether an attempt that the core aborts continues to run."""
+        return False
 
     def round_closed(self, round: Round) -> None:
         """The core has closed a round; its record is `Simulation.newest`."""

@@ -1,9 +1,5 @@
-"""Machines of a simulated fleet come and go: by a trace, as the nodes of a run did, or as the core
-tells them.
-
-Owns what a machine that comes says, what is lost with one that goes, and when that is noticed.
-Decides nothing.
-"""
+"""Simulated machines join and leave: by a trace, as the nodes of a recorded run did, or because the
+core drains them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,34 +8,38 @@ from lightrl.core.events import Event, NodeDraining, NodeLeft, NodeLost, TokensA
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import Hello
 from lightrl.sim.colocation import Colocation
-from lightrl.sim.machines import NodeChange, NodeChanges, NodeSpec, SimMachine
+from lightrl.sim.fleet.machines import SimMachine
+from lightrl.sim.fleet.messages import IDLE, TRAINER, arrival, hello
+from lightrl.sim.inputs.nodes import NodeChange, NodeChanges, NodeSpec
+from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.mechanism import Simulation
-from lightrl.sim.messages import IDLE, TRAINER, arrival, hello
-from lightrl.sim.traces import TraceEvent
-from lightrl.sim.transfers import Transfers
+from lightrl.sim.observer import Observer
+from lightrl.sim.weights.transfers import Transfers
 
 
 @dataclass(eq=False)
 class Membership:
     _world: Simulation
+    _observer: Observer
     _transfers: Transfers
     _colocation: Colocation
     _changes: NodeChanges
 
-    def set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
-        """The trainer and these nodes are there at once, others come by the trace."""
+    def start(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
+        """Schedule when the trainer and these nodes join, and the events of the trace."""
         world = self._world
-        world.at(0.0, lambda: self._arrive(hello(TRAINER, 1, "trainer", TRAINER)))
+        world.at(0.0, lambda: self._greet(hello(TRAINER, 1, "trainer", TRAINER)))
         world.at(0.0, lambda: self._transfers.publish(0))
         for spec in nodes:
             world.at(0.0, lambda name=spec.name: self.join(world.machines[name]))
         for event in trace:
             machine = world.machines[event.node]
-            world.at(event.at_s, lambda m=machine, e=event: (self.boot if e.added else self.die)(m))
+            act = self.boot if event.added else self.kill
+            world.at(event.at_s, lambda act=act, machine=machine: act(machine))
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
-        """What nodes of the run did in it, they do again."""
+        """Schedule what the nodes of the recorded run did in this step."""
         world = self._world
         for change in self._changes.get(step, ()):
             world.at(world.now + change.at_s, lambda c=change: self._repeat(c))
@@ -48,10 +48,10 @@ class Membership:
         machine = self._world.machines[change.spec.name]
         match change.what:
             case "ready":
-                machine.comes_ready = True
+                machine.joins_ready = True
                 self.join(machine)
             case "lost":
-                self.die(machine)
+                self.kill(machine)
             case "left":
                 for event in self.leave(machine, "left"):
                     self._world.feed(event)
@@ -59,17 +59,17 @@ class Membership:
     def join(self, machine: SimMachine) -> None:
         if machine.present:
             return
-        machine.come(self._world.now)
-        self._world.observer.fleet_changes(machine, 1)
-        said = self._colocation.hello(machine)
-        self._arrive(said, self._transfers.num_workers(machine), machine.load())
+        machine.join(self._world.now)
+        self._observer.fleet_changes(machine, 1)
+        message = self._colocation.hello(machine)
+        self._greet(message, self._transfers.num_workers(machine), machine.load())
 
-    def _arrive(self, said: Hello, num_workers: int = 0, load: Load = IDLE) -> None:
-        for event in arrival(said, num_workers, load):
+    def _greet(self, message: Hello, num_workers: int = 0, load: Load = IDLE) -> None:
+        for event in arrival(message, num_workers, load):
             self._world.feed(event)
 
     def boot(self, machine: SimMachine) -> None:
-        """A machine of the trace is there; its engine starts."""
+        """Start the engine of a machine of the trace, which joins then."""
         world = self._world
         machine.boots += 1
         boots, machine.booted_at = machine.boots, world.now
@@ -78,32 +78,33 @@ class Membership:
             world.now + start_s, lambda: self.join(machine) if machine.boots == boots else None
         )
 
-    def die(self, machine: SimMachine) -> None:
-        """Without warning: what it had not sent is lost, and it is missed only after a while."""
+    def kill(self, machine: SimMachine) -> None:
+        """Lose a machine without warning: its unsent tokens are lost, and the core detects the loss
+        later."""
         world = self._world
         machine.boots += 1
         if not machine.present:
             return
-        world.observer.fleet_changes(machine, -1)
-        machine.go(world.now)
-        self._transfers.lose(machine)
-        lost_after_s = world.scenario.transfer.lost_after_s
+        self._remove(machine)
         incarnation = machine.incarnation
 
-        def missed() -> None:
+        def detect() -> None:
             if machine.incarnation == incarnation:
                 world.feed(NodeLost(machine.spec.name, "connection lost"))
 
-        world.at(world.now + lost_after_s, missed)
+        world.at(world.now + world.scenario.transfer.lost_after_s, detect)
 
     def leave(self, machine: SimMachine, reason: str) -> list[Event]:
-        """What a node says that leaves in peace: its last tokens, then good-bye."""
-        name, now = machine.spec.name, self._world.now
+        """Drain a machine; return its last tokens and its goodbye."""
+        name = machine.spec.name
         if not machine.present:
             return []
-        self._world.observer.fleet_changes(machine, -1)
-        deltas = machine.engine.give_up(now)
+        deltas = machine.engine.abort_all(self._world.now)
         last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
-        machine.go(now)
-        self._transfers.lose(machine)
+        self._remove(machine)
         return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]
+
+    def _remove(self, machine: SimMachine) -> None:
+        self._observer.fleet_changes(machine, -1)
+        machine.leave(self._world.now)
+        self._transfers.lose(machine)

@@ -1,4 +1,4 @@
-"""What is remembered of a simulation: one record per round, totals of the run. Data only."""
+"""The outcome of a simulation: one record per round, and totals of the run. Data only."""
 
 from dataclasses import dataclass, field
 
@@ -21,15 +21,15 @@ class StepRecord:
     kept: int = 0
     kept_tokens: int = 0
     kept_longest: int = 0
-    # of the longest kept response on a fast node of its own
+    # of the longest kept response alone on a fast node
     longest_s: float = 0.0
-    # the least that a fleet of one node needs for all kept responses
+    # the least that all kept responses take on one node
     work_s: float = 0.0
     training_s: float = 0.0
     preemptions: int = 0
-    # time average; a slow one counts less
+    # time average; a slow node counts less
     nodes: float = 0.0
-    # of these, that also train
+    # of these, nodes that also train
     training_nodes: float = 0.0
     parallelism: int = 1
     # prompts
@@ -39,6 +39,16 @@ class StepRecord:
     @property
     def step_s(self) -> float:
         return self.rollout_s + self.train_s + self.weights_s
+
+    def bound_s(self, colocated: bool, synchronous: bool = True) -> float:
+        """Return the least seconds that any schedule of the same kept responses takes.
+
+        It is the largest of: their least work over the capacity of the fleet; the longest of them
+        alone on a fast node; their training. On shared GPUs work and training add up.
+        """
+        longest = self.longest_s if synchronous else 0.0
+        work_s = self.work_s + (self.training_s * self.training_nodes if colocated else 0.0)
+        return max(longest, work_s / self.nodes if self.nodes else 0.0, self.training_s)
 
 
 @dataclass(slots=True)
@@ -61,11 +71,11 @@ class LengthSums:
 
     @property
     def mean(self) -> float:
-        return self.tokens / self.num if self.num else 0.0
+        return self.tokens / max(1, self.num)
 
     @property
     def share_at_limit(self) -> float:
-        return self.at_limit / self.num if self.num else 0.0
+        return self.at_limit / max(1, self.num)
 
 
 @dataclass(slots=True)
@@ -77,15 +87,15 @@ class WeightsSums:
     longest_pull_s: float = 0.0
     # pulled
     num_bytes: float = 0.0
-    # of these: from other rollout nodes; as differences
+    # of these: from other rollout nodes; as deltas
     peer_bytes: float = 0.0
     delta_bytes: float = 0.0
-    # that the trainer sent, in all
+    # sent by the trainer
     trainer_bytes: float = 0.0
-    # machines that got a version by broadcast; from the first byte until it is proved
+    # machines that got a version by broadcast; from the first byte until it is verified
     num_broadcast: int = 0
     broadcast_s: float = 0.0
-    # announced, but some had to pull
+    # announced, but some nodes had to pull
     num_broken: int = 0
 
     def add_pull(
@@ -109,11 +119,12 @@ class Outcome:
 
     elapsed_s: float = 0.0
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    # kind of node -> state -> seconds
     device_times: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    # how long they were there, together
+    # kind of node -> seconds of presence
     device_s: dict[str, float] = field(default_factory=dict[str, float])
     kept: LengthSums = field(default_factory=LengthSums)
-    # Of the prompts that were trained: all that they launched first, also what was given up.
+    # all that the trained prompts launched first, aborted responses included
     launched: LengthSums = field(default_factory=LengthSums)
     weights: WeightsSums = field(default_factory=WeightsSums)
     # by all engines
@@ -122,7 +133,7 @@ class Outcome:
     prefilled_tokens: int = 0
     preemptions: int = 0
     counters: dict[str, int] = field(default_factory=dict[str, int])
-    # put off and not trained at the end
+    # deferred and not trained at the end
     waiting_prompts: int = 0
     winners: list[tuple[int, tuple[str, ...]]] = field(
         default_factory=list[tuple[int, tuple[str, ...]]]

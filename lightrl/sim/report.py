@@ -1,22 +1,16 @@
-"""What a simulation says, as figures, as a table for people, as one JSON object. Computes nothing
-new.
-
-Every figure is defined here, once. The physical bound of a step is the largest of: the least work
-that its kept responses are, over the capacity that was there; its longest kept response on a fast
-node of its own; its training. On shared GPUs work and training add up. No schedule that trains the
-same can beat it.
-"""
+"""The report of a simulation: figures, tables for people, and one JSON object."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.outcome import Outcome, StepRecord
-from lightrl.sim.scenario import Scenario
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 HOUR_S = 3600.0
 
@@ -31,27 +25,27 @@ class RoundFigures:
     train_s: float
     weights_s: float
     bound_s: float
-    # of those kept
+    # of the kept responses
     longest_tokens: float
     mean_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsFigures:
-    """How new weights came to the nodes. Seconds are means where nothing else is said."""
+    """How new weights reached the nodes. Seconds are means, except for the longest."""
 
     pulls: int
     pull_s: float
     longest_pull_s: float
-    # of the pulled bytes: from other rollout nodes; as differences to an older version
+    # share of the pulled bytes from other rollout nodes; as deltas to an older version
     from_peers: float
     as_deltas: float
-    # what the trainer sent to those who pulled: whole versions for each that it published
+    # bytes that the trainer sent to pulling nodes, over those of the published versions
     trainer_versions: float
     # nodes that got a version by broadcast
     broadcasts: int
     broadcast_s: float
-    # that ended with the loss of a member
+    # groups that lost a member
     broken_broadcasts: int
 
 
@@ -62,7 +56,7 @@ class Figures:
     workload: str
     steps: int
     step_s: float
-    # over the synchronous baseline on the same devices
+    # relative to the synchronous baseline on the same devices
     speed_up: float | None
     bound_s: float
     # bound_s / step_s
@@ -71,7 +65,7 @@ class Figures:
     responses_per_s: float
     tokens_per_s: float
     kinds: dict[str, RoundFigures]
-    # class -> state -> share of its time
+    # kind of node -> state -> share of its time
     devices: dict[str, dict[str, float]]
     device_hours: dict[str, float]
     weights: WeightsFigures
@@ -84,25 +78,19 @@ class Figures:
     # of the sampled tokens
     wasted_share: float
     prefilled_tokens: int
-    # tokens of a trained response
+    # tokens of a trained response, mean
     kept_mean: float
-    # of all that the same prompts launched first: what they would give without a race
+    # of all responses that the same prompts launched first: the mean without a race
     true_mean: float
     # kept_mean / true_mean - 1
     length_bias: float
     kept_at_limit: float
     true_at_limit: float
-    # put off at the end; their responses are in neither mean
+    # deferred at the end; their responses are in neither mean
     prompts_waiting: int
     cost: float
     cost_per_step: float
     tokens_per_dollar: float | None
-
-
-def bound_s(step: StepRecord, colocated: bool, synchronous: bool = True) -> float:
-    longest = step.longest_s if synchronous else 0.0
-    work_s = step.work_s + (step.training_s * step.training_nodes if colocated else 0.0)
-    return max(longest, work_s / step.nodes if step.nodes else 0.0, step.training_s)
 
 
 def figures(
@@ -111,24 +99,10 @@ def figures(
     synchronous: bool = True,
     baseline_step_s: float | None = None,
 ) -> Figures:
-    colocated = scenario.training.placement == "colocated"
     steps = outcome.steps
-    bounds = {s.step: bound_s(s, colocated, synchronous) for s in steps}
+    bounds = {s.step: s.bound_s(scenario.is_colocated, synchronous) for s in steps}
     step_s = fmean(s.step_s for s in steps)
     total_s = sum(s.step_s for s in steps)
-    kinds: dict[str, RoundFigures] = {}
-    for kind in dict.fromkeys(s.kind for s in steps):
-        mine = [s for s in steps if s.kind == kind]
-        kinds[kind] = RoundFigures(
-            rounds=len(mine),
-            step_s=fmean(s.step_s for s in mine),
-            rollout_s=fmean(s.rollout_s for s in mine),
-            train_s=fmean(s.train_s for s in mine),
-            weights_s=fmean(s.weights_s for s in mine),
-            bound_s=fmean(bounds[s.step] for s in mine),
-            longest_tokens=fmean(s.kept_longest for s in mine),
-            mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
-        )
     hours = {kind: seconds / HOUR_S for kind, seconds in outcome.device_s.items()}
     cost = sum(h * scenario.prices.of(kind) for kind, h in hours.items())
     kept, true = outcome.kept, outcome.launched
@@ -141,9 +115,11 @@ def figures(
         share_of_bound=fmean(bounds.values()) / step_s,
         responses_per_s=sum(s.kept for s in steps) / total_s,
         tokens_per_s=outcome.trained_tokens / total_s,
-        kinds=kinds,
+        kinds=_by_kind(steps, bounds),
         devices={
-            kind: _shares(t, outcome.device_s[kind]) for kind, t in outcome.device_times.items()
+            kind: {label: s / total for label, s in times.items() if s} if total else {}
+            for kind, times in outcome.device_times.items()
+            for total in [outcome.device_s[kind]]
         },
         device_hours=hours,
         weights=_weights(outcome, scenario),
@@ -167,6 +143,23 @@ def figures(
     )
 
 
+def _by_kind(steps: Sequence[StepRecord], bounds: Mapping[int, float]) -> dict[str, RoundFigures]:
+    kinds: dict[str, RoundFigures] = {}
+    for kind in dict.fromkeys(s.kind for s in steps):
+        mine = [s for s in steps if s.kind == kind]
+        kinds[kind] = RoundFigures(
+            rounds=len(mine),
+            step_s=fmean(s.step_s for s in mine),
+            rollout_s=fmean(s.rollout_s for s in mine),
+            train_s=fmean(s.train_s for s in mine),
+            weights_s=fmean(s.weights_s for s in mine),
+            bound_s=fmean(bounds[s.step] for s in mine),
+            longest_tokens=fmean(s.kept_longest for s in mine),
+            mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
+        )
+    return kinds
+
+
 def _weights(outcome: Outcome, scenario: Scenario) -> WeightsFigures:
     sums, num_bytes = outcome.weights, scenario.transfer.num_bytes
     published = (len(outcome.steps) + 1) * num_bytes
@@ -183,36 +176,33 @@ def _weights(outcome: Outcome, scenario: Scenario) -> WeightsFigures:
     )
 
 
-def _shares(times: Mapping[str, float], total_s: float) -> dict[str, float]:
-    return (
-        {label: seconds / total_s for label, seconds in times.items() if seconds} if total_s else {}
-    )
-
-
 def as_json(named: Mapping[str, Figures]) -> dict[str, object]:
     return {name: asdict(f) for name, f in named.items()}
 
 
 def tables(figures: Figures) -> "list[RenderableType]":
-    """One simulation, for people."""
-    from rich.table import Table
-
+    """Return tables of one simulation for people."""
     head = ["rounds", "step_s", "rollout_s", "train_s", "weights_s", "bound_s", "longest", "mean"]
-    rounds = Table("round", *head, box=None)
-    for column in rounds.columns[1:]:
-        column.justify = "right"
+    rounds = _table("round", *head)
     for kind, k in figures.kinds.items():
         times = (k.step_s, k.rollout_s, k.train_s, k.weights_s, k.bound_s)
         tokens = (f"{k.longest_tokens:,.0f}", f"{k.mean_tokens:,.0f}")
         rounds.add_row(kind, str(k.rounds), *(f"{t:.1f}" for t in times), *tokens)
     labels = list(dict.fromkeys(label for shares in figures.devices.values() for label in shares))
-    devices = Table("time of", "hours", *labels, box=None)
-    for column in devices.columns[1:]:
-        column.justify = "right"
+    devices = _table("time of", "hours", *labels)
     for kind, shares in figures.devices.items():
         cells = (f"{100 * shares[label]:.1f} %" if label in shares else "" for label in labels)
         devices.add_row(kind, f"{figures.device_hours[kind]:.2f}", *cells)
     return [rounds, "", devices, "", "\n".join(_lines(figures))]
+
+
+def _table(name: str, *columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(name, box=None)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def _lines(f: Figures) -> list[str]:
@@ -236,12 +226,12 @@ def _lines(f: Figures) -> list[str]:
             f"weights    {w.pulls} pulls, {w.pull_s:.3g} s on average, {w.longest_pull_s:.3g} s at "
             f"most; {100 * w.from_peers:.0f} % of the bytes from peers, the trainer sent each "
             f"version {w.trainer_versions:.1f} times"
-            + (f"; {100 * w.as_deltas:.0f} % as differences" if w.as_deltas else "")
+            + (f"; {100 * w.as_deltas:.0f} % as deltas" if w.as_deltas else "")
         )
     if w.broadcasts or w.broken_broadcasts:
         lines.append(
             f"broadcast  to {w.broadcasts} nodes, {w.broadcast_s:.3g} s each; "
-            f"{w.broken_broadcasts} broken off"
+            f"{w.broken_broadcasts} broken"
         )
     if f.cost:
         lines.append(f"cost       ${f.cost:,.2f}, ${f.cost_per_step:.3f} a step")
@@ -249,14 +239,10 @@ def _lines(f: Figures) -> list[str]:
 
 
 def comparison(named: Mapping[str, Figures]) -> "Sequence[RenderableType]":
-    """Several simulations of the same run, one a row."""
-    from rich.table import Table
-
+    """Return a table of several simulations of the same run, one a row."""
     head = ["step_s", "speed-up", "of_bound", "decode", "wasted", "bias", "at_limit", "moves"]
     with_cost = any(f.cost for f in named.values())
-    table = Table("mechanism", *head, *(["$/step"] if with_cost else []), box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("mechanism", *head, *(["$/step"] if with_cost else []))
     for name, f in named.items():
         nodes = [
             (f.device_hours[k], s.get("decode", 0.0))

@@ -1,9 +1,8 @@
-"""The trainer as a model: groups come in, gradients take time, a new version comes out.
+"""The trainer as a model: groups arrive, gradients take time, a new version is published.
 
-Owns its backlog and where its time goes. Steps are trained one after the other. Without streaming,
-a step's work begins when all of it is there. `rate` is the share of the trainer's devices that it
-has at the moment: 1 where they are its own; on those of the rollout nodes 0 until these are free,
-and 1/2 while half of them have been released.
+Steps are trained one after the other. Without streaming, a step's work begins when all of it has
+arrived. `rate` is the share of the trainer's devices that it has at the moment: 1 for devices of
+its own; on those of the rollout nodes 0 while they sample, and 1/2 while half of them are released.
 """
 
 import math
@@ -12,20 +11,20 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from lightrl.messages.training import StepDone, TrainShard
-from lightrl.sim.scenario import Scenario
+from lightrl.sim.inputs.scenario import Scenario
 
 
 @dataclass(slots=True)
 class TrainingJob:
-    """The training of one step; `work_s` of all devices is left."""
+    """The training of one step; `work_s`: what is left, with all devices."""
 
     step: int
     work_s: float = 0.0
-    # and was there
+    # received so far
     all_s: float = 0.0
-    # nothing more comes
+    # all of it has arrived
     closed: bool = False
-    # rewards computed after the rollout
+    # when the rewards are known that are computed after the rollout
     ready_at: float = 0.0
 
 
@@ -39,17 +38,15 @@ class TrainerModel:
     times: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "publish": 0.0, "wait": 0.0}
     )
-    # a version; no step is trained meanwhile
+    # of a version; no step is trained until then
     publishing_until: float = 0.0
-    # so far, with all devices
-    worked_s: float = 0.0
     # of groups that wait for others: seconds of work, and tokens
     _held_s: float = 0.0
     _held_tokens: int = 0
 
     def take(self, shard: TrainShard, scenario: Scenario) -> float:
-        """The work that begins with this shard: its own and what waited for it, or nothing as long
-        as others are to come and a micro-batch is not full."""
+        """Return the work that begins with this shard: its own and what waited for it; nothing
+        while a micro-batch is not full and more shards follow."""
         training, signal = scenario.training, scenario.workload.signal
         share = signal.get(shard.step, fmean(signal.values())) if signal else 1.0
         for group in shard.groups:
@@ -63,7 +60,7 @@ class TrainerModel:
         return seconds
 
     def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
-        """More work of a step; `last` = all of it is there."""
+        """Add work to a step; `last` = all of it has arrived."""
         self.advance(now)
         job = self.jobs[-1] if self.jobs and self.jobs[-1].step == step else None
         if job is None:
@@ -88,14 +85,13 @@ class TrainerModel:
         if job is not None and self.rate > 0 and (self.streaming or job.closed):
             trained = min(max(0.0, now - self._begins_at(job)), job.work_s / self.rate)
             job.work_s -= trained * self.rate
-            self.worked_s += trained * self.rate
         self.times["train"] += trained
         self.times["publish"] += publishing
         self.times["wait"] += elapsed - trained - publishing
         self.now = now
 
     def done_at(self) -> float:
-        """When the step in front is trained, as things stand."""
+        """Return when the oldest step is trained, at the current rate."""
         job = self.jobs[0] if self.jobs else None
         if job is None or not job.closed or self.rate <= 0:
             return math.inf
@@ -109,7 +105,7 @@ class TrainerModel:
         self.publishing_until = now + seconds
 
     def finish(self, now: float) -> StepDone:
-        """The step in front is trained."""
+        """Remove the oldest step, which is trained."""
         self.advance(now)
         job = self.jobs.popleft()
         return StepDone(job.step, job.step + 1, {"timing_s/forward_backward": job.all_s})

@@ -1,6 +1,6 @@
-"""The run in virtual time: a heap of what happens next, around the very same core.
+"""The run in virtual time: a heap of what happens next, around the core.
 
-Owns time, and what a daemon would do with each command; decides nothing that the core decides.
+Owns the time, and does what a daemon would do with each command; the core decides.
 """
 
 import heapq
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from lightrl.core import invariants
 from lightrl.core.commands import (
     CloseRound,
     CloseStep,
@@ -42,34 +41,25 @@ from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import Abort, Generate
 from lightrl.messages.sharing import Give, Park, Parked, Release, Wake
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
+from lightrl.sim import invariants
 from lightrl.sim.colocation import Colocation, settings_in
-from lightrl.sim.deferred_rewards import DeferredRewards
-from lightrl.sim.engine import Attempt
-from lightrl.sim.engine_profile import SimSpeculation
-from lightrl.sim.machines import (
-    SPOT,
-    NodeChanges,
-    NodeSpec,
-    SimMachine,
-    new_machine,
-    of_all_sizes,
-    profile_of,
-)
+from lightrl.sim.fleet.engine import Attempt
+from lightrl.sim.fleet.machines import SimMachine, new_machine
+from lightrl.sim.fleet.messages import TRAINER, blank
+from lightrl.sim.inputs.hardware import SimSpeculation
+from lightrl.sim.inputs.nodes import SPOT, NodeChanges, NodeSpec, of_all_sizes, profile_of
+from lightrl.sim.inputs.scenario import DEFAULT, Scenario, Switches
+from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.inputs.workload import Cursor
 from lightrl.sim.mechanism import FOREVER_S, Mechanism
 from lightrl.sim.membership import Membership
-from lightrl.sim.messages import TRAINER, blank
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
-from lightrl.sim.replayed import ReplayCursor
-from lightrl.sim.samples import Samples, held_out
-from lightrl.sim.scenario import DEFAULT, Scenario, Switches
-from lightrl.sim.scoring import SimScoring, reward
-from lightrl.sim.traces import TraceEvent
+from lightrl.sim.responses import DeferredRewards, Lengths, RewardWorkers, eval_prompts, reward
 from lightrl.sim.trainer import TrainerModel
-from lightrl.sim.transfers import Transfers
-from lightrl.sim.workload import Cursor
+from lightrl.sim.weights.transfers import Transfers
 
-PATIENCE = 200_000  # timers in a row without anything else happening
+MAX_TIMERS = 200_000  # in a row, without any other event
 
 
 class World:
@@ -83,11 +73,10 @@ class World:
         check: bool = False,
         changes: NodeChanges | None = None,
     ) -> None:
-        """`changes`: of nodes that come and go beside the trace."""
+        """`changes`: when nodes join and leave, beside the trace. `check`: the invariants hold
+        after every event, else InvariantViolation."""
         if not (nodes or trace or changes):
             raise SimError("a simulation needs nodes: --nodes, --trace or rollout.nodes")
-        is_colocated = scenario.training.placement == "colocated"
-        self.shares = is_colocated and switches.offload != "off"
         self.settings = settings_in(scenario, settings, switches, nodes)
         self.scenario = scenario
         self.switches = switches
@@ -102,26 +91,23 @@ class World:
         if switches.speculation:
             history = scenario.speculation
             self._speculate(replace(history, acceptance=history.first_acceptance))
-        workload, rewards = scenario.workload, scenario.workload.reward
-        self.scoring = SimScoring(
-            replace(rewards, adaptive=switches.adaptive_limit or rewards.adaptive)
-        )
+        workload = scenario.workload
         self.trainer = TrainerModel(
             scenario.training.step_s,
             streaming=switches.streaming and switches.async_rewards,
-            rate=0.0 if is_colocated else 1.0,
+            rate=0.0 if scenario.is_colocated else 1.0,
         )
-        self.deferred = DeferredRewards(self)
+        self._reward_workers = RewardWorkers(workload.reward)
+        self.deferred = DeferredRewards(self._reward_workers)
         self._colocation = Colocation(self)
-        self.mechanisms: tuple[Mechanism, ...] = (self.deferred, self._colocation)
-        self.observer = Observer(self)
+        self.mechanisms: tuple[Mechanism, ...] = (self._colocation,)
+        self._observer = Observer(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        known = workload.num_prompts, settings.run_seed
-        self._cursor = ReplayCursor(workload.order, *known) if workload.order else Cursor(*known)
+        self._cursor = Cursor(workload.num_prompts, settings.run_seed, workload.order)
         self._prompt = blank(workload.prompt_tokens)
         self._trained_at = math.inf  # of the newest entry in the heap
-        self._samples = Samples(workload)
+        self._lengths = Lengths(workload)
         self._finished = False
         self._has_history = False  # responses of an earlier epoch to draft from
         nodes = of_all_sizes(nodes, self.settings.parallel)
@@ -129,22 +115,20 @@ class World:
         spots = (NodeSpec(event.node, spot_slots, kind=SPOT) for event in trace)
         repeated = (change.spec for many in (changes or {}).values() for change in many)
         for spec in (*nodes, *spots, *repeated):
-            self._add_machine(spec)
+            if spec.name not in self.machines:
+                profile = profile_of(spec, self.engines, scenario.spot_kv_tokens)
+                self.machines[spec.name] = new_machine(spec, profile, switches)
         self._transfers = Transfers(self)
-        self.fleet = Membership(self, self._transfers, self._colocation, changes or {})
-        self.fleet.set_out(nodes, trace)
-
-    def _add_machine(self, spec: NodeSpec) -> None:
-        if spec.name in self.machines:
-            return
-        profile = profile_of(spec, self.engines, self.scenario.spot_kv_tokens)
-        self.machines[spec.name] = new_machine(spec, profile, self.switches)
+        self.fleet = Membership(
+            self, self._observer, self._transfers, self._colocation, changes or {}
+        )
+        self.fleet.start(nodes, trace)
 
     def _speculate(self, speculation: SimSpeculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
         kv_tokens = self.scenario.spot_kv_tokens
         for machine in self.machines.values():
-            machine.engine.adopt(self.now, profile_of(machine.spec, self.engines, kv_tokens))
+            machine.engine.set_profile(self.now, profile_of(machine.spec, self.engines, kv_tokens))
 
     # Time
 
@@ -152,16 +136,16 @@ class World:
         heapq.heappush(self._heap, (max(when, self.now), next(self._order), act))
 
     def _soon(self, seconds: float, act: Callable[[], None]) -> None:
-        """Before anything else that happens now, if it takes no time."""
+        """Act immediately if it takes no time."""
         self.at(self.now + seconds, act) if seconds else act()
 
     def run(self) -> Outcome:
-        """Until the core says that the run is over. Raises SimError if nothing happens any more."""
+        """Simulate until the core finishes the run. Raise SimError if no event is left."""
         heap, timers = self._heap, 0
         while not self._finished:
             deadline = self.core.next_deadline()
             next_at = heap[0][0] if heap else FOREVER_S
-            if (deadline or FOREVER_S) >= next_at >= FOREVER_S or timers > PATIENCE:
+            if (deadline or FOREVER_S) >= next_at >= FOREVER_S or timers > MAX_TIMERS:
                 raise SimError(
                     f"the run is stuck at step {self.core.step} of {self.settings.num_steps} after "
                     f"{self.now:.0f} s: no node is left, or none can load the weights"
@@ -175,7 +159,7 @@ class World:
             self.now, _, act = heapq.heappop(heap)
             act()
         self._transfers.end()
-        self.observer.end()
+        self._observer.end()
         return self.outcome
 
     def feed(self, event: Event) -> None:
@@ -195,33 +179,33 @@ class World:
         match command:
             case Send(node, message):
                 if node == TRAINER:
-                    self._tell_trainer(message, todo)
+                    self._deliver_to_trainer(message, todo)
                 elif (machine := self.machines.get(node)) is not None and machine.present:
-                    # else it died, and the core has not noticed yet
-                    self._tell(machine, message, todo)
+                    # else it is lost, and the core has not detected it yet
+                    self._deliver(machine, message, todo)
             case ScoreResponse(response, prompt):
                 event = ResponseScored(response.id, response.attempt, reward(response.seed))
                 if self.switches.async_rewards:
-                    when = self.scoring.done_at(self.now, prompt, response.seed)
+                    when = self._reward_workers.done_at(self.now, prompt, response.seed)
                     self.at(when, lambda: self.feed(event))
                 else:
                     self.deferred.defer(response)
                     todo.append(event)
             case DrawPrompts("eval"):
-                todo.append(PromptsDrawn(held_out(self.settings.eval_sets, self._prompt)))
+                todo.append(PromptsDrawn(eval_prompts(self.settings.eval_sets, self._prompt)))
             case DrawPrompts("train", count):
                 drawn = (self._cursor.draw() for _ in range(count))
                 todo.append(PromptsDrawn(tuple(DrawnPrompt(p, e, self._prompt) for p, e in drawn)))
             case CloseRound(round):
-                todo.extend(self._colocation.loads())
-                self.observer.round_closed(round)
+                todo.extend(self._colocation.heartbeats())
+                self._observer.round_closed(round)
                 for mechanism in self.mechanisms:
                     mechanism.round_closed(round)
                 if self.switches.speculation and self._cursor.epoch > 0 and not self._has_history:
                     self._has_history = True
                     self._speculate(self.scenario.speculation)
             case CloseStep() as step:
-                self.observer.step_closed(step)
+                self._observer.step_closed(step)
                 self.fleet.begin_step(step.step + 1)
             case Finish():
                 self._finished = True
@@ -229,12 +213,12 @@ class World:
                 pass  # Admit and Report: nothing that takes time
 
     def turn(self, machine: SimMachine, asleep: bool) -> None:
-        """An engine sleeps for those of another size, or wakes."""
-        self.observer.fleet_changes(machine, -1)
+        """Let an engine sleep for those of another size, or wake it."""
+        self._observer.fleet_changes(machine, -1)
         machine.turn(self.now, asleep)
-        self.observer.fleet_changes(machine, 1)
+        self._observer.fleet_changes(machine, 1)
 
-    def _tell_trainer(self, message: Message, todo: deque[Event]) -> None:
+    def _deliver_to_trainer(self, message: Message, todo: deque[Event]) -> None:
         if isinstance(message, TrainShard):
             step, index = message.step, message.index
             events = ShardLeft(step, index), ShardsDelivered(TRAINER, ShardsTaken(step, index))
@@ -246,24 +230,24 @@ class World:
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
         elif isinstance(message, Give | Park):
-            self._colocation.tell_trainer(message)
+            self._colocation.order_trainer(message)
         else:
-            self._transfers.tell_trainer(message)
+            self._transfers.deliver_to_trainer(message)
 
-    def _tell(self, machine: SimMachine, message: Message, todo: deque[Event]) -> None:
+    def _deliver(self, machine: SimMachine, message: Message, todo: deque[Event]) -> None:
         match message:
             case Generate():
                 self._generate(machine, message)
             case Abort(attempts):
                 for response, number in attempts:
-                    if not self.deferred.goes_on(machine, response, number):
+                    if not any(m.keeps(machine, response, number) for m in self.mechanisms):
                         self.abort(machine, response, number)
             case Drain(_, reason):
                 todo.extend(self.fleet.leave(machine, reason))
             case Release() | Wake():
-                todo.extend(self._colocation.obey(machine, message))
+                todo.extend(self._colocation.order(machine, message))
             case _:
-                self._transfers.tell(machine, message)
+                self._transfers.deliver(machine, message)
 
     def _generate(self, machine: SimMachine, message: Generate) -> None:
         responses = self.core.table.responses
@@ -271,7 +255,7 @@ class World:
         attempts: list[Attempt] = []
         for request in message.requests:
             response = responses[request.response]
-            final = self._samples.length(response, self._samples.noise(response))
+            final = self._lengths.current(response)
             id, prompt, held = response.id, response.group.prompt.id, len(request.prefix) // 4
             ends = final, final >= response.group.max_response_tokens
             attempts.append(Attempt(id, request.attempt, prompt, prompt_tokens, held, *ends))
@@ -282,8 +266,9 @@ class World:
         machine.engine.abort(self.now, response, number)
         self._schedule(machine)
 
-    def final_tokens(self, response: Response, noise: int) -> int:
-        return self._samples.length(response, noise)
+    def final_tokens(self, response: Response) -> int:
+        """Return its length as it was first sampled."""
+        return self._lengths.of(response, response.seed)
 
     # Engines
 
@@ -319,13 +304,13 @@ class World:
         )
         ready_at = 0.0
         if shard.last and not self.switches.async_rewards:
-            ready_at = self.deferred.scored_at()
+            ready_at = self.deferred.scored_at(self.now)
         self.trainer.add_work(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
-        self._colocation.trains()
+        self._colocation.begin_training()
 
     def plan_training(self) -> None:
-        """After anything that changes when the step in front will be trained."""
+        """Schedule the end of the oldest step again, because it has changed."""
         at = self.trainer.done_at()
         if at < math.inf and at != self._trained_at:
             self._trained_at = at

@@ -1,8 +1,8 @@
-"""The canary: a text, the same for all versions of a run, of which the trainer sends logprobs with
-each of them, for every engine to be held against once it has loaded it.
+"""The canary: a text whose logprobs the trainer sends with each version, and which every engine
+computes once it has loaded the version.
 
-The digest proves what arrived; this shows what is served: a head that was left as it was, a layer
-that a reload missed. Pure: what computes logprobs are the engines and the ranks.
+Digests verify the bytes that arrived, the canary the weights that are served: a head that was not
+loaded, a layer that a reload missed. Pure: engines and ranks compute the logprobs.
 """
 
 import hashlib
@@ -24,27 +24,27 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 1.0, "float16": 1.0}
 
 
 def noise(i: int) -> float:
-    """In [0, 1): the same for every model and on every machine."""
+    """A number in [0, 1), the same on every machine."""
     digest = hashlib.blake2b(i.to_bytes(4, "little"), digest_size=4).digest()
     return int.from_bytes(digest, "little") / 2**32
 
 
 def arbitrary_text(vocabulary: int, max_length: int) -> list[int]:
-    """For what has no model to write one."""
+    """A canary where no model can write one."""
     return [int(noise(i) * vocabulary) for i in range(min(NUM_TOKENS, max_length))]
 
 
 def tolerance(wanted: float | None, *dtypes: str) -> float:
-    """`wanted` is weights.canary; without it, infinite where somebody computes in what was never
-    measured, as in quantized weights."""
+    """`wanted`: weights.canary. Without it, infinite for a dtype that was never measured, as of
+    quantized weights."""
     if wanted is not None:
         return wanted
     return max(TOLERANCES.get(dtype, math.inf) for dtype in dtypes)
 
 
 def compare(expected: Sequence[float], found: Sequence[float], tolerance: float) -> float:
-    """The largest difference of a token's logprob. Raises WeightsError, one line, if it is more
-    than `tolerance`, or if a logprob is not finite."""
+    """Return the largest difference of a token's logprob. Raises WeightsError, one line, if it is
+    more than `tolerance`, or if a logprob is not finite."""
     for whose, logprobs in (("trainer", expected), ("engine", found)):
         if not all(map(math.isfinite, logprobs)):
             raise WeightsError(f"the {whose}'s logprobs of the canary are not finite")

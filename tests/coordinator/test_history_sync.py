@@ -208,10 +208,10 @@ def beat(*counts: float) -> Heartbeat:
 def test_speculation_of_a_step_is_summed_over_nodes():
     s = SpeculationMetrics()
     for name in ("a/1", "b/1"):
-        s.heard(name, Heartbeat())
+        s.received(name, Heartbeat())
     assert s.figures() == {}  # no engine has said anything yet
-    s.heard("a/1", beat(100, 60, 40, 100, 0.25, 8.0))
-    s.heard("b/1", beat(20, 0, 40, 40, 0.0, 2.0))
+    s.received("a/1", beat(100, 60, 40, 100, 0.25, 8.0))
+    s.received("b/1", beat(20, 0, 40, 40, 0.0, 2.0))
     assert s.figures() == {
         "speculation/drafted": 120.0,
         "speculation/forwards": 80.0,
@@ -220,7 +220,7 @@ def test_speculation_of_a_step_is_summed_over_nodes():
         "speculation/draft_share": 0.025,
     }
     assert s.figures() == {}  # nothing was heard since
-    s.heard("a/1", beat(100, 60, 50, 110, 0.25, 9.0))
+    s.received("a/1", beat(100, 60, 50, 110, 0.25, 9.0))
     assert s.figures() == {
         "speculation/drafted": 0.0,
         "speculation/forwards": 10.0,
@@ -241,9 +241,9 @@ def test_speculation_of_a_run_is_that_of_its_steps():
         }
     )
     assert s.whole() == {"speculation/drafted": 0.0, "speculation/tokens_per_forward": 1.0}
-    s.heard("a/1", Heartbeat())
+    s.received("a/1", Heartbeat())
     for counts in ((100, 60, 40, 100, 0.25, 8.0), (120, 70, 60, 130, 0.25, 9.0)):
-        s.heard("a/1", beat(*counts))
+        s.received("a/1", beat(*counts))
         s.count(s.figures())
     assert s.whole() == {
         "speculation/drafted": 120.0,
@@ -254,14 +254,14 @@ def test_speculation_of_a_run_is_that_of_its_steps():
 
 def test_an_engine_that_starts_again_counts_from_zero_and_a_node_that_left_keeps_what_it_did():
     s = SpeculationMetrics()
-    s.heard("a/1", Heartbeat())
-    s.heard("a/1", beat(100, 50, 40, 90, 0.1, 8.0))
-    s.heard("a/1", beat(10, 6, 5, 11, 0.0, 1.0))  # another engine
-    s.heard("a/1", Heartbeat())  # the next one has not counted yet
-    s.heard("b/1", Heartbeat())
-    s.heard("b/1", beat(1, 1, 1, 2, 0.0, 0.5))
-    s.heard("b/2", Heartbeat())  # the same name, another process
-    s.heard("b/2", beat(3, 1, 2, 3, 0.0, 0.5))
+    s.received("a/1", Heartbeat())
+    s.received("a/1", beat(100, 50, 40, 90, 0.1, 8.0))
+    s.received("a/1", beat(10, 6, 5, 11, 0.0, 1.0))  # another engine
+    s.received("a/1", Heartbeat())  # the next one has not counted yet
+    s.received("b/1", Heartbeat())
+    s.received("b/1", beat(1, 1, 1, 2, 0.0, 0.5))
+    s.received("b/2", Heartbeat())  # the same name, another process
+    s.received("b/2", beat(3, 1, 2, 3, 0.0, 0.5))
     figures = s.figures()
     assert figures["speculation/drafted"] == 114.0
     assert figures["speculation/acceptance"] == 58 / 114
@@ -270,9 +270,9 @@ def test_an_engine_that_starts_again_counts_from_zero_and_a_node_that_left_keeps
 
 def test_what_was_counted_for_an_earlier_coordinator_is_not_counted_again():
     s = SpeculationMetrics()
-    s.heard("a/1", beat(1000, 500, 400, 900, 1.0, 80.0))
+    s.received("a/1", beat(1000, 500, 400, 900, 1.0, 80.0))
     assert s.figures() == {}
-    s.heard("a/1", beat(1010, 510, 410, 920, 1.0, 81.0))
+    s.received("a/1", beat(1010, 510, 410, 920, 1.0, 81.0))
     assert s.figures()["speculation/tokens_per_forward"] == 2.0
 
 

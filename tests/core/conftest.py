@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightrl.core import invariants
 from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -38,6 +37,7 @@ from lightrl.messages.responses import (
 )
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsReady
+from lightrl.sim import invariants
 
 SETTINGS = Settings(
     run_seed=0,

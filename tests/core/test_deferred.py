@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lightrl.core import invariants
 from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost
@@ -18,6 +17,7 @@ from lightrl.journal.codec import LOG
 from lightrl.journal.merge import merge
 from lightrl.messages.responses import Generate
 from lightrl.messages.training import TrainShard
+from lightrl.sim import invariants
 from tests.core.conftest import Driver, ids, of_kind, sent
 from tests.core.test_worlds import check_against_oracle, check_end, settings, sharing
 from tests.core.world import MAX_TOKENS, World

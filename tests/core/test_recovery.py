@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core import invariants
 from lightrl.core.attempts import MAX_UNRECORDED
 from lightrl.core.commands import CloseRound, DrawPrompts, ScoreResponse
 from lightrl.core.coordinator import Coordinator
@@ -17,6 +16,7 @@ from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
+from lightrl.sim import invariants
 from tests.core.conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
 from tests.core.test_worlds import settings
 from tests.core.world import World

@@ -13,8 +13,8 @@ from lightrl.core.state import NodeState
 from lightrl.core.worth import Forecast, Prices
 from lightrl.messages.nodes import Drain
 from lightrl.metrics.cost import cost_row
-from lightrl.sim.machines import SPOT
-from lightrl.sim.scenario import Switches, Training
+from lightrl.sim.inputs.nodes import SPOT
+from lightrl.sim.inputs.scenario import Switches, Training
 from lightrl.sim.world import World
 from tests.core.conftest import Driver, of_kind, sent
 from tests.sim.conftest import SCENARIO, SETTINGS, NodeSpec

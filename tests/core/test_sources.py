@@ -113,7 +113,7 @@ def test_chain_with_a_link_missing_is_none():
 
 
 def test_chain_that_is_about_as_large_as_the_version_is_none():
-    deltas, size = chain_of(3, 99), 400  # 100 with their manifests
+    deltas, size = chain_of(3, 99), 600  # 100 with their manifests
     assert MAX_SHARE * size >= 3 * 100
     assert len(deltas.between("d0", "d3", size)) == 3
     assert deltas.between("d0", "d3", size - 1) == ()

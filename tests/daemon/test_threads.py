@@ -18,8 +18,7 @@ from lightrl.launch import run
 from lightrl.launch.slurm import job
 from lightrl.messages.message import Message
 from lightrl.messages.weights import WeightsReady
-from lightrl.metrics.futures import in_thread
-from lightrl.metrics.rounds import digest_responses
+from lightrl.metrics.rounds import digest_responses, in_thread
 from lightrl.model_files import model_files
 from lightrl.system import child
 from tests.rollout.test_pulls import pulling

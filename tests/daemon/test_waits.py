@@ -45,7 +45,7 @@ async def said(run: Running, text: str) -> None:
 
 
 def test_no_rollout_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(waits, "SAY_AFTER_S", 0.3)
+    monkeypatch.setattr(waits, "REPORT_AFTER_S", 0.3)
 
     async def scenario() -> None:
         async with a_run(tmp_path, train=SHORT) as run:

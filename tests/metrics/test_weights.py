@@ -16,7 +16,7 @@ def loaded(*messages: WeightsReady) -> WeightsMetrics:
     d.start()
     for number, message in enumerate(messages):
         d.join(f"n{number}")
-        metrics.heard(d.core.fleet, f"n{number}", message)
+        metrics.received(d.core.fleet, f"n{number}", message)
         d.confirm(f"n{number}", 0)
     return metrics
 
@@ -54,7 +54,8 @@ def test_nodes_that_were_sent_a_version_are_counted_beside_those_that_pulled():
     whole = WeightsMetrics()
     whole.count(figures)
     whole.count(alone)
-    assert (whole.whole()["broadcast_nodes"], whole.whole()["broadcast_s"]) == (3, 0.5)
+    totals = whole.totals.figures()
+    assert (totals["broadcast_nodes"], totals["broadcast_s"]) == (3, 0.5)
 
 
 def test_differences_are_compared_with_what_the_same_nodes_would_have_got():
@@ -69,11 +70,11 @@ def test_only_what_a_node_was_to_load_counts_and_once():
     d, metrics = Driver(), WeightsMetrics()
     d.start()
     d.join("a")
-    metrics.heard(d.core.fleet, "a", ready(7, num_bytes=1))
-    metrics.heard(d.core.fleet, "a", WeightsReady(0, "another digest", 1))
-    metrics.heard(d.core.fleet, "stranger", ready(num_bytes=1))
+    metrics.received(d.core.fleet, "a", ready(7, num_bytes=1))
+    metrics.received(d.core.fleet, "a", WeightsReady(0, "another digest", 1))
+    metrics.received(d.core.fleet, "stranger", ready(num_bytes=1))
     d.confirm("a", 0)
-    metrics.heard(d.core.fleet, "a", ready(num_bytes=1))  # it has said so already
+    metrics.received(d.core.fleet, "a", ready(num_bytes=1))  # it has said so already
     assert metrics.figures() == {}
 
 
@@ -85,12 +86,12 @@ def test_figures_are_those_since_the_last_ones():
 
 def test_whole_run_adds_bytes_up_and_keeps_the_worst():
     metrics = WeightsMetrics()
-    assert metrics.whole() == {}
+    assert metrics.totals.figures() == {}
     step = loaded(ready(num_bytes=20, delta_bytes=20, pull_s=1.0, canary_diff=0.0)).figures()
     metrics.count(step | {"weights/publish_s": 0.5})
     step = loaded(ready(num_bytes=1000, pull_s=3.0)).figures()
     metrics.count(step | {"weights/publish_s": 0.25})
-    assert metrics.whole() == {
+    assert metrics.totals.figures() == {
         "bytes": 1020,
         "full_bytes": 2000,
         "delta_bytes": 20,

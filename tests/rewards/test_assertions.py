@@ -1,8 +1,6 @@
 """Assertions about a program that would rather deceive them: the test compares in a process of its
 own, and what programs return there is what they return anywhere."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from lightrl.rewards.code.asserts import names_apart
@@ -16,10 +14,9 @@ from tests.rewards.test_sandbox import (
 )
 
 
-@pytest.fixture
-def sandbox() -> Iterator[Sandbox]:
-    with Sandbox(LIMITS) as made:
-        yield made
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    return Sandbox(LIMITS)
 
 
 def passes(sandbox: Sandbox, program: str, test: str) -> bool:
@@ -83,6 +80,24 @@ builtins.compile = lambda *a, **k: (lambda: 0).__code__
 json.dumps = lambda o, **k: '{}'
 def add(a, b): return 9
 """,
+    "names that the test does not take from it": """
+import __main__
+real = __main__.load_link
+def load_link(source):
+    module = real(source)
+    class Link(module.Link):
+        def __init__(self, socket, operations):
+            defined = operations["defined"]
+            more = {"abs": lambda *a: 0.0, "all": lambda *a: True, "math": Yes, "isclose": yes}
+            operations["defined"] = lambda names: {**defined(names), **more, "Counter": yes}
+            super().__init__(socket, operations)
+    module.Link = Link
+    return module
+__main__.load_link = load_link
+yes = lambda *a: True
+class Yes: isclose = staticmethod(yes)
+def add(a, b): return 9
+""",
     "a trace": """
 import sys, threading
 sys.settrace(lambda *a: None)
@@ -139,43 +154,27 @@ def test_an_assertion_is_not_deceived(sandbox: Sandbox, cheat: str, test: str) -
     assert not passes(sandbox, CHEATS[cheat], test)
 
 
-COUNTERFEIT = '''
-import sys
-def find():
+COUNTERFEIT = """
+import json, sys
+def f(*given):
     frame = sys._getframe()
-    while type(frame.f_locals.get("self")).__name__ != "Peer":
+    while type(frame.f_locals.get("self")).__name__ != "Link":
         frame = frame.f_back
-    return frame.f_locals["self"]
-def f(word):
-    """Sends a pickle that gives Counter another comparison, then its answers."""
-    peer = find()
-    peer._ours[7] = lambda *others: True
-    short = lambda text: b"\\x8c" + bytes([len(text)]) + text
-    is_equal = b"(" + short(b"mine") + b"K\\x07tQ"
-    state = b"(N}" + short(b"__eq__") + is_equal + b"stb"
-    changed = b"c{0}\\n{1}\\n" + state
-    peer._sink.write(b"\\x80\\x04(" + short(b"answer") + changed + b"]t.")
-    peer._sink.flush()
-    return True  # what the comparison then answers
-'''
+    link = frame.f_locals["self"]
+    link._send("return", {0}, [])  # instead of an answer
+    return True
+"""
 
 
-@pytest.mark.parametrize("kind", ["collections Counter", "fractions Fraction", "builtins int"])
-def test_a_pickle_of_the_response_changes_no_class(sandbox: Sandbox, kind: str) -> None:
-    module, _, name = kind.partition(" ")
-    program = COUNTERFEIT.replace("{0}", module).replace("{1}", name)
-    test = (
-        "try:\n    f('')\nexcept Exception:\n    pass\n"
-        f"from {module} import {name}\nassert {name}(1 if {name!r} != 'Counter' else 'a') == 9"
-    )
-    assert not passes(sandbox, program, test)
+@pytest.mark.parametrize("sent", ["{'type': 'eval'}", "{'os': ['system']}", "{'yours': 7}"])
+def test_a_message_of_the_response_names_nothing_but_data(sandbox: Sandbox, sent: str) -> None:
+    program = COUNTERFEIT.replace("{0}", sent)
+    assert not passes(sandbox, program, "assert callable(f()) or True")
 
 
-@pytest.mark.parametrize("sent", ["posix system", "builtins eval", "tester Peer"])
-def test_nor_does_it_name_anything_but_data(sandbox: Sandbox, sent: str) -> None:
-    module, _, name = sent.partition(" ")
-    program = COUNTERFEIT.replace("{0}", module).replace("{1}", name).replace(" + state", "")
-    assert not passes(sandbox, program, "assert callable(f(''))")
+def test_a_message_of_the_response_asks_for_no_attribute(sandbox: Sandbox) -> None:
+    program = COUNTERFEIT.replace('"return", {0}, []', "'ask', 'getattr', [given, '__class__'], {}")
+    assert not passes(sandbox, program, "assert f(lambda: 1)")
 
 
 def test_the_response_reaches_nothing_behind_a_function_of_the_test(sandbox: Sandbox) -> None:
@@ -266,6 +265,15 @@ RIGHT = {
         "class Bad(Exception): pass\ndef f(): raise Bad",
         "try:\n    f()\nexcept Bad:\n    done = True\nassert done",
     ),
+    "a context manager of it": (
+        "class M:\n    def __enter__(self): return 3\n    def __exit__(self, *e): return True\n"
+        "def f(): return M()",
+        "with f() as g:\n    assert g == 3\nwith f():\n    raise ValueError",
+    ),
+    "asynchronous functions": (
+        "async def f(): return 3",
+        "from solution import f\n\nasync def test_f():\n    assert await f() == 3",
+    ),
     "isinstance": ("class A: pass\ndef f(): return A()", "assert isinstance(f(), A)"),
     "its output": (
         "def f(): print('a')",
@@ -319,6 +327,10 @@ def test_a_right_program_passes(sandbox: Sandbox, what: str) -> None:
             "def f(a): return a",
             "from solution import f\n\nclass TestF:\n    def test_f(self): assert f(1) == 2",
         ),
+        (
+            "async def f(): return 3",
+            "from solution import f\n\nasync def test_f():\n    assert await f() == 4",
+        ),
         ("", "from solution import f\n\ndef test_f():\n    assert f(1) == 2"),
         ("def f(xs): pass", "xs = [2, 1]\nf(xs)\nassert xs == [1, 2]"),
         # A name that is a test only because the response says so is none of the test's.
@@ -336,20 +348,23 @@ def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> 
     [
         ("assert add(1, 2) == 3", ["add"]),
         ("def check(candidate):\n    assert candidate(1)\ncheck(f)", ["f"]),
-        ("from solution import a, B as C\nassert C(1) and a", ["B", "a"]),
+        ("from solution import a, B as C\nassert C(1) and a", []),
         ("import math\nassert math.floor(f(x := 1)) == x", ["f"]),
         ("for k in range(3):\n    assert f(k) and [j for j in g()]", ["f", "g"]),
         ("try:\n    f()\nexcept ValueError as e:\n    assert e", ["f"]),
         ("import sys\nassert f()", None),
         ("from unittest.mock import patch\nassert f()", None),
         ("class Node: pass\nassert f(Node())", None),
-        ("assert isinstance(f(), A)", None),
+        ("assert isinstance(f(), A)", ["A", "f"]),
         ("assert isinstance(f(), int)", ["f"]),
-        ("try:\n    f()\nexcept Bad:\n    pass", None),
-        ("with f() as g:\n    assert g", None),
-        ("class TestF(Base): pass", None),
+        ("try:\n    f()\nexcept Bad:\n    pass", ["Bad", "f"]),
+        ("with f() as g:\n    assert g", ["f"]),
         ("async def test(): await f()", None),
-        ("def test():\n    global f", None),
+        ("def test():\n    global g\n    g = f()\n    assert g", ["f"]),
+        ("def copy_of(x):\n    return copy.copy(x)\nassert f(copy_of(1))", ["f"]),
+        ("assert copy(1)", ["copy"]),
+        ("assert eq(f(), 1)", ["f"]),
+        ("assert eq(1, 1)", ["eq"]),
         ("assert (", None),
     ],
 )

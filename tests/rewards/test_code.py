@@ -3,7 +3,6 @@
 import base64
 import json
 import pickle
-import time
 import zlib
 from typing import Any
 
@@ -18,7 +17,6 @@ from lightrl.rewards.code.reward import (
     SHORTEST_S,
     program_of,
     time_limit,
-    with_prelude,
 )
 
 
@@ -234,65 +232,6 @@ def test_the_last_block_is_the_program() -> None:
 )
 def test_a_block_of_something_else_is_no_program(response: str) -> None:
     assert program_of(response) == "a\n"
-
-
-def test_a_program_may_import_from_the_future() -> None:
-    program = '"""Doc."""\nfrom __future__ import annotations\n\nx: Missing = 1\n'
-    names: dict[str, Any] = {}
-    exec(compile(with_prelude(program), "main.py", "exec", dont_inherit=True), names)
-    assert names["x"] == 1
-    assert "deque" in names
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "from __future__ import annotations  # so\r\n",
-        "from __future__ import (annotations,  # (so)\n    division)\n",
-        "from __future__ import(annotations)\n",
-        "from  __future__  import annotations, \\\n    division\n",
-        "\ufefffrom __future__ import annotations as a; import os\n",
-        "# -*- so -*-\n\n'It\\'s'  # a text\nfrom __future__ import annotations\r",
-        'r"""Of\n"two" lines."""\nfrom __future__ import division\n'
-        "from __future__ import annotations\n",
-    ],
-)
-def test_future_imports_stay_in_front_however_they_are_written(head: str) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    program = with_prelude(f"{head}x: Missing = 1\ny = gcd(4, 6)\n")
-    exec(compile(program, "main.py", "exec", dont_inherit=True), names)
-    assert names["y"] == 2
-
-
-def test_a_program_may_be_a_future_import_without_an_end_of_line() -> None:
-    program = with_prelude("from __future__ import annotations")
-    exec(compile(program, "main.py", "exec", dont_inherit=True), {})
-
-
-def test_a_future_import_within_a_text_stays_there() -> None:
-    program = 's = """\nfrom __future__ import annotations\n"""\n'
-    assert with_prelude(program).endswith(program)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        '"""a"""',
-        '"""a"""\n',
-        "'''",
-        "#\n",
-        "'\\",
-        "from __future__ import (#\n",
-        " \t",
-        "\\\n",
-        "''\n",
-    ],
-)
-def test_no_program_makes_looking_for_them_take_long(part: str) -> None:
-    before = time.monotonic()
-    with_prelude(part * 20_000)
-    with_prelude("from __future__ import (" + part * 20_000)
-    assert time.monotonic() - before < 5.0
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,10 @@ def test_a_row_of_another_project(
             {"inputs": [""], "outputs": ["20000"]},
         ),
         (
+            "\ufefffrom __future__ import annotations\r\nx: Missing = 1\r\nprint(gcd(4, 6))",
+            {"inputs": [""], "outputs": ["2"]},
+        ),
+        (
             "if __name__ == '__main__':\n    print(input())",
             {"inputs": ["a"], "outputs": ["a"]},
         ),

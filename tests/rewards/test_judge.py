@@ -65,9 +65,13 @@ def says(text: str) -> tuple[int, Any]:
     return 200, {"choices": [{"message": {"content": text}}]}
 
 
+def judge_at(url: str, key: str = "", **settings: Any) -> JudgeReward:
+    return JudgeReward(Judge(url=url, model="m", **settings), key)
+
+
 async def judged(reply: Callable[[int], Reply], retries: int = 1) -> float | None:
     async with serving(reply) as endpoint:
-        return await JudgeReward(endpoint.url, "m", retries=retries)(sample("4", "4"))
+        return await judge_at(endpoint.url, retries=retries)(sample("4", "4"))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_a_score_that_the_usual_prompt_does_not_ask_for_is_none() -> None:
 
     async def other() -> float | None:
         async with serving(lambda _: says("Score: 7")) as endpoint:
-            return await JudgeReward(endpoint.url, "m", "From 0 to 10: {response}")(sample("", ""))
+            return await judge_at(endpoint.url, prompt="From 0 to 10: {response}")(sample("", ""))
 
     assert asyncio.run(other()) == 7.0
 
@@ -113,11 +117,10 @@ def test_pauses_double_up_to_a_limit() -> None:
 
 async def _asks() -> None:
     async with serving(lambda _: says("Score: 1")) as endpoint:
-        judge = JudgeReward(
+        judge = judge_at(
             endpoint.url,
-            "m",
-            "Q {prompt} A {response} R {answer}",
-            key="secret",
+            "secret",
+            prompt="Q {prompt} A {response} R {answer}",
             options={"max_tokens": 5},
         )
         assert await judge(sample("{answer}", "4")) == 1.0
@@ -156,7 +159,7 @@ def test_a_refusal_is_not_tried_again() -> None:
 
 async def _many() -> None:
     async with serving(lambda _: says("Score: 1")) as endpoint:
-        judge = JudgeReward(endpoint.url, "m", concurrency=3)
+        judge = judge_at(endpoint.url, concurrency=3)
         samples = [sample("4", "4")] * 20
         scores = await score([wrap(judge, "judge")], [1.0], samples)
         assert [s.reward for s in scores] == [1.0] * 20
@@ -169,7 +172,7 @@ def test_calls_under_way_are_limited() -> None:
 
 async def _checked(reply: Callable[[int], Reply]) -> None:
     async with serving(reply) as endpoint:
-        await JudgeReward(endpoint.url, "m").check()
+        await judge_at(endpoint.url).check()
 
 
 async def _of_several_sets() -> None:
@@ -195,12 +198,12 @@ def test_a_first_call_that_fails_is_one_line() -> None:
 
 def test_nobody_at_the_address_is_one_line() -> None:
     with pytest.raises(RewardError, match="judge: http://127"):
-        asyncio.run(JudgeReward("http://127.0.0.1:1/v1", "m").check())
+        asyncio.run(judge_at("http://127.0.0.1:1/v1").check())
 
 
 def test_a_field_that_nobody_fills_is_refused() -> None:
     with pytest.raises(RewardError, match=r"\{question\}"):
-        JudgeReward("http://127.0.0.1:1/v1", "m", "{question}")
+        judge_at("http://127.0.0.1:1/v1", prompt="{question}")
 
 
 @pytest.mark.parametrize(
@@ -214,8 +217,6 @@ def test_a_field_that_nobody_fills_is_refused() -> None:
         (f"http://{socket.gethostname()}:8000/v1", "", True),
         ("http://10.1.2.3:8000/v1", "", False),
         ("http://10.1.2.3:8000/v1", "10.1.2.3", True),
-        ("http://10.1.2.3:8000/v1", "example.com, 10.0.0.0/8", True),
-        ("http://10.1.2.3:8000/v1", "192.168.0.0/16", False),
         ("http://judge.example.com/v1", ".example.com", True),
         ("http://judge.example.com:8000/v1", "judge.example.com:8000", True),
         ("http://judge.example.com/v1", "other.com", False),
@@ -223,13 +224,12 @@ def test_a_field_that_nobody_fills_is_refused() -> None:
     ],
 )
 def test_which_judges_are_asked_without_a_proxy(monkeypatch, url, no_proxy, is_direct):
-    """httpx itself knows neither networks nor that this machine needs no proxy."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", no_proxy)
-    client = JudgeReward(url, "m")._new_client()
+    client = judge_at(url)._new_client()
     transport = client._transport_for_url(httpx.URL(url))
     assert (transport is client._transport) == is_direct
 
@@ -250,4 +250,4 @@ def test_a_proxy_that_httpx_does_not_know_is_named(monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with pytest.raises(RewardError, match=r"proxy of the environment: .*gopher"):
-        asyncio.run(JudgeReward("http://judge.example.com/v1", "m").check())
+        asyncio.run(judge_at("http://judge.example.com/v1").check())

@@ -63,7 +63,7 @@ async def rewards(model_files: Path, folder: Path, sources: dict[str, bytes]) ->
 
 def test_a_worker_that_starts_again_scores_as_before(model_files, tmp_path):
     name = project(tmp_path)
-    sources, line = kept.sources([name], tmp_path / "run" / "rewards", is_anew=False)
+    sources, line = kept.sources([name], tmp_path / "run" / "rewards", is_new=False)
     assert line == ""
     assert {Path(path).name for path in sources} == {"rewards.py", "helper.py", "late.py"}
     assert asyncio.run(rewards(model_files, tmp_path, sources)) == [1.75, 1.75]
@@ -71,14 +71,14 @@ def test_a_worker_that_starts_again_scores_as_before(model_files, tmp_path):
 
 def test_a_worker_starts_again_without_the_file(model_files, tmp_path):
     name = project(tmp_path)
-    sources, _ = kept.sources([name], tmp_path / "run" / "rewards", is_anew=False)
+    sources, _ = kept.sources([name], tmp_path / "run" / "rewards", is_new=False)
     (tmp_path / "rewards.py").unlink()
     assert asyncio.run(rewards(model_files, tmp_path, sources)) == [1.75, 1.75]
 
 
 def test_byte_code_of_an_edited_file_is_not_loaded(model_files, tmp_path):
     name = project(tmp_path)
-    sources, _ = kept.sources([name], tmp_path / "run" / "rewards", is_anew=False)
+    sources, _ = kept.sources([name], tmp_path / "run" / "rewards", is_new=False)
     edit(tmp_path)
     assert asyncio.run(rewards(model_files, tmp_path, {}))[0] > 100  # leaves __pycache__
     assert asyncio.run(rewards(model_files, tmp_path, sources)) == [1.75, 1.75]
@@ -86,18 +86,18 @@ def test_byte_code_of_an_edited_file_is_not_loaded(model_files, tmp_path):
 
 def test_a_resumed_run_scores_by_its_copy_and_names_what_changed(tmp_path):
     name, place = project(tmp_path), tmp_path / "run" / "rewards"
-    began, _ = kept.sources([name], place, is_anew=False)
-    assert kept.sources([name], place, is_anew=False) == (began, "")
+    began, _ = kept.sources([name], place, is_new=False)
+    assert kept.sources([name], place, is_new=False) == (began, "")
     (tmp_path / "helper.py").write_text("def worth(): return 2.0\n")
     (tmp_path / "late.py").unlink()
-    resumed, line = kept.sources([name], place, is_anew=False)
+    resumed, line = kept.sources([name], place, is_new=False)
     assert resumed == began
     assert line.startswith(f"{tmp_path}/helper.py and 1 more changed since the run began: the copy")
     assert 'reward.source = "files"' in line
-    taken, line = kept.sources([name], place, is_anew=True)
+    taken, line = kept.sources([name], place, is_new=True)
     assert taken[f"{tmp_path}/helper.py"] == b"def worth(): return 2.0\n"
-    assert line.endswith("what is there now scores from here on")
-    assert kept.sources([name], place, is_anew=False) == (taken, "")
+    assert line.endswith("the new files score from here on")
+    assert kept.sources([name], place, is_new=False) == (taken, "")
 
 
 PACKAGE = {
@@ -123,7 +123,7 @@ def test_what_a_file_imports_is_found_in_its_package_and_the_working_directory(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    sources, _ = kept.sources(["proj/rules/main.py:f"], tmp_path / "run", is_anew=False)
+    sources, _ = kept.sources(["proj/rules/main.py:f"], tmp_path / "run", is_new=False)
     names = {str(Path(path).relative_to(tmp_path)) for path in sources}
     assert names == {
         *(
@@ -141,7 +141,7 @@ def test_what_a_file_imports_is_found_in_its_package_and_the_working_directory(
 def test_a_file_that_cannot_be_imported_is_kept_as_it_is(tmp_path, body):
     (tmp_path / "rewards.py").write_text(body)
     functions = [f"{tmp_path}/rewards.py:f", f"{tmp_path}/none.py:f"]
-    sources, line = kept.sources(functions, tmp_path / "run", is_anew=False)
+    sources, line = kept.sources(functions, tmp_path / "run", is_new=False)
     assert (sources, line) == ({f"{tmp_path}/rewards.py": body.encode()}, "")
 
 
@@ -152,5 +152,5 @@ def test_modules_of_pythonpath_are_kept_and_unreadable_ones_are_left_out(tmp_pat
     # root may read anything
     monkeypatch.setattr(os, "access", lambda path, _: path.name != "broken.py")
     monkeypatch.setenv("PYTHONPATH", f":{tmp_path}/library")
-    sources, _ = kept.sources([f"{tmp_path}/project/f.py:f"], tmp_path / "run", is_anew=False)
+    sources, _ = kept.sources([f"{tmp_path}/project/f.py:f"], tmp_path / "run", is_new=False)
     assert set(sources) == {f"{tmp_path}/project/f.py", f"{tmp_path}/library/scores/__init__.py"}

@@ -171,8 +171,8 @@ def test_a_function_of_the_group_gets_it_whole(environments):
     [
         (
             "my-tools",
-            "verifiers:my-tools: is a ToolEnv of up to 10 turns; one response is sampled for a "
-            "prompt, so it must be a SingleTurnEnv",
+            "verifiers:my-tools: is a ToolEnv; a prompt has one response, so it must be a "
+            "SingleTurnEnv",
         ),
         ("nowhere", "verifiers:nowhere: cannot be loaded: ModuleNotFoundError: No module named"),
     ],
@@ -188,7 +188,7 @@ def test_what_cannot_be_an_environment_of_one_turn_is_refused(environments, tmp_
 
 def test_a_verifiers_without_the_classic_api_says_what_to_install(environments):
     (environments / "verifiers.py").write_text('__version__ = "0.4.0"')
-    with pytest.raises(RewardError, match=r"verifiers 0\.4\.0 has no SingleTurnEnv any more: "):
+    with pytest.raises(RewardError, match="verifiers has no SingleTurnEnv: pip install"):
         load_rubric("my-sums", None)
 
 

@@ -493,7 +493,6 @@ def test_a_keyword_argument_that_no_function_takes_is_said(tmp_path):
     ("call", "failure"),
     [
         ("sys.exit('no licence')", "SystemExit: no licence"),
-        ("args.parse_args([])", "SystemExit: 2; the last line on stderr is "),
         *e2e(
             [
                 ("sys.exit(3)", "SystemExit: 3"),
@@ -509,14 +508,12 @@ def test_a_call_that_would_end_its_process_has_its_reason(
     model_files, tmp_path, call, failure, kind
 ):
     source = (
-        "import argparse, asyncio, sys\n"
-        "args = argparse.ArgumentParser()\nargs.add_argument('--weights', required=True)\n"
+        "import asyncio, sys\n"
         f"{kind} reward(sample):\n    if sample.row.get('ends'):\n        {call}\n    return 1.0\n"
     )
     jobs = [job("a", ends=True), job("b")]
     results = run_jobs(source, jobs, model_files, tmp_path, workers=1)
     assert results["a"].failure.startswith(failure)
-    assert "--weights" in results["a"].failure or "args" not in call
     assert results["b"].reward == 1.0
 
 
@@ -525,15 +522,10 @@ def test_a_call_that_would_end_its_process_has_its_reason(
     [
         *e2e(
             [
-                ("import sys\nsys.exit('no licence')", "SystemExit: no licence"),
                 ("raise KeyboardInterrupt('stopped')", "KeyboardInterrupt: stopped"),
             ]
         ),
-        (
-            "import argparse\nargs = argparse.ArgumentParser()\n"
-            "args.add_argument('--weights', required=True)\nargs.parse_args([])",
-            "SystemExit: 2; the last line on stderr is .*--weights",
-        ),
+        ("import sys\nsys.exit('no licence')", "SystemExit: no licence"),
     ],
 )
 def test_an_import_that_would_end_its_process_has_its_reason(model_files, tmp_path, body, reason):

@@ -140,7 +140,7 @@ class Member:
 
     def here(self) -> set[str]:
         """Digests of which something lies here."""
-        return {path.name.partition(".")[0] for path in self.store._control.iterdir()}
+        return {path.name.partition(".")[0] for path in self.store.control.iterdir()}
 
 
 @contextlib.asynccontextmanager

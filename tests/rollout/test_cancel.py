@@ -1,11 +1,8 @@
 """A rollout role that is cancelled ends, whatever happens in the same turn, and leaves nothing."""
 
 import asyncio
-import contextlib
 import fcntl
-import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,44 +54,13 @@ def test_a_cancel_in_the_turn_in_which_the_engine_dies_is_not_lost(tmp_path: Pat
     assert asyncio.run(scenario()) == 3
 
 
-# What a thread brings when nobody waits for it any more
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """As by somebody who is about to remove it: whoever wants it waits, in a thread."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def test_a_claim_that_is_made_when_another_version_is_wanted_is_given_back(tmp_path: Path):
-    first, second = (make_version(tmp_path / f"v{v}.bin", v, 2, 1 << 20) for v in (1, 2))
-
-    async def scenario() -> None:
-        async with serving(first, second) as trainer, node("a", tmp_path) as a:
-            with locked(a.folder / f"{first.digest}.want"):
-                a.offer(first, trainer)
-                await until(lambda: waits_for(a.folder / f"{first.digest}.want"))
-                a.offer(second, trainer)
-                await a.got(second)
-                assert [c.digest for c in a.store._claims] == [second.digest]
-            await until(lambda: not is_wanted(a.folder / f"{first.digest}.want"))
-            assert [c.digest for c in a.store._claims] == [second.digest]
-
-    asyncio.run(scenario())
-
-
 def test_a_version_that_is_proved_when_another_one_is_wanted_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Else whoever made it could never write to its file again."""
     first, second = (make_version(tmp_path / f"v{v}.bin", v, 2, 1 << 20) for v in (1, 2))
     proved, may_go_on = threading.Event(), threading.Event()
-    prove = store.prove
+    prove = store.verify_version
 
     def prove_slowly(version: LocalVersion, is_ended: threading.Event) -> None:
         prove(version, is_ended)
@@ -102,7 +68,7 @@ def test_a_version_that_is_proved_when_another_one_is_wanted_is_closed(
             proved.set()
             may_go_on.wait()
 
-    monkeypatch.setattr(store, "prove", prove_slowly)
+    monkeypatch.setattr(store, "verify_version", prove_slowly)
 
     async def scenario() -> None:
         async with serving(second) as trainer, node("a", tmp_path) as a:
@@ -127,10 +93,3 @@ def is_wanted(path: Path) -> bool:
     except FileNotFoundError:  # swept: nobody wants it
         pass
     return False
-
-
-def waits_for(path: Path) -> bool:
-    """Somebody waits for its lock (an arrow in /proc/locks)."""
-    inode = f":{path.stat().st_ino} "
-    lines = Path("/proc/locks").read_text().splitlines()
-    return any("-> FLOCK" in line and inode in line for line in lines)

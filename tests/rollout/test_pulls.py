@@ -53,7 +53,7 @@ class Pulling:
 
     def files(self) -> set[str]:
         """Digests of the versions that are here, with ".part" behind those that are not whole."""
-        names = [p.name for p in self.store._control.iterdir() if ".bin" in p.name]
+        names = [p.name for p in self.store.control.iterdir() if ".bin" in p.name]
         return {name.replace(".bin", "") for name in names}
 
     async def until_files(self, *wanted: str) -> None:

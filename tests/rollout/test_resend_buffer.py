@@ -61,7 +61,7 @@ def test_in_a_synchronous_run_nothing_finished_outlives_its_version():
     kept = ResendBuffer(max_staleness=0)
     kept.start([request("a")])
     kept.add(chunk("a", 0, [1], end="stop"))
-    kept.loaded(1, in_touch=False)
+    kept.loaded(1, is_connected=False)
     assert kept.unacked() == ()
 
 
@@ -140,7 +140,7 @@ def test_whatever_comes_in_between_every_token_is_told_once_and_in_order(
     for name, count, loads in steps:
         if loads:
             version += 1
-            kept.loaded(version, in_touch=False)
+            kept.loaded(version, is_connected=False)
         ids = list(range(len(made[name]), len(made[name]) + count))
         kept.add(chunk(name, len(made[name]), ids, version=version))
         made[name] += ids

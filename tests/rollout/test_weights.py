@@ -21,7 +21,7 @@ from lightrl.messages.broadcasts import BroadcastFailed
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.rollout.fetched import Fetched
-from lightrl.rollout.weights import NodeWeights
+from lightrl.rollout.weights import Callbacks, NodeWeights
 from lightrl.weights.machine import scratch, store
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
@@ -51,9 +51,11 @@ class Node:
             self.store,
             self.server,
             "127.0.0.1",
-            self.said.put_nowait,
-            lambda: None,
-            lambda group, reason: self.said.put_nowait(BroadcastFailed(group, reason)),
+            Callbacks(
+                self.said.put_nowait,
+                lambda: None,
+                lambda group, reason: self.said.put_nowait(BroadcastFailed(group, reason)),
+            ),
         )
 
     def offer(self, file: VersionFile, *holders: WeightServer) -> PublishWeights:
@@ -73,7 +75,7 @@ class Node:
 
     @property
     def folder(self) -> Path:
-        return self.store._control
+        return self.store.control
 
 
 @contextlib.asynccontextmanager
@@ -360,9 +362,9 @@ def test_memory_must_have_room_for_all_that_a_machine_holds_at_a_time(
     size = 100 << 20
     for shared, wanted in ((3 * size, 0), (3 * size - 1, 1)):
         free[roots[0]] = shared
-        assert one.place("d.bin", size).is_relative_to(roots[wanted])
+        assert one._place("d.bin", size).is_relative_to(roots[wanted])
     # one of the three is here already
-    (one._control / "c.bin").write_bytes(bytes(size))
+    (one.control / "c.bin").write_bytes(bytes(size))
     free[roots[0]] = 2 * size
-    assert one.place("d.bin", size).is_relative_to(roots[0])
+    assert one._place("d.bin", size).is_relative_to(roots[0])
     one.close()

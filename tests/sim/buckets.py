@@ -1,5 +1,5 @@
 """Nodes that pull weights from several sources at once, bucket by bucket, and serve what they have:
-what `lightrl.sim.swarm.Swarm` approximates.
+what `lightrl.sim.weights.swarm.Swarm` approximates.
 
 The sources of each node are given. Exact but for this: a version has at most MAX_BUCKETS buckets,
 larger ones where it is large; a request takes no time of its own, nor does proving; and a node asks
@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from lightrl.sim.lines import fair_rates
-from lightrl.sim.swarm import Arrived, Parcel
+from lightrl.sim.weights.swarm import Arrived, Parcel, fair_rates
 
 F = TypeVar("F", bound=Hashable)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from lightrl.core.settings import Settings
 from lightrl.messages.responses import Sampling
-from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.machines import NodeSpec
-from lightrl.sim.scenario import Scenario, Switches, Training, Transfer
-from lightrl.sim.traces import TraceEvent
-from lightrl.sim.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
+from lightrl.sim.inputs.hardware import EngineProfile
+from lightrl.sim.inputs.nodes import NodeSpec
+from lightrl.sim.inputs.scenario import Scenario, Switches, Training, Transfer
+from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.inputs.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
 from lightrl.sim.world import World
 
 LIMIT = 600

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.report import figures
-from lightrl.sim.traces import TraceEvent, synthetic_trace
 from lightrl.sim.world import World
+from scripts.studies.published_lib.synthetic import synthetic_trace
 from tests.sim.conftest import COLOCATED, nodes, world
 from tests.sim.test_transfers import LINE, MANY, SIZE, lines
 from tests.support.tiers import e2e

@@ -6,8 +6,8 @@ from dataclasses import replace
 from lightrl.core.settings import EvalSet
 from lightrl.core.state import Round
 from lightrl.messages.responses import Sampling
-from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.workload import LengthModel
+from lightrl.sim.inputs.hardware import EngineProfile
+from lightrl.sim.inputs.workload import LengthModel
 from scripts.bench.evaluation_lib.ideal import Fleet, bound_s, even_s, oracle_s, play_s
 from scripts.bench.evaluation_lib.virtual import evaluations
 from tests.sim.conftest import SCENARIO, nodes, world

@@ -1,5 +1,6 @@
 """What RLBoost's rows add to the simulator: windows that settle, instances that die or start."""
 
+import math
 from dataclasses import replace
 from statistics import fmean
 
@@ -9,16 +10,20 @@ from lightrl.core.offload import StepTimes, View
 from lightrl.core.placement import Outlook
 from lightrl.core.state import Node
 from lightrl.core.window import Window
-from lightrl.sim.scenario import Scenario, Switches
-from lightrl.sim.traces import TraceEvent
+from lightrl.sim.inputs.scenario import Scenario, Switches
+from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.world import World
 from scripts.studies.published_lib.losses import Losses
 from scripts.studies.published_lib.rules import Held, NoWindow, Settled
 from tests.sim.conftest import COLOCATED, nodes, world
 
-SHARED = Switches(offload="window", proves=False)
+SHARED = Switches(offload="window")
 ALWAYS = tuple(TraceEvent(0.0, f"s{k}", True) for k in range(4))
-TRAINS = replace(COLOCATED, training=replace(COLOCATED.training, token_s=8e-4))
+TRAINS = replace(
+    COLOCATED,
+    training=replace(COLOCATED.training, token_s=8e-4),
+    transfer=replace(COLOCATED.transfer, file_bytes_per_s=math.inf),
+)
 
 
 def view(opened_at: float) -> View:

@@ -6,7 +6,7 @@ from time import process_time
 
 import pytest
 
-from lightrl.sim.lines import fair_rates
+from lightrl.sim.weights.swarm import fair_rates
 from tests.sim.buckets import Lines
 
 

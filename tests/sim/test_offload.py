@@ -8,9 +8,9 @@ from lightrl.core.handover import Handover
 from lightrl.core.offload import Change, Rule, StepTimes, View
 from lightrl.core.settings import EvalSet, Tail
 from lightrl.messages.responses import Sampling
+from lightrl.sim.inputs.scenario import OffloadRule, Switches
+from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.outcome import Outcome
-from lightrl.sim.scenario import OffloadRule, Switches
-from lightrl.sim.traces import TraceEvent
 from lightrl.sim.world import World
 from tests.sim.conftest import COLOCATED, nodes, world
 

@@ -6,9 +6,9 @@ import pytest
 
 from lightrl.core.settings import Tail
 from lightrl.errors import SimError
-from lightrl.sim.baselines import Fleet, compare
-from lightrl.sim.machines import SPOT, NodeSpec, can_group, of_all_sizes
-from lightrl.sim.scenario import PRESETS, Switches
+from lightrl.sim.inputs.nodes import SPOT, NodeSpec, can_group, of_all_sizes
+from lightrl.sim.inputs.scenario import PRESETS, Switches
+from lightrl.sim.variants import Fleet, compare
 from lightrl.sim.world import World
 from tests.sim.conftest import COLOCATED, SCENARIO, SETTINGS, nodes, world
 
@@ -60,7 +60,7 @@ def test_engines_of_all_sizes_lie_over_the_same_devices():
 def test_what_cannot_be_is_refused_in_one_line():
     with pytest.raises(SimError, match="take turns with each other, not with the trainer"):
         world(COLOCATED, replace(PLANNER, offload="foreseen"))
-    with pytest.raises(SimError, match="of an engine of 3 devices workload small says nothing"):
+    with pytest.raises(SimError, match="workload small does not describe an engine of 3 devices"):
         world(SCENARIO, parallel=(1, 3))
 
 

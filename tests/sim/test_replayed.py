@@ -2,11 +2,12 @@
 
 from itertools import islice
 
-from lightrl.sim.replayed import ReplayCursor, drawn_in, replayed
+from lightrl.sim.inputs.recorded import drawn_order, measured_lengths
+from lightrl.sim.inputs.workload import Cursor
 
 
 def lengths(*rounds):
-    return replayed(rounds, seed=0)
+    return measured_lengths(rounds, seed=0)
 
 
 def test_a_response_is_as_long_as_it_was_whatever_its_noise():
@@ -39,11 +40,11 @@ def test_one_that_was_never_launched_is_as_long_as_another_of_its_prompt():
 def test_prompts_come_in_the_order_in_which_they_were_drawn():
     rounds = {0: [("b", 0, 0, 1, True)], 1: [("a", 0, 0, 1, True), ("c", 0, 0, 1, True)]}
     drawn = {0: [("a", 0), ("b", 0)], 2: [("d", 0)]}  # a is put off unseen, c of another process
-    assert drawn_in(drawn, rounds) == (("a", 0), ("b", 0), ("c", 0), ("d", 0))
+    assert drawn_order(drawn, rounds) == (("a", 0), ("b", 0), ("c", 0), ("d", 0))
 
 
 def test_beyond_the_run_the_epoch_is_finished_and_others_follow():
-    cursor = ReplayCursor([("a", 0), ("b", 0), ("c", 0), ("a", 1)], num_prompts=4, seed=1)
+    cursor = Cursor(4, 1, [("a", 0), ("b", 0), ("c", 0), ("a", 1)])
     drawn = list(islice((cursor.draw() for _ in iter(int, 1)), 12))
     assert drawn[:4] == [("a", 0), ("b", 0), ("c", 0), ("a", 1)]
     assert [epoch for _, epoch in drawn[4:]] == [1, 1, 1, 2, 2, 2, 2, 3]

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from lightrl.core.settings import Tail
-from lightrl.sim.traces import TraceEvent
-from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
+from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.inputs.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World
-from scripts.studies.published_lib.instances import checks_beyond, checks_of
-from scripts.studies.published_lib.played import Check, Played, Setting
+from scripts.studies.published_lib.instances import checks_extra, checks_of
 from scripts.studies.published_lib.published import (
     ENGINES,
     ETA,
@@ -20,12 +19,14 @@ from scripts.studies.published_lib.published import (
     STUDIES,
 )
 from scripts.studies.published_lib.report import as_json, tables
-from scripts.studies.published_lib.reproduce import Reproduction, Rival, play
+from scripts.studies.published_lib.reproduce import Baseline, Reproduction, simulate
+from scripts.studies.published_lib.simulated import Check, Setting, Simulated
+from scripts.studies.published_lib.surplus import Surplus
 from scripts.studies.published_lib.systems import (
     INSTANCES,
     MOVING,
     STARTING_AGAIN,
-    beyond,
+    extra,
     systems,
     with_instances,
 )
@@ -41,18 +42,18 @@ NO_RACE, RACE = "prompts x 1, responses x 1", "prompts x 1.25, responses x 1.25"
 
 def test_rounds_without_a_race_take_as_long_as_published():
     row = replace(systems(SHORT_STUDY.bars)[NO_RACE], rounds=2)
-    rounds = play(Setting(SHORT_STUDY.workload, row, seed=0)).figures.kinds["plain"]
+    rounds = simulate(Setting(SHORT_STUDY.workload, row, seed=0)).figures.kinds["plain"]
     assert rounds.rollout_s == pytest.approx(BARS[NO_RACE].rollout_s, rel=0.15)
 
 
 def test_tail_batching_has_its_period_and_its_gain():
     row = replace(systems(SHORT_STUDY.bars)[RACE], rounds=len(PERIOD))
-    played = play(Setting(SHORT_STUDY.workload, row, seed=0))
-    assert played.kinds == PERIOD
-    kinds = played.figures.kinds
+    simulated = simulate(Setting(SHORT_STUDY.workload, row, seed=0))
+    assert simulated.kinds == PERIOD
+    kinds = simulated.figures.kinds
     mean_s = fmean([kinds["short"].rollout_s] * 4 + [kinds["long"].rollout_s])
     assert mean_s == pytest.approx(BARS[RACE].rollout_s, rel=0.15)
-    assert played.figures.length_bias < -0.15
+    assert simulated.figures.length_bias < -0.15
 
 
 def test_every_row_has_whole_periods():
@@ -67,18 +68,18 @@ def test_every_row_has_whole_periods():
 def test_the_devices_of_rlboost_alone_sample_for_most_of_a_step():
     """Up to 73 % of it, the paper says."""
     row = replace(with_instances()["colocated"], rounds=1)
-    played = play(Setting(RLBOOST.workload, row, seed=0)).figures
-    step = played.kinds["plain"]
+    simulated = simulate(Setting(RLBOOST.workload, row, seed=0)).figures
+    step = simulated.kinds["plain"]
     assert row.engines == RESERVED_ENGINES
-    assert 0.5 < step.rollout_s / played.step_s < 0.73
-    hourly = played.cost_per_step / (played.step_s / 3600)
+    assert 0.5 < step.rollout_s / simulated.step_s < 0.73
+    hourly = simulated.cost_per_step / (simulated.step_s / 3600)
     assert hourly == pytest.approx(83.79, rel=0.02)
 
 
 def test_preemptible_instances_that_stay_take_part_of_the_work():
     rows = with_instances()
     alone, few = (
-        play(Setting(RLBOOST.workload, replace(rows[name], rounds=1), seed=0)).figures
+        simulate(Setting(RLBOOST.workload, replace(rows[name], rounds=1), seed=0)).figures
         for name in ("colocated", "+ 4 preemptible")
     )
     assert few.devices["spot"]["decode"] > 0.3
@@ -94,40 +95,43 @@ def test_devices_of_all_rows_of_ours_change_sides_by_the_rule_of_the_core():
     for row in ours:
         assert row.engines == ENGINES
         assert row.switches.offload == "foreseen"
-    played = play(Setting(SHORT_STUDY.workload, replace(ours[2], rounds=2), seed=0)).figures
-    assert played.devices["rollout"]["train"] > 0
-    assert "trainer" not in played.devices
+    simulated = simulate(Setting(SHORT_STUDY.workload, replace(ours[2], rounds=2), seed=0)).figures
+    assert simulated.devices["rollout"]["train"] > 0
+    assert "trainer" not in simulated.devices
 
 
 def test_what_is_told_of_instances_follows_from_the_rows():
     row = replace(with_instances()["5120 tokens: colocated"], rounds=1, learns=False)
-    one = play(Setting(RLBOOST.workload, row, seed=0))
+    one = simulate(Setting(RLBOOST.workload, row, seed=0))
 
-    def found(step_s: dict[str, float], cost_per_s: float = 1.0) -> dict[str, list[Played]]:
+    def found(step_s: dict[str, float], cost_per_s: float = 1.0) -> dict[str, list[Simulated]]:
         return {
             name: [replace(one, figures=replace(one.figures, step_s=s), cost_per_s=cost_per_s)]
             for name, s in step_s.items()
         }
 
     rows = found({"colocated": 100.0, "+ 1 preemptible": 80.0, "+ 2 preemptible": 50.0})
-    told = {c.name: c.ours for c in checks_of(RLBOOST, rows)}
-    assert told == {"+ 1 preemptible: speed-up": 1.25, "+ 1 preemptible: cost of a token": 0.8}
+    found_checks = {c.name: c.ours for c in checks_of(RLBOOST, rows)}
+    assert found_checks == {
+        "+ 1 preemptible: speed-up": 1.25,
+        "+ 1 preemptible: cost of a token": 0.8,
+    }
     rows = found({"changing: with memory": 50.0, "changing: without memory": 60.0})
     rows |= found({f"5120 tokens: + {n} preemptible": abs(n - 4) + 2.0 for n in INSTANCES})
-    told = {c.name: c.ours for c in checks_of(RLBOOST, rows)}
-    assert told == {"throughput with memory": 1.2, "limit of 5120: best number": 4}
+    found_checks = {c.name: c.ours for c in checks_of(RLBOOST, rows)}
+    assert found_checks == {"throughput with memory": 1.2, "limit of 5120: best number": 4}
     lost = {"+ 6 preemptible": 50.0, MOVING: 60.0, STARTING_AGAIN: 90.0}
     assert [c.ours for c in checks_of(RLBOOST, found(lost))] == [0.75]
     rows = found({"colocated": 100.0, "RLBoost": 60.0, "LightRL, prompts": 50.0})
-    assert [round(c.ours, 9) for c in checks_beyond(rows)] == [1.2, 2.0]
+    assert [round(c.ours, 9) for c in checks_extra(rows)] == [1.2, 2.0]
 
 
 def test_every_mechanism_is_there_alone_and_last():
-    names = set(beyond())
+    names = set(extra())
     alone = {name[2:] for name in names if name.startswith("+ ")}
     last = {name[2:] for name in names if name.startswith("- ")}
     assert last == alone - {"race of prompts"}  # without that it is "LightRL, off"
-    traces = {row.trace for name, row in beyond().items() if name != "colocated"}
+    traces = {row.trace for name, row in extra().items() if name != "colocated"}
     assert len(traces) == 1
 
 
@@ -135,11 +139,11 @@ def test_surplus_that_runs_on_is_scored_too():
     reward = RewardTimes((RewardClass(constant_s=1.0, workers=8),))
     scenario = replace(COLOCATED, workload=replace(COLOCATED.workload, reward=reward))
     clock = Tail(1.25, 1.5, race="clock")
-    late = replace(SYNCHRONOUS, exact_finishes=True)
+    late = replace(SYNCHRONOUS, prompt_batch=1 << 30)
     ends = world(scenario, late, tail=clock, num_steps=3).run()
-    goes_on = world(
-        scenario, replace(late, surplus_ends=False), tail=clock, num_steps=3, check=True
-    ).run()
+    w = world(scenario, late, tail=clock, num_steps=3, check=True)
+    w.mechanisms = (Surplus(w), *w.mechanisms)
+    goes_on = w.run()
     assert goes_on.sampled_tokens > ends.sampled_tokens
     assert fmean(s.train_s for s in goes_on.steps) > 0.5 + fmean(s.train_s for s in ends.steps)
 
@@ -174,8 +178,8 @@ def test_luck_is_shared_by_what_is_sampled_together_and_drawn_anew_by_a_retry():
 
 
 def test_what_is_printed():
-    rival = Rival("LightRL full", 61.2, 3.1, 0.5, 900.0, 1000.0, 0.01, 0.02, 0.25, 2.5)
-    result = Reproduction("w", [Check("a bar: rollout s", 100.0, 90.0)], PERIOD, [rival])
+    baseline = Baseline("LightRL full", 61.2, 3.1, 0.5, 900.0, 1000.0, 0.01, 0.02, 0.25, 2.5)
+    result = Reproduction("w", [Check("a bar: rollout s", 100.0, 90.0)], PERIOD, [baseline])
     tree: Any = as_json([result])["w"]
     assert tree["checks"][0]["error"] == pytest.approx(-0.1)
     assert tree["systems"][0]["bias"] == pytest.approx(-0.1)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import SimError
-from lightrl.sim.traces import TraceEvent, always_there, cut, read_trace, sample, synthetic_trace
+from lightrl.sim.inputs.traces import TraceEvent, always_there, cut, read_trace, sample
+from scripts.studies.published_lib.synthetic import synthetic_trace
 
 # Rows as in Bamboo's: whole milliseconds, names without a pattern that means anything.
 ROWS = "0,add,node1\n0,add,node2\n60000,remove,node1\n60000,add,node3\n180000,remove,node2\n"
@@ -92,7 +93,7 @@ def test_a_segment_that_cannot_be_is_refused(
 
 def test_a_segment_without_nodes_is_refused():
     trace = (TraceEvent(100.0, "a", True), TraceEvent(200.0, "a", False))
-    with pytest.raises(SimError, match="no node of the trace is there from 10 to 50 s"):
+    with pytest.raises(SimError, match="no node of the trace is present from 10 to 50 s"):
         cut(trace, 10.0, 50.0)
 
 

@@ -1,15 +1,16 @@
 """Weights on their way in whole runs: who pulled from whom, how long it took, who died."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightrl.errors import SimError
-from lightrl.sim.costs import Training, Transfer
+from lightrl.sim.inputs.hardware import Training, Transfer
+from lightrl.sim.inputs.scenario import Scenario
+from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.report import figures, tables
-from lightrl.sim.scenario import Scenario, Switches
-from lightrl.sim.traces import TraceEvent, synthetic_trace
+from scripts.studies.published_lib.synthetic import synthetic_trace
 from tests.sim.conftest import SCENARIO, nodes, world
 from tests.support.tiers import e2e
 
@@ -139,9 +140,6 @@ def test_on_the_trainers_machine_its_file_is_proved_and_nothing_is_pulled(num: i
     out = world(scenario, fleet=nodes(num), num_steps=2).run()
     assert out.weights.num_pulls == out.weights.trainer_bytes == 0
     assert out.steps[0].opened_at == pytest.approx(2.0 + 0.3)
-    believes = Switches(proves=False)
-    out = world(scenario, switches=believes, fleet=nodes(num), num_steps=2).run()
-    assert out.steps[0].opened_at == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("num", [2, *e2e([MANY])])
@@ -151,9 +149,9 @@ def test_others_pull_over_the_trainers_line_and_not_over_those_of_its_machine(nu
     spot = tuple(TraceEvent(0.0, f"s{k}", True) for k in range(2))
     out = world(scenario, fleet=nodes(num), trace=spot, num_steps=1).run()
     assert out.weights.longest_pull_s == pytest.approx(2.0, rel=0.01)  # 20 GB at 10 GB/s
-    relayed = replace(scenario, transfer=replace(scenario.transfer, relays=True))
-    at_once = Switches(proves=False)
-    out = world(relayed, switches=at_once, fleet=nodes(num), trace=spot, num_steps=1).run()
+    transfer = replace(scenario.transfer, relays=True, file_bytes_per_s=math.inf)
+    relayed = replace(scenario, transfer=transfer)
+    out = world(relayed, fleet=nodes(num), trace=spot, num_steps=1).run()
     assert out.weights.trainer_bytes >= SIZE * 0.99
     assert out.weights.longest_pull_s >= 0.99
 
@@ -171,26 +169,6 @@ def test_what_transfers_took_is_printed():
     text = str(tables(figures(out, scenario))[-1])
     assert "weights    3 pulls, " in text
     assert "% of the bytes from peers, the trainer sent each version 0.7 times" in text
-    assert "broadcast  to 3 nodes, 1 s each; 0 broken off" in text
+    assert "broadcast  to 3 nodes, 1 s each; 0 broken" in text
     nothing = figures(world(num_steps=1, scenario=lines(num_bytes=0.0)).run(), lines())
     assert "weights  " not in str(tables(nothing)[-1])
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"delta_ratio": 0.0}, "delta_ratio = 0.0: above 0, at most 1"),
-        ({"delta_ratio": 1.5}, "delta_ratio = 1.5"),
-        ({"relay_bytes_per_s": -1.0}, "is negative"),
-        ({"publish_bytes_per_s": -1.0}, "publish_bytes_per_s = -1.0: is negative"),
-        ({"load_bytes_per_s": float("nan")}, "load_bytes_per_s = nan: is negative"),
-        ({"file_bytes_per_s": 0.0}, "must be positive"),
-        ({"prove_bytes_per_s": float("nan")}, "must be positive"),
-        ({"form_s": -1.0}, "must not be negative"),
-        ({"publish_s": -1.0}, "must not be negative"),
-        ({"sender_bytes_per_s": 0.0}, "must be positive"),
-    ],
-)
-def test_transfers_that_cannot_be_are_refused(changes: dict[str, float], complaint: str):
-    with pytest.raises(SimError, match=complaint):
-        lines(**changes)

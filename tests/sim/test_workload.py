@@ -7,10 +7,16 @@ from statistics import correlation, quantiles
 import pytest
 
 from lightrl.errors import SimError
-from lightrl.sim import models
-from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.scenario import PRESETS, find_scenario
-from lightrl.sim.workload import (
+from lightrl.sim.inputs.files import find_scenario
+from lightrl.sim.inputs.hardware import EngineProfile
+from lightrl.sim.inputs.scenario import (
+    PRESETS,
+    QWEN2_5_7B,
+    QWEN2_5_14B,
+    QWEN2_5_32B,
+    QWEN3_14B,
+)
+from lightrl.sim.inputs.workload import (
     SHORT_TAIL,
     Cursor,
     EmpiricalLengths,
@@ -105,17 +111,17 @@ def test_a_workload_file_changes_what_it_names(tmp_path: Path):
     assert (scenario.training.placement, scenario.prices.node) == ("colocated", 2.5)
 
 
-def test_a_finished_run_is_a_workload(tmp_path: Path):
+def test_the_lengths_of_a_run_are_a_workload(tmp_path: Path):
     rows = [
         {"step": 0, "kind": "eval", "responses": [["e", 0, 0, 1, True]]},
         {"step": 0, "kind": "short", "responses": [["x", 0, 0, 12, True], ["y", 0, 0, 5, False]]},
     ]
-    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    scenario = find_scenario(str(tmp_path), 100, 0)
+    file = tmp_path / "lengths.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    scenario = find_scenario(str(file), 100, 0)
     assert scenario.workload.num_prompts == 2
-    assert (
-        scenario.workload.lengths.length("p1", 0, 0, 100) == 12
-    )  # at least 5, and 12 is the only longer one
+    # at least 5, and 12 is the only longer one
+    assert scenario.workload.lengths.length("p1", 0, 0, 100) == 12
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -131,10 +137,10 @@ def test_presets_can_be_built_and_move_real_weights(name: str):
 @pytest.mark.parametrize(
     ("num_bytes", "hidden", "layers", "heads", "kv_heads", "inner", "vocabulary", "is_qwen3"),
     [
-        (models.QWEN2_5_7B, 3584, 28, 28, 4, 18944, 152_064, False),
-        (models.QWEN2_5_14B, 5120, 48, 40, 8, 13824, 152_064, False),
-        (models.QWEN2_5_32B, 5120, 64, 40, 8, 27648, 152_064, False),
-        (models.QWEN3_14B, 5120, 40, 40, 8, 17408, 151_936, True),
+        (QWEN2_5_7B, 3584, 28, 28, 4, 18944, 152_064, False),
+        (QWEN2_5_14B, 5120, 48, 40, 8, 13824, 152_064, False),
+        (QWEN2_5_32B, 5120, 64, 40, 8, 27648, 152_064, False),
+        (QWEN3_14B, 5120, 40, 40, 8, 17408, 151_936, True),
     ],
 )
 def test_models_are_as_large_as_their_published_shapes(
@@ -158,18 +164,32 @@ def test_models_are_as_large_as_their_published_shapes(
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"lengths": {"a": [0]}}', "lengths.a = 0: a positive whole number"),
-        ('{"lengths": {"a": []}}', "at least one length"),
-        ('{"engine": {"step": 1}}', "engine.step: unknown key; keys are step_s"),
-        ('{"engine": {"step_s": "fast"}}', "engine.step_s = 'fast': a float is needed"),
-        ('{"engine": {"step_s": -1}}', "times and sizes must be positive"),
+        ('{"lengths": {"a": [0]}}', "lengths.a.0 = 0: input should be greater than 0"),
+        ('{"lengths": {"a": []}}', "lengths.a = []: list should have at least 1 item"),
+        ('{"engine": {"step": 1}}', "engine.step: unknown key"),
+        (
+            '{"engine": {"step_s": "fast"}}',
+            "engine.step_s = 'fast': input should be a",
+        ),
+        ('{"engine": {"step_s": -1}}', "engine.step_s = -1: input should be greater than 0"),
+        ('{"engine": {"speculation": {"acceptance": 1}}}', "acceptance = 1: input should be less"),
         ('{"reward": {"classes": [{"share": 0.5}]}}', "shares of the classes sum to 0.5"),
-        ('{"training": {"placement": "moon"}}', "dedicated or colocated"),
-        ('{"length_model": {"rho": 2}}', "-1 <= rho <= 1"),
+        ('{"reward": {"classes": [{"shar": 1}]}}', "reward.classes.0.shar: unknown key"),
+        (
+            '{"training": {"placement": "moon"}}',
+            "training.placement = 'moon': input should be",
+        ),
+        ('{"transfer": {"delta_ratio": 0}}', "transfer.delta_ratio = 0: input should be greater"),
+        ('{"transfer": {"form_s": -1}}', "transfer.form_s = -1: input should be greater"),
+        (
+            '{"length_model": {"rho": 2}}',
+            "length_model.rho = 2: input should be less",
+        ),
         ('{"speed": 1}', "speed: unknown key"),
-        ('{"num_prompts": 1.5}', "num_prompts = 1.5"),
+        ('{"num_prompts": 1.5}', "num_prompts = 1.5: input should be a valid integer"),
+        ('{"engine": 3}', "engine = 3: input should be an object"),
         ("{\n oops", ":2: not valid JSON"),
-        ("[]", "one object"),
+        ("[]", "an object is needed"),
     ],
 )
 def test_an_impossible_workload_is_one_clear_line(tmp_path: Path, text: str, complaint: str):
@@ -184,9 +204,9 @@ def test_an_impossible_workload_is_one_clear_line(tmp_path: Path, text: str, com
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"prompt": "a", "lengths": [-3]}', ":2: a length of -3 tokens"),
-        ('{"lengths": [3]}', ":2: 'prompt' is missing"),
-        ("[1]", ":2: a line is an object"),
+        ('{"prompt": "a", "lengths": [-3]}', ":2: lengths.0 = -3: input should be greater"),
+        ('{"lengths": [3]}', ":2: a line has a prompt and lengths, or responses"),
+        ("[1]", ":2: an object is needed"),
         ("{", ":2: not valid JSON"),
     ],
 )
@@ -201,5 +221,3 @@ def test_an_impossible_line_of_lengths_is_named(tmp_path: Path, line: str, compl
 def test_what_is_neither_file_nor_preset_is_said(tmp_path: Path):
     with pytest.raises(SimError, match="neither a file, a run nor a preset"):
         find_scenario("nowhere", 100, 0)
-    with pytest.raises(SimError, match=r"lengths\.jsonl: no such file"):
-        find_scenario(str(tmp_path), 100, 0)

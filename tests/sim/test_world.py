@@ -7,12 +7,13 @@ import pytest
 
 from lightrl.core.settings import Tail
 from lightrl.errors import SimError
-from lightrl.sim.engine_profile import EngineProfile
+from lightrl.sim.inputs.hardware import EngineProfile
+from lightrl.sim.inputs.scenario import Scenario, Switches
+from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.inputs.workload import RewardClass, RewardTimes
 from lightrl.sim.outcome import Outcome
-from lightrl.sim.report import bound_s, figures
-from lightrl.sim.scenario import Scenario, Switches
-from lightrl.sim.traces import TraceEvent, synthetic_trace
-from lightrl.sim.workload import RewardClass, RewardTimes
+from lightrl.sim.report import figures
+from scripts.studies.published_lib.synthetic import synthetic_trace
 from tests.sim.conftest import COLOCATED, LIMIT, SCENARIO, nodes, world
 
 BOTH = Tail(1.25, 1.25)
@@ -56,7 +57,7 @@ def test_nothing_is_lost_and_no_bound_is_beaten(name: str):
         assert min(times.values()) > -1e-9
         assert sum(times.values()) == pytest.approx(out.device_s[kind])
     for step in out.steps:
-        assert step.step_s >= bound_s(step, scenario.training.placement == "colocated") * (1 - 1e-9)
+        assert step.step_s >= step.bound_s(scenario.is_colocated) * (1 - 1e-9)
     assert sum(s.step_s for s in out.steps) == pytest.approx(out.elapsed_s - out.steps[0].opened_at)
 
 

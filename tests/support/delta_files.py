@@ -7,12 +7,12 @@ from pathlib import Path
 from lightrl.messages.weights import DeltaOffer
 from lightrl.weights.delta.encoding import Bytes
 from lightrl.weights.delta.file import (
-    PAYS_BELOW,
+    MAX_DELTA_RATIO,
     DeltaManifest,
     PackedDelta,
     encode_buckets,
     header,
-    pays,
+    is_faster,
     seal,
 )
 from lightrl.weights.delta.patch import Patch
@@ -31,18 +31,18 @@ def write_delta(
     """Writes to `out` what makes `target` of `base`, which both have these tensors: for one process
     that has both.
 
-    None, and no file, as soon as it is clear that it does not pay (PAYS_BELOW). Raises
+    None, and no file, as soon as it is clear that it does not pay (MAX_DELTA_RATIO). Raises
     WeightsError if a file is not of that size, OSError; then there is no file, either.
     """
     size = num_bytes(tensors)
     before, after = (memoryview(Path(file.path).read_bytes()) for file in (base, target))
-    if not pays(before, after, tensors):
+    if not is_faster(before, after, tensors):
         return None
     parts: list[bytes] = []
     total = 0
     for data in encode_buckets(before, after, tensors, range(num_buckets(size)), threads):
         total += len(data)
-        if total > PAYS_BELOW * size:
+        if total > MAX_DELTA_RATIO * size:
             return None
         parts.append(data)
     manifest = DeltaManifest(base.digest, target.digest, size, tuple(map(len, parts)))
@@ -59,9 +59,9 @@ def patch_version(base: VersionFile, deltas: Sequence[PackedDelta], target: Mani
         out[position : position + len(data)] = data
 
     with Path(base.path).open("rb") as file:
-        patch = Patch(file.fileno(), True, deltas, target)
+        patch = Patch(file.fileno(), deltas)
         for bucket in range(target.num_buckets):
-            assert patch.make(bucket, buffer, write)
+            patch.make(target, bucket, buffer, write)
     return bytes(out)
 
 

@@ -4,11 +4,11 @@ machine is."""
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 
 from lightrl.weights.pull.swarm import STALL_S
 from lightrl.weights.serve.send import Sender
 from lightrl.weights.serve.server import WeightServer
-from lightrl.weights.serve.turns import Turn
 
 TRICKLE_BYTES = 1 << 10
 TRICKLE_S = STALL_S / 4  # a source that sends nothing at all would be given up
@@ -37,13 +37,13 @@ class HeldLine(Sender):
         self._is_free.set()
 
     async def send(
-        self, sock: socket.socket, file: int, offset: int, size: int, turn: Turn
+        self, sock: socket.socket, file: int, offset: int, size: int, end_turn: Callable[[], None]
     ) -> None:
         while size > TRICKLE_BYTES and offset >= self._held_from and not self._is_free.is_set():
-            turn.pass_on()  # to those who wait for what is not held
-            await super().send(sock, file, offset, TRICKLE_BYTES, turn)
+            end_turn()  # to those who wait for what is not held
+            await super().send(sock, file, offset, TRICKLE_BYTES, end_turn)
             offset, size = offset + TRICKLE_BYTES, size - TRICKLE_BYTES
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TRICKLE_S):
                     await self._is_free.wait()
-        await super().send(sock, file, offset, size, turn)
+        await super().send(sock, file, offset, size, end_turn)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.messages.weights import WeightsSource
 from lightrl.tickets import pull_ticket
-from lightrl.weights.pull.transfer import Pull, PullStats, Wanted
+from lightrl.weights.pull.transfer import Pull, PullLimits, PullStats, Wanted
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES, bucket_range
 from lightrl.weights.version.manifest import Manifest, VersionFile, hash_bucket
@@ -55,7 +55,8 @@ async def pull(
     node: str = NODE,
     **options: Any,
 ) -> PullStats:
-    one = Pull(wanted(version), node, path, **options)
+    limits = PullLimits(**{k: options.pop(k) for k in ("streams", "timeout_s") if k in options})
+    one = Pull(wanted(version), node, path, limits=limits, **options)
     one.add_sources(sources)
     return await one.run()
 

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from lightrl.errors import WeightsError
 from lightrl.weights.delta.file import (
-    PAYS_BELOW,
+    MAX_DELTA_RATIO,
     DeltaManifest,
     PackedDelta,
     check_chain,
     element_runs,
     encode_buckets,
     header,
+    is_faster,
     open_packed,
-    pays,
 )
 from lightrl.weights.version.layout import BUCKET_BYTES, ITEMSIZES, num_bytes, plan
 from lightrl.weights.version.manifest import VersionFile, read_manifest
@@ -128,8 +128,8 @@ def test_whether_it_pays_is_seen_by_some_slices(share, expected):
     tensors = plan([("w", "bfloat16", (size // 2,))])
     target = random.integers(0, 1 << 16, size // 2, np.uint16) * (random.random(size // 2) < share)
     flat = memoryview(target.astype(np.uint16)).cast("B")
-    assert pays(memoryview(bytes(size)), flat, tensors) is expected
-    assert PAYS_BELOW == 0.5
+    assert is_faster(memoryview(bytes(size)), flat, tensors) is expected
+    assert MAX_DELTA_RATIO == 0.5
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEMSIZES)), st.integers(0, 200)), min_size=1))

@@ -16,7 +16,7 @@ from lightrl.errors import WeightsError
 from lightrl.messages.weights import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights.machine.leftovers import partial_path
+from lightrl.weights.machine.local import partial_path
 from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.serve.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
 from lightrl.weights.serve.send import IDLE_LIMIT_S
@@ -85,16 +85,17 @@ def test_several_pullers_at_once_each_get_the_version(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_cut_connection_resumes_where_it_broke_off(tmp_path):
+def test_a_bucket_on_a_connection_that_is_cut_is_asked_for_again(tmp_path):
     async def scenario() -> None:
         version = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
-            relay = Relay(server.addresses[0], lambda n: 300_000 if n < 3 else EVERYTHING)
+            # the first two are for what it has, and the manifest
+            relay = Relay(server.addresses[0], lambda n: 300_000 if n < 4 else EVERYTHING)
             async with relay as address:
                 sources = [source(server, via=address)]
                 stats = await pull(version, sources, tmp_path / "pulled")
-        assert relay.num_connections == 4
-        assert stats.num_bytes == version.num_bytes  # no byte twice
+        assert relay.num_connections == 5
+        assert stats.num_bytes == version.num_bytes + 2 * 300_000 - 2  # and two signs
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
     asyncio.run(scenario())
@@ -138,11 +139,11 @@ def test_a_version_corrupted_everywhere_never_appears_and_its_good_buckets_are_k
             asyncio.timeout(DEADLINE_S),
         ):
             with pytest.raises(WeightsError, match=r"no source .* bucket 3: digest differs"):
-                await pull(version, [source(server)], tmp_path / "pulled", streams=1, order=0)
+                await pull(version, [source(server)], tmp_path / "pulled", streams=1)
         assert not (tmp_path / "pulled").exists()
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
             stats = await pull(version, [source(server)], tmp_path / "pulled")
-        assert stats.num_bytes == BUCKET_BYTES  # only the bucket that was missing
+        assert BUCKET_BYTES <= stats.num_bytes < version.num_bytes  # what was missing
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
     asyncio.run(scenario())
@@ -199,13 +200,10 @@ def test_a_slow_transfer_may_take_longer_than_the_limit_for_silence(tmp_path):
     async def scenario() -> None:
         version = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
         async with (
-            serving(version) as server,
-            # 16 connections, a pause of 0.05 to 0.1 s after each
-            Relay(server.addresses[0], lambda _: 1 << 16) as address,
+            serving(version, max_bytes_per_s=1e6) as server,
             asyncio.timeout(DEADLINE_S),
         ):
-            sources = [source(server, via=address)]
-            stats = await pull(version, sources, tmp_path / "pulled", timeout_s=0.6)
+            stats = await pull(version, [source(server)], tmp_path / "pulled", timeout_s=0.6)
         assert stats.num_bytes == 1 << 20
         assert stats.seconds > 0.6
 

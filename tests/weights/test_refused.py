@@ -2,17 +2,14 @@
 
 import asyncio
 import os
-import shutil
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lightrl.errors import WeightsError
 from lightrl.messages.weights import WeightsSource
-from lightrl.weights.machine.leftovers import partial_path
-from lightrl.weights.pull.connections import parse_address
+from lightrl.weights.machine.local import partial_path
+from lightrl.weights.pull.fetch import parse_address
 from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import decode, digest_version, encode, manifest_path
@@ -59,33 +56,6 @@ def test_an_offer_that_cannot_be_is_refused(tmp_path, changes, reason):
 def test_an_address_to_which_nobody_could_connect(address):
     with pytest.raises(WeightsError, match="looks like host:port"):
         parse_address(address)
-
-
-def test_a_disk_that_is_too_small_is_found_before_anything_is_transferred(tmp_path, monkeypatch):
-    """In a thread: a disk that is busy answers late."""
-    lookers: list[threading.Thread] = []
-    look = shutil.disk_usage
-
-    def note(path: Path) -> object:
-        lookers.append(threading.current_thread())
-        return look(path)
-
-    monkeypatch.setattr(shutil, "disk_usage", note)
-
-    async def scenario() -> None:
-        version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
-        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
-            free = os.statvfs(tmp_path)
-            asked = replace(wanted(version), num_bytes=min(1 << 47, free.f_bavail * free.f_frsize))
-            one = Pull(asked, NODE, tmp_path / "pulled")
-            one.add_sources([source(server)])
-            with pytest.raises(WeightsError, match=r"version 1: needs .* GB more in"):
-                await one.run()
-        assert not partial_path(tmp_path / "pulled").exists()
-
-    asyncio.run(scenario())
-    assert lookers
-    assert threading.main_thread() not in lookers
 
 
 LIES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.weights.machine.leftovers import partial_path
+from lightrl.weights.machine.local import partial_path
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import manifest_path
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted

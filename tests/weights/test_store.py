@@ -1,6 +1,5 @@
 """The folder that the nodes of a machine share: whose it is, and what becomes of it."""
 
-import asyncio
 import os
 import shutil
 import stat
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.system.threads import in_thread
 from lightrl.weights.machine import scratch, store
-from lightrl.weights.machine.store import Store
+from lightrl.weights.machine.local import close_version, open_version
+from lightrl.weights.machine.store import Store, VersionLock
+from lightrl.weights.version.manifest import VersionFile
 
 DEADLINE_S = 90.0
 DIGEST = "ab" * 32
@@ -35,10 +35,10 @@ def opened(identity: bytes = b"run") -> Store:
 
 def test_nodes_of_a_run_share_a_folder_that_goes_with_the_last_of_them(root: Path):
     one, two, other = opened(), opened(), opened(b"another run")
-    assert one._control == two._control != other._control
-    assert stat.S_IMODE(one._control.stat().st_mode) == 0o700
+    assert one.control == two.control != other.control
+    assert stat.S_IMODE(one.control.stat().st_mode) == 0o700
     one.close()
-    assert two._control.is_dir()
+    assert two.control.is_dir()
     two.close()
     other.close()
     assert not list(root.iterdir())
@@ -53,7 +53,7 @@ def test_a_thread_that_is_late_finds_a_folder_that_is_being_closed_gone(
 
     def sweep() -> None:
         try:
-            one.claim(DIGEST, 1)
+            one.find(DIGEST, 1, threading.Event())
         except WeightsError as e:
             ended.append(e)
 
@@ -82,8 +82,8 @@ def test_what_is_not_ours_alone_is_not_used(root: Path, kind: str, caplog):
     else:
         path.touch()
     one = opened()
-    assert one._control != path
-    assert stat.S_IMODE(one._control.stat().st_mode) == 0o700
+    assert one.control != path
+    assert stat.S_IMODE(one.control.stat().st_mode) == 0o700
     assert "somebody else" in caplog.text
     one.close()
     assert os.path.lexists(path)
@@ -93,7 +93,7 @@ def test_what_a_dead_run_left_goes_after_a_while_and_not_before(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     dead, living = opened(b"dead"), opened(b"living")
-    folders = dead._control, living._control
+    folders = dead.control, living.control
     for folder in folders:
         (folder / f"{DIGEST}.bin").write_bytes(b"x")
         os.utime(folder, (0, time.time() - store.STALE_S / 2))
@@ -103,71 +103,37 @@ def test_what_a_dead_run_left_goes_after_a_while_and_not_before(
     for folder in folders:
         os.utime(folder, (0, time.time() - 2 * store.STALE_S))
     again = opened(b"dead")  # its own is never removed
-    assert (again._control / f"{DIGEST}.bin").exists()
+    assert (again.control / f"{DIGEST}.bin").exists()
     os.close(again._folders.popitem()[1][1])
     opened(b"third").close()
     assert [folder.is_dir() for folder in folders] == [False, True]
     living.close()
 
 
-def test_a_folder_that_somebody_has_removed_is_made_again(root: Path):
-    one = opened()
-    shutil.rmtree(one._control)
-    one.claim(DIGEST, 1000)
-    assert (one._control / f"{DIGEST}.want").exists()
-    one.close()
-
-
 @pytest.mark.parametrize("digest", ["", "../../etc/passwd", "AB" * 32, "ab" * 31 + "/x", "a" * 200])
 def test_what_is_no_digest_is_no_file(root: Path, digest: str):
     one = opened()
     with pytest.raises(WeightsError, match="digest"):
-        one.claim(digest, 1000)
+        one.find(digest, 1000, threading.Event())
     one.close()
 
 
-def test_what_somebody_wants_stays(root: Path):
+def test_what_a_node_uses_or_pulls_stays(root: Path):
     one, two = opened(), opened()
-    files = [one._control / name for name in (f"{DIGEST}.bin", f"{DIGEST}.1.bin.part")]
-    claim = two.claim(DIGEST, 1)
+    files = [one.control / name for name in (f"{DIGEST}.bin", f"{DIGEST}.1.bin.part")]
     for file in files:
         file.touch()
+    used = open_version(VersionFile(1, DIGEST, 0, str(files[0]), ""))
+    lock = VersionLock(two, DIGEST)
+    assert lock.try_acquire()
+    assert not VersionLock(one, DIGEST).try_acquire()
     one.sweep()
     assert all(file.exists() for file in files)
-    claim.release()
+    lock.release()
     one.sweep()
-    assert not any(file.exists() for file in files)
+    assert [file.exists() for file in files] == [True, False]
+    close_version(used)
+    one.sweep()
+    assert not list(one.control.iterdir())
     one.close()
     two.close()
-
-
-def test_a_turn_that_comes_when_nobody_waits_any_more_is_given_up(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The thread that takes it is in the middle of that, and is over before anybody asks."""
-    one = opened()
-    begun, may_go_on = threading.Event(), threading.Event()
-    take = store._try_lock
-
-    def take_slowly(lock: int, kind: int) -> bool:
-        begun.set()
-        may_go_on.wait(DEADLINE_S)
-        return take(lock, kind)
-
-    async def scenario() -> None:
-        claim = one.claim(DIGEST, 1)
-        monkeypatch.setattr(store, "_try_lock", take_slowly)
-        taking = asyncio.ensure_future(claim.turn().__aenter__())
-        async with asyncio.timeout(DEADLINE_S):
-            await in_thread(begun.wait)  # the loop goes on meanwhile
-        taking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        monkeypatch.setattr(store, "_try_lock", take)
-        may_go_on.set()
-        async with asyncio.timeout(DEADLINE_S), claim.turn() as path:
-            assert path.name == f"{DIGEST}.bin"
-        claim.release()
-
-    asyncio.run(scenario())
-    one.close()

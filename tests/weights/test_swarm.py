@@ -18,28 +18,29 @@ SIZE = 8 << 20
 
 
 def a_source(node: str, has: int = 0, *, is_known: bool = True) -> Source:
-    return Source(node, (("h", 1),), b"t", added_at=0.0, has=has, is_known=is_known)
+    return Source(node, (("h", 1),), b"t", has=has, is_known=is_known)
 
 
 def bits(*buckets: int) -> int:
     return sum(1 << b for b in buckets)
 
 
-def a_swarm(*sources: Source, order: int = 0, streams: int = 4, num: int = NUM) -> Swarm:
-    swarm = Swarm(num, order, streams)
+def a_swarm(*sources: Source, seed: int = 0, streams: int = 4, num: int = NUM) -> Swarm:
+    swarm = Swarm(num, seed, streams)
     swarm.sources = list(sources)
     return swarm
 
 
 def take(swarm: Swarm, now: float = 0.0) -> Transfer | None:
     chosen = swarm.choose(now)
-    return None if chosen is None else swarm.begin(*chosen, SIZE, 0, now)
+    return None if chosen is None else swarm.begin(*chosen, SIZE, now)
 
 
-def test_who_is_alone_asks_the_origin_for_one_bucket_after_the_other():
+def test_a_node_without_peers_asks_the_origin_with_all_its_streams():
     swarm = a_swarm(a_source("trainer", EVERYTHING), streams=3, num=5)
     taken = [take(swarm) for _ in range(3)]
-    assert [t.bucket for t in taken if t] == [0, 1, 2]
+    assert len({t.bucket for t in taken if t}) == 3
+    assert take(swarm) is None
 
 
 def test_nothing_is_asked_of_who_has_not_said_what_it_has():
@@ -79,10 +80,9 @@ def test_the_least_busy_peer_is_asked_first_and_the_rare_bucket():
     peers = [a_source(node, everywhere) for node in ("a", "b", "c")]
     peers[0].has |= bits(7)
     swarm = a_swarm(*peers, a_source("trainer", 0))
-    first = take(swarm)
-    assert first is not None
-    assert (first.source.node, first.bucket) == ("a", 7)
-    assert {t.source.node for t in (take(swarm), take(swarm)) if t} == {"b", "c"}
+    taken = {t.source.node: t.bucket for t in (take(swarm) for _ in peers) if t}
+    assert set(taken) == {"a", "b", "c"}
+    assert taken["a"] == 7
 
 
 def test_who_sent_wrong_bytes_or_refuses_is_not_asked():
@@ -92,14 +92,6 @@ def test_who_sent_wrong_bytes_or_refuses_is_not_asked():
     chosen = take(swarm)
     assert chosen is not None
     assert chosen.source.node == "trainer"
-
-
-def test_a_slow_peer_gives_way_to_the_origin():
-    slow, origin = a_source("slow", EVERYTHING), a_source("trainer", EVERYTHING)
-    slow.rate, slow.rated_at, origin.rate, origin.rated_at = 1e6, 0.0, 1e8, 0.0
-    chosen = take(a_swarm(slow, origin))
-    assert chosen is not None
-    assert chosen.source is origin
 
 
 @pytest.mark.parametrize(("has_other", "is_overdue"), [(EVERYTHING, True), (0, False)])
@@ -118,18 +110,18 @@ def test_what_drips_is_asked_of_another():
     slow, quick = a_source("slow", bits(0)), a_source("quick", bits(0))
     quick.rate = 1e8
     swarm = a_swarm(slow, quick, a_source("trainer", 0))
-    transfer = swarm.begin(slow, 0, SIZE, 0, 0.0)
+    transfer = swarm.begin(slow, 0, SIZE, 0.0)
     transfer.received, transfer.last_at = 100_000, 0.8
     assert swarm.is_overdue(transfer, 0.8)
     transfer.received = 7 << 20  # nearly done
     assert not swarm.is_overdue(transfer, 0.8)
 
 
-def test_what_was_left_is_done_by_another_and_patience_grows():
+def test_what_was_stolen_is_done_by_another_and_patience_grows():
     one, two = a_source("one", EVERYTHING), a_source("two", EVERYTHING)
     swarm = a_swarm(one, two, a_source("trainer", 0), num=1)
-    transfer = swarm.begin(one, 0, SIZE, 0, 0.0)
-    swarm.leave(transfer, 1.0)
+    transfer = swarm.begin(one, 0, SIZE, 0.0)
+    swarm.steal(transfer, 1.0)
     swarm.end(transfer, 1.0, is_whole=False)
     again = take(swarm, 1.0)
     assert again is not None
@@ -139,18 +131,18 @@ def test_what_was_left_is_done_by_another_and_patience_grows():
 
 def test_pullers_begin_in_different_places():
     firsts = set[int]()
-    for order in range(8):
-        first = take(a_swarm(a_source("trainer", EVERYTHING), order=order))
+    for seed in range(8):
+        first = take(a_swarm(a_source("trainer", EVERYTHING), seed=seed))
         assert first is not None
         firsts.add(first.bucket)
-    assert len(firsts) == 8
+    assert len(firsts) >= 5
 
 
 def test_pullers_ask_a_peer_for_different_buckets():
     """Else one that is slow sends the same to each of them, and they have nothing to relay."""
     asked = set[int]()
-    for order in range(8):
-        swarm = a_swarm(a_source("slow", EVERYTHING), a_source("trainer", 0), order=order)
+    for seed in range(8):
+        swarm = a_swarm(a_source("slow", EVERYTHING), a_source("trainer", 0), seed=seed)
         first = take(swarm)
         assert first is not None
         assert first.source.node == "slow"
@@ -168,7 +160,7 @@ def test_many_pullers_ask_the_origin_for_little_more_than_one_version(seed: int,
         a_swarm(
             *(a_source(f"n{i}") for i in range(num_pullers) if i != k),
             a_source("trainer", EVERYTHING),
-            order=k,
+            seed=k,
         )
         for k in range(num_pullers)
     ]

@@ -1,7 +1,6 @@
-"""Which tests a row brings for a program: the layouts of common data sets, one list of cases.
+"""The tests of a row: the layouts of common data sets as one list of cases.
 
-Owns what is read from an answer or from columns. Must not run anything; a stored string is decoded
-without calling what a pickle may name.
+Must not run anything; a stored pickle is decoded without a call of anything that it names.
 """
 
 import base64
@@ -10,7 +9,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -22,7 +21,7 @@ LAYOUTS = (
 )
 COLUMNS = ("test_list", "test", "input_output", "public_test_cases", "private_test_cases")
 MAX_BYTES = 256 << 20  # of decoded tests
-# Whether a test of that type is a call; of another one it is if a function is named.
+# Whether a test of that type is a call; any other type is one if the row names a function.
 IS_CALL = {"functional": True, "stdin": False}
 
 
@@ -36,8 +35,10 @@ class InputCase:
 
 @dataclass(frozen=True, slots=True)
 class CallCase:
-    """A call of a function, or of a method of the class Solution. Example: CallCase("add", [1, 2],
-    3)"""
+    """A call of a function, or of a method of the class Solution.
+
+    Example: CallCase("add", [1, 2], 3)
+    """
 
     function: str
     arguments: list[Any]
@@ -46,7 +47,7 @@ class CallCase:
 
 @dataclass(frozen=True, slots=True)
 class AssertCase:
-    """Python that raises if the program is wrong, run behind the program."""
+    """Python that raises if the program is wrong."""
 
     code: str
 
@@ -55,10 +56,10 @@ Case: TypeAlias = InputCase | CallCase | AssertCase
 
 
 def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:
-    """The tests of a row: of its answer, else of the columns of MBPP, HumanEval, KodCode, APPS (and
-    TACO) or LiveCodeBench. Empty if it has none.
+    """The tests in the answer, else in the columns of MBPP, HumanEval, KodCode, APPS (and TACO) or
+    LiveCodeBench. Empty if there are none.
 
-    Raises RewardError for an answer of none of these layouts.
+    Raises RewardError for an answer in another layout.
     """
     has_tests = any(row.get(column) for column in COLUMNS)
     is_program = has_tests and answer == row.get("solution")  # KodCode's reference
@@ -132,7 +133,7 @@ def _pair(given: Any, expected: Any, function: str | None, is_call: bool | None 
             expected = json.loads(expected)
     except ValueError:
         if is_text:
-            _unknown({"input": given, "output": expected})  # else the function returns that text
+            _unknown({"input": given, "output": expected})
     return CallCase(function, given if isinstance(given, list) else [given], expected)
 
 
@@ -141,7 +142,7 @@ def _lines(text: Any) -> str:
 
 
 def _function_name(row: dict[str, Any]) -> str | None:
-    """LiveCodeBench keeps it in a column of JSON."""
+    """LiveCodeBench has it in a column of JSON."""
     metadata = row.get("metadata")
     if isinstance(metadata, str):
         try:
@@ -166,7 +167,7 @@ def _decoded(column: Any) -> Any:
 
 
 class _Plain(pickle.Unpickler):
-    """Of strings, numbers, lists and dicts only: nothing can be named, so nothing is called."""
+    """Of strings, numbers, lists and dicts only."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module_name}.{global_name}")
@@ -174,9 +175,3 @@ class _Plain(pickle.Unpickler):
 
 def _unknown(answer: Any) -> NoReturn:
     raise RewardError(f"code: no tests in {str(answer)[:60]!r}: expected {LAYOUTS}")
-
-
-def check_cases(cases: Sequence[Case]) -> None:
-    """Raises RewardError for a row without tests."""
-    if not cases:
-        raise RewardError(f"code: the row has no tests: expected {LAYOUTS}")

@@ -1,4 +1,4 @@
-"""Whether what a program wrote or returned is what was expected. Must not run anything."""
+"""Comparison of output and results with the expected ones. Must not run anything."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """Both as JSON; APPS wraps what is expected in a list of one."""
+    """Both as JSON; APPS wraps the expected value in a list of one."""
     return _same(returned, expected) or (
         isinstance(expected, list) and len(expected) == 1 and _same(returned, expected[0])
     )

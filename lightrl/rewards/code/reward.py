@@ -1,7 +1,7 @@
-"""The reward "code": does the program in a response pass the tests of its row?
+"""The reward "code": whether the program in a response passes the tests of its row.
 
-Owns how a program is found in a response, how long a test may take and what a row is worth. What it
-runs, it runs in a sandbox of its own for each response. Must not look into the sandbox.
+Owns the program in a response, the time limit of a test and the reward of a row. Programs and
+assertions run in sandboxes only.
 """
 
 import json
@@ -13,43 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config.reward import LONGEST_TEST_S
+from lightrl.errors import RewardError
 from lightrl.rewards.base import SLOWEST, Sample
-from lightrl.rewards.code import harness, tester
+from lightrl.rewards.code import link
 from lightrl.rewards.code.asserts import names_apart
-from lightrl.rewards.code.cases import AssertCase, Case, InputCase, cases_of, check_cases
+from lightrl.rewards.code.cases import LAYOUTS, AssertCase, Case, InputCase, cases_of
 from lightrl.rewards.code.compare import same_text, same_value
 from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
 
 # RollPacker, arXiv 2509.21009, section 4.3: min(max(2 s, 1.5 x the anchor), 30 s).
 SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
-# Of the time for a response, what is left for the last program's end: a call that takes all of it
-# has no score, and one that says which tests have failed has.
+# Of the time for a response, reserved for the end of the last program: a call beyond its limit has
+# no score, one with failed tests has.
 MARGIN, MARGIN_S = 0.1, 2.0
 
+_LINK = Path(link.__file__).read_text()
 _FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = frozenset({"python", "python3", "py"})
-# What stands before a future import, a piece at a time: an empty line or comment, a docstring, or
-# another of them. No two ways match the same text: responses would find one that takes forever.
-_HEAD = re.compile(
-    r"""[ \t\f]*(?:\#[^\n]*)?\n
-    |[rRuU]?(?:\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3}
-        |"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')[ \t;]*(?:\#[^\n]*)?\n
-    |(?P<future>from[ \t]+__future__[ \t]+import[ \t]*
-        (?:\((?:[^()#]|\#[^\n]*\n)*\)|(?:[^()\n;\\]|\\\n)+)[^\n]*(?:\n|\Z))""",
-    re.VERBOSE | re.DOTALL,
-)
-_HARNESS = Path(harness.__file__).read_bytes()
-_TESTER = Path(tester.__file__).read_bytes()
-# LiveCodeBench and verl put these before every program, and answers rely on it. (`statistics` of
-# theirs takes longer than all others.) Python has been started without `exit` and `quit`.
-_MODULES = (
-    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
-    *("itertools", "functools", "operator", "io", "sys", "json"),
-)
-_PRELUDE = (
-    "".join(f"from {m} import *\n" for m in (*_MODULES, "builtins", "typing"))
-    + f"import {', '.join(_MODULES)}\nquit = exit\nsys.setrecursionlimit(100_000)\n"
-)
 
 
 class CodeReward:
@@ -58,8 +38,8 @@ class CodeReward:
     `timeout_s`: of all tests of a response together. Figures: `timeouts` (0 or 1), of a right
     answer `slowest_s`, seconds of its slowest test, and `passed`, the share, if `partial`.
 
-    Keeps nothing from one call to the next: a score does not depend on which worker makes it. The
-    limit of a test follows from `sample.slowest_s`, which the coordinator keeps for the whole run.
+    Calls share no state, so that a score does not depend on the worker. The limit of a test follows
+    from `sample.slowest_s`, which the coordinator keeps for the whole run.
     """
 
     def __init__(
@@ -73,34 +53,25 @@ class CodeReward:
         """Raises RewardError where no sandbox can be had."""
         self._timeout_s = timeout_s
         self._partial = partial
-        self._limits = limits
-        self._is_isolated = is_isolated
-        self._packages = packages
-        with self._sandbox():
-            pass
+        self._sandbox = Sandbox(limits, is_isolated, packages)
 
     def __call__(self, sample: Sample) -> dict[str, float]:
         """Raises RewardError if the row has no tests."""
         cases = cases_of(sample.answer, sample.row)
-        check_cases(cases)
+        if not cases:
+            raise RewardError(f"code: the row has no tests: expected {LAYOUTS}")
         limit_s = time_limit(sample.slowest_s)
         ends_at = time.monotonic() + self._timeout_s - min(MARGIN_S, MARGIN * self._timeout_s)
         slowest_s, program, passed, timeouts = 0.0, program_of(sample.response), 0, 0
-        sandbox = self._sandbox()
-        try:
-            for case in cases:
-                if not sandbox.is_alive:
-                    sandbox = self._sandbox()
-                if (left_s := ends_at - time.monotonic()) <= 0:
-                    break
-                outcome, is_right = run_case(sandbox, program, case, min(limit_s, left_s))
-                slowest_s = max(slowest_s, outcome.wall_s)
-                timeouts += outcome.status == "timeout"
-                passed += is_right
-                if not (is_right or self._partial):
-                    break
-        finally:
-            sandbox.close()
+        for case in cases:
+            if (left_s := ends_at - time.monotonic()) <= 0:
+                break
+            outcome, is_right = run_case(self._sandbox, program, case, min(limit_s, left_s))
+            slowest_s = max(slowest_s, outcome.wall_s)
+            timeouts += outcome.status == "timeout"
+            passed += is_right
+            if not (is_right or self._partial):
+                break
         figures = {"reward": float(passed == len(cases)), "timeouts": float(timeouts > 0)}
         if passed == len(cases):
             figures[SLOWEST] = slowest_s
@@ -109,21 +80,17 @@ class CodeReward:
             figures |= {"reward": share, "passed": share}
         return figures
 
-    def _sandbox(self) -> Sandbox:
-        return Sandbox(self._limits, self._is_isolated, self._packages)
-
 
 def time_limit(anchor_s: float | None) -> float:
-    """Seconds for one test, from those of the slowest right answer so far; the longest if there was
-    none."""
+    """Seconds for one test, from those of the slowest right answer so far, if there was one."""
     if anchor_s is None:
         return LONGEST_S
     return min(max(SHORTEST_S, FACTOR * anchor_s), LONGEST_S)
 
 
 def program_of(response: str) -> str:
-    """The last fenced block that says it is Python, else the last that says nothing of what it is,
-    else the whole response."""
+    """The last fenced block marked as Python, else the last without a mark, else the whole
+    response."""
     blocks = _FENCED.findall(response)
     for named in (_PYTHON, {""}):
         if found := [text for kind, text in blocks if kind.lower() in named]:
@@ -131,59 +98,33 @@ def program_of(response: str) -> str:
     return response
 
 
-def with_prelude(program: str) -> str:
-    """Behind its future imports, which must come before everything else."""
-    program = program.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    at = end = 0
-    while found := _HEAD.match(program, at):
-        at = found.end()
-        end = at if found["future"] else end
-    head = program[:end]
-    return head + "\n" * (head[-1:] not in ("", "\n")) + _PRELUDE + program[end:]
-
-
 def run_case(sandbox: Sandbox, program: str, case: Case, time_s: float) -> tuple[Outcome, bool]:
     """Returns how it ended and whether the test is passed."""
-    files = {"main.py": with_prelude(program).encode(errors="replace")}
+    request: dict[str, Any] = {"mode": "input", "program": program}
     if isinstance(case, InputCase):
-        outcome = sandbox.run("main.py", time_s, case.stdin.encode(), files)
+        outcome = sandbox.run(request, time_s, case.stdin.encode())
         written = outcome.output.decode(errors="replace")
-        return outcome, _has_finished(outcome) and same_text(written, case.expected)
+        return outcome, outcome.has_finished and same_text(written, case.expected)
     if isinstance(case, AssertCase):
-        return _run_assertions(sandbox, files, case.code, time_s)
-    request = {"function": case.function, "arguments": case.arguments}
-    files["harness.py"] = _HARNESS
-    outcome = sandbox.run("harness.py", time_s, json.dumps(request).encode(), files)
+        token = secrets.token_hex(8)  # not in the process of the program
+        names = names_apart(case.code)
+        test = {"mode": "test", "test": case.code, "token": token, "names": names, "link": _LINK}
+        if names is None:
+            outcome = sandbox.run(request | test | {"mode": "together"}, time_s)
+        else:
+            served = request | {"mode": "serve", "link": _LINK}
+            outcome = sandbox.run(test, time_s, served=served)
+        return outcome, outcome.has_finished and outcome.output == token.encode()
+    call = {"mode": "call", "function": case.function, "arguments": case.arguments}
+    outcome = sandbox.run(request | call, time_s)
     answer = _answer(outcome)
     return outcome, "value" in answer and same_value(answer["value"], case.expected)
 
 
-def _run_assertions(
-    sandbox: Sandbox, files: dict[str, bytes], code: str, time_s: float
-) -> tuple[Outcome, bool]:
-    """Nothing of the response knows the token, unless the test needs the response's process."""
-    token = secrets.token_hex(8)
-    request = {
-        "code": code,
-        "prelude": _PRELUDE,
-        "theirs": names_apart(code, _MODULES),
-        "token": token,
-    }
-    files["tester.py"] = _TESTER
-    outcome = sandbox.run("tester.py", time_s, json.dumps(request).encode(), files)
-    return outcome, _answer(outcome).get("token") == token
-
-
 def _answer(outcome: Outcome) -> dict[str, Any]:
     """Empty if it ended before the answer, or wrote something else."""
-    if not _has_finished(outcome):
-        return {}
     try:
-        answer = json.loads(outcome.output)
+        answer = json.loads(outcome.output) if outcome.has_finished else {}
     except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
-
-
-def _has_finished(outcome: Outcome) -> bool:
-    return outcome.status == "exited" and outcome.code == 0

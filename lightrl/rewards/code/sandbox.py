@@ -1,41 +1,47 @@
-"""A sandbox from outside: starts its first process, gives it programs, and ends it.
+"""Sandboxes for programs of responses: bubblewrap, resource limits, and a limit of time.
 
-Owns how long is waited for an answer and how much memory all processes inside have together. Must
-not know what the programs are for, nor run anything of them here. What is inside is in `inside.py`.
+Owns the view of a program and its limits; `inside.py` is what runs inside. Must not run anything of
+a program here.
 """
 
 import contextlib
+import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import IO, Any, Literal
 
 from lightrl.errors import RewardError
 from lightrl.rewards.code import inside
-from lightrl.rewards.code.system_calls import filter_of, processor
 from lightrl.system.process import resident_bytes
 from lightrl.system.temporary import temporary_folder
 
-START_LIMIT_S = 30.0
-GRACE_S = 2.0  # after a program's limit, to collect what it wrote
-LOOK_S = 0.05  # between two looks at what is inside
-CROWD = 4  # more processes than these get what others leave of the processors
-LOWEST = 19  # of priorities
+LOOK_S = 0.05  # between two looks at the memory of a program
+STDERR_BYTES = 2000  # of its end: what went wrong
+OPEN_FILES = 64
+STACK_BYTES = 64 << 20
+NOBODY = "65534"
 PYTHON = os.path.realpath(sys.executable)
+SOURCE = Path(inside.__file__).read_text()
+READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", sys.base_prefix)
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
+UNISOLATED = "or set reward.code.unisolated = true if programs may do whatever you may"
 
-Status = Literal["exited", "timeout", "output", "memory", "refused", "crashed"]
+Status = Literal["exited", "timeout", "output", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program, but `memory_bytes`, which all processes inside share."""
+    """Of one program. `memory_bytes`: of each process, and of all together."""
 
     memory_bytes: int = 1 << 30
     disk_bytes: int = 64 << 20
@@ -45,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a program ended. `code`: its exit status, or minus the signal that ended it.
+    """How a program ended. `code`: its exit status; not 0 if a signal has ended it.
 
     Example: Outcome("exited", 0, b"42\\n", "", 0.013)
     """
@@ -57,175 +63,185 @@ class Outcome:
     errors: str
     wall_s: float
 
+    @property
+    def has_finished(self) -> bool:
+        return self.status == "exited" and self.code == 0
+
 
 class Sandbox:
-    """A context manager: `run` as often as wanted, and nothing inside outlives the end.
-
-    A program that kills the first process, or fills the memory, costs the sandbox: `run` then
-    answers "crashed" or "memory", and a new one is needed.
-    """
+    """Runs programs, each in a sandbox of its own of which nothing is left."""
 
     def __init__(
         self, limits: Limits, is_isolated: bool = True, packages: Sequence[str] = ()
     ) -> None:
-        """`packages`: folders that programs may read beside the standard library. Not isolated: a
-        program has its limits, but sees and may do what its user may.
+        """`packages`: folders that programs may import from. Not isolated: a program has its
+        limits, but may do whatever its user may.
 
-        Raises RewardError where the kernel has no room for one or refuses it.
+        Raises RewardError, one line, where no sandbox can be had.
         """
         self._limits = limits
+        self._is_isolated = is_isolated
         self._packages = packages
-        self.is_alive = True
-        numbers = processor()
-        self._filter = filter_of(numbers).hex()
-        self._kept = contextlib.ExitStack()  # until it is closed
+        self._walls = _walls(limits, packages) if is_isolated else []
+        tried = self.run({"mode": "input", "program": ""}, 30.0)
+        if not tried.has_finished:
+            raise RewardError(f"code: no program runs: {tried.errors.strip() or tried.status}")
+
+    def run(
+        self,
+        request: dict[str, Any],
+        time_s: float,
+        stdin: bytes = b"",
+        served: dict[str, Any] | None = None,
+    ) -> Outcome:
+        """Runs the program of a request to `inside.py` for at most `time_s` seconds. `served`: the
+        request of a second sandbox, to which the first one is connected by its standard input."""
         with contextlib.ExitStack() as opened:
-            self._folder = (
-                "" if is_isolated else str(opened.enter_context(temporary_folder("code")))
-            )
-            ours, theirs = socket.socketpair()
-            self._socket = opened.enter_context(ours)
-            with theirs:
-                self._process = subprocess.Popen(
-                    [PYTHON, "-I", "-S", inside.__file__, str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
-                    env={},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            self._kept = opened.pop_all()
-        self._socket.settimeout(START_LIMIT_S)
-        binds, links = _visible(packages)
-        try:
-            setup = {
-                "folder": self._folder,
-                "binds": binds,
-                "links": links,
-                "disk_bytes": limits.disk_bytes,
-                "pivot_root": numbers.pivot_root,
-            }
-            inside.send(self._socket, setup)
-            answer, _ = inside.receive(self._socket)
-        except (EOFError, OSError) as e:
-            self.close()
-            raise RewardError(f"code: the sandbox does not start: {e or 'it has ended'}") from None
-        if "refused" in answer:
-            self.close()
+            given, out, err = (opened.enter_context(_file(data)) for data in (stdin, b"", b""))
+            began = time.monotonic()
+            if served is None:
+                processes = [self._start(opened, request, time_s, given, out, err)]
+            else:
+                one, other = socket.socketpair()
+                nowhere = subprocess.DEVNULL
+                with one, other:
+                    processes = [
+                        self._start(opened, request, time_s, one, out, err),
+                        self._start(opened, served, time_s, other, nowhere, nowhere),
+                    ]
+            status = self._wait(processes, began + time_s)
+            wall_s = time.monotonic() - began
+            for process in processes:
+                _end(process)
+            code = processes[0].returncode
+            output = _head(out, self._limits.output_bytes + 1)
+            if len(output) > self._limits.output_bytes:
+                status, output = "output", output[:-1]
+            errors = _tail(err, STDERR_BYTES)
+        if code and errors.startswith("bwrap: "):
             raise RewardError(
-                f"code: this kernel refuses a sandbox ({answer['refused']}): allow user namespaces "
-                "(user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or set "
-                "reward.code.unisolated = true if programs may do whatever you may"
+                f"code: bubblewrap (0.7 or newer) makes no sandbox ({errors.strip()}): allow user "
+                "namespaces (user.max_user_namespaces, "
+                f"kernel.apparmor_restrict_unprivileged_userns), {UNISOLATED}"
             )
+        return Outcome(status, code, output, errors, wall_s)
 
-    @property
-    def first_pid(self) -> int:
-        """Of the process that all others inside end with."""
-        return self._process.pid
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def run(self, program: str, time_s: float, stdin: bytes, files: Mapping[str, bytes]) -> Outcome:
-        """Writes `files` (names without folders) to the working directory and runs `program`, which
-        is one of them, with Python for at most `time_s` seconds."""
+    def _start(
+        self,
+        opened: contextlib.ExitStack,
+        request: dict[str, Any],
+        time_s: float,
+        *streams: Any,
+    ) -> subprocess.Popen[bytes]:
+        folder = "/"
+        if not self._is_isolated:
+            folder = str(opened.enter_context(temporary_folder("code")))
+        given = opened.enter_context(_file(json.dumps(request).encode()))
         environment = {"PYTHONHASHSEED": "0"}  # sets have the same order in every run
         if self._packages:
             environment["PYTHONPATH"] = ":".join(self._packages)
-        request = {
-            "argv": [PYTHON, "-P", "-s", "-S", "-X", "utf8", program],
-            "environment": environment,
-            "time_s": time_s,
-            "files": [(name, len(data)) for name, data in files.items()],
-            "memory_bytes": self._limits.memory_bytes,
-            "file_bytes": self._limits.disk_bytes,
-            "output_bytes": self._limits.output_bytes,
-            "processes": self._limits.processes,
-            "filter": self._filter,
-        }
-        self._socket.settimeout(time_s + GRACE_S)
-        began = time.monotonic()
+        limits = _limit_command(self._limits, time_s)
+        python = [PYTHON, "-P", "-s", "-S", "-X", "utf8", "-c", SOURCE, str(given.fileno())]
+        process = subprocess.Popen(
+            [*self._walls, *limits, *python],
+            pass_fds=(given.fileno(),),
+            env=environment,
+            cwd=folder,
+            stdin=streams[0],
+            stdout=streams[1],
+            stderr=streams[2],
+            start_new_session=True,
+        )
+        opened.callback(_end, process)
+        return process
+
+    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], until: float) -> Status:
+        """Until the first of them has ended."""
+        ended = os.pidfd_open(processes[0].pid)
         try:
-            inside.send(self._socket, request, b"".join((*files.values(), stdin)))
-            if not self._await_answer(time_s + GRACE_S):
-                return self._lost("memory", began)
-            answer, output = inside.receive(self._socket)
-        except (EOFError, OSError):
-            return self._lost("crashed", began)
-        return Outcome(answer["status"], answer["code"], output, answer["errors"], answer["wall_s"])
-
-    def _await_answer(self, limit_s: float) -> bool:
-        """False if there is too much memory in use inside. Raises OSError if nobody answers."""
-        until = time.monotonic() + limit_s
-        while not select.select([self._socket], [], [], LOOK_S)[0]:
-            pids = _descendants(self._process.pid)
-            if sum(map(resident_bytes, pids)) > self._limits.memory_bytes:
-                return False
-            if len(pids) > CROWD:  # else other responses' programs exceed their time
-                _give_way(pids)
-            if time.monotonic() > until:
-                raise TimeoutError
-        return True
-
-    def _lost(self, status: Status, began: float) -> Outcome:
-        wall_s = time.monotonic() - began
-        self.close()
-        return Outcome(status, 0, b"", "", wall_s)
-
-    def close(self) -> None:
-        """Kills everything inside and waits until it has gone. Once: later its process ids may be
-        others'."""
-        if not self.is_alive:
-            return
-        self.is_alive = False
-        self._socket.close()
-        for pid in _descendants(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not _ends_within(self._process.pid, GRACE_S):  # by itself, after all others
-            self._process.kill()
-        self._process.wait()
-        self._kept.close()
+            waiting = select.poll()
+            waiting.register(ended, select.POLLIN)
+            while not waiting.poll(1000 * max(0.0, min(LOOK_S, until - time.monotonic()))):
+                if time.monotonic() >= until:
+                    return "timeout"
+                used = sum(resident_bytes(pid) for each in processes for pid in _tree(each.pid))
+                if used > self._limits.memory_bytes:
+                    return "memory"
+        finally:
+            os.close(ended)
+        return "exited"
 
 
-def _ends_within(pid: int, seconds: float) -> bool:
-    """Of a child. Popen.wait with a limit sleeps between looks, for longer than this takes."""
-    ended = os.pidfd_open(pid)
-    try:
-        waiting = select.poll()
-        waiting.register(ended, select.POLLIN)
-        return bool(waiting.poll(seconds * 1000))
-    finally:
-        os.close(ended)
+def _walls(limits: Limits, packages: Sequence[str]) -> list[str]:
+    """The command that makes a sandbox. If root starts it, the program runs as the user nobody, in
+    a user namespace so that only processes inside count for its limit."""
+    command = shutil.which("bwrap")
+    if command is None:
+        raise RewardError(
+            "code: needs bubblewrap, which is not installed (Debian and Ubuntu: apt install "
+            f"bubblewrap; Fedora: dnf install bubblewrap), {UNISOLATED}"
+        )
+    walls = [command, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    walls += ["--unshare-cgroup-try", "--die-with-parent", "--new-session"]
+    walls += ["--size", str(limits.disk_bytes), "--perms", "1777", "--tmpfs", "/tmp"]
+    binds = [("--ro-bind-try", path) for path in (*READABLE, *packages)]
+    for option, path in [*binds, *(("--dev-bind", device) for device in DEVICES)]:
+        for parent in reversed(Path(path).parents[:-1]):
+            walls += ["--perms", "0755", "--dir", str(parent)]
+        walls += [option, path, path]
+    walls += ["--remount-ro", "/", "--chdir", "/tmp"]
+    if os.geteuid() != 0:
+        return [*walls, "--unshare-user", "--"]
+    walls += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--"]
+    walls += ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    return [*walls, "unshare", "--user"]
 
 
-def _visible(packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What a program needs to start Python: folders and files to read, and links between them."""
-    libraries = [p for p in ("/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.exists(p)]
-    links = {p: os.readlink(p) for p in libraries if os.path.islink(p)}
-    wanted = [p for p in libraries if p not in links]
-    wanted += ["/etc/ld.so.cache", "/etc/localtime", PYTHON]
-    wanted += [os.path.realpath(os.path.join(sys.base_prefix, "lib")), *packages]
-    wanted = sorted({p for p in wanted if os.path.exists(p)})
-    # Some lie within others.
-    return [p for p in wanted if not any(p.startswith(f"{q}/") for q in wanted)], links
+def _limit_command(limits: Limits, time_s: float) -> list[str]:
+    values = {
+        "as": limits.memory_bytes,
+        "fsize": limits.disk_bytes,
+        "nproc": limits.processes,
+        "cpu": int(time_s) + 1,
+        "nofile": OPEN_FILES,
+        "stack": STACK_BYTES,
+        "core": 0,
+    }
+    return ["prlimit", *(f"--{name}={value}" for name, value in values.items())]
 
 
-def _descendants(pid: int) -> list[int]:
-    """Whichever of a process's threads has started them."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills it and what it started; what is inside a sandbox ends with it."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _file(data: bytes) -> IO[bytes]:
+    """Without a name."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.write(data)
+    file.seek(0)
+    return file
+
+
+def _head(file: IO[bytes], size: int) -> bytes:
+    file.seek(0)
+    return file.read(size)
+
+
+def _tail(file: IO[bytes], size: int) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+    return file.read().decode(errors="replace")
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants, whichever of their threads has started them."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{parent}/task"):
                 children = Path(f"/proc/{parent}/task/{thread}/children").read_text()
                 found += map(int, children.split())
-    return found[1:]
-
-
-def _give_way(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, pid, LOWEST)
+    return found

@@ -1,10 +1,9 @@
-"""The difference between two buckets of equal layout, as few bytes: where elements changed, and by
-how much.
+"""The delta between two buckets of equal layout: which elements changed, and by how much.
 
-Owns the encoding of one bucket; whose versions these are, and what the whole is worth, is not known
-here. Lossless. Positions are the gaps between changed elements, values the differences of the
-elements' integer representations (one unit in the last place of a float is 1): sign, and planes of
-bytes of the magnitude, so that each stream is of one kind and `zstandard` gets near its entropy.
+Owns the encoding of one bucket. Lossless. Positions are the gaps between changed elements, values
+the differences of the elements' integer representations (one unit in the last place of a float is
+1): sign, and planes of bytes of the magnitude, so that each stream is of one kind and `zstandard`
+gets near its entropy.
 
 An encoded bucket is b"" (nothing changed), or a byte of its kind and
 
@@ -40,9 +39,8 @@ SPARSE, RAW, ZSTD = 1, 2, 3
 OVERHEAD_BYTES = 1
 
 _INTEGERS: dict[int, Any] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-_WORD = 8  # bytes; what is compared at a time
-# words that are looked at in one go: they stay in a core's cache, and what is made of them is small
-# enough for memory that was used before (malloc maps larger pieces anew each time, page by page)
+_WORD = 8  # bytes that are compared at a time
+# words of one step: they stay in a core's cache, and the results fit into memory that malloc reuses
 _PORTION = 1 << 17
 _ESCAPE = 255  # in the stream of gaps: so many, and the next byte counts, too
 _SPLIT = 8  # low bits of a gap that have a stream of their own where few elements changed
@@ -55,9 +53,9 @@ _local = threading.local()
 
 
 def encode_bucket(base: Bytes, target: Bytes, elements: int | Runs) -> bytes:
-    """What makes `target` of `base`; b"" where they are equal. `elements`: bytes of an element (2,
-    4, else 1), or a run for each range of the bucket. At most OVERHEAD_BYTES longer than the
-    bucket.
+    """Encode the delta from `base` to `target`; b"" if they are equal. `elements`: bytes of an
+    element (2, 4, else 1), or a run for each range of the bucket. At most OVERHEAD_BYTES longer
+    than the bucket.
 
     Takes at most some 16 bytes of memory for each changed element. Lets other threads run.
     """
@@ -85,16 +83,16 @@ def encode_bucket(base: Bytes, target: Bytes, elements: int | Runs) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an encoded bucket makes of its base, decoded."""
+    """A decoded bucket."""
 
-    # of each size of elements: which ones changed, ascending, and what is added to them
+    # by size of elements: which ones changed, ascending, and their differences
     blocks: tuple[tuple[Array, Array], ...]
     # or all bytes of the new bucket
     whole: Array | None = None
 
     def apply(self, out: bytearray | memoryview, start: int = 0) -> None:
-        """To a slice of the base that begins with byte `start`, a multiple of 8, and ends with one
-        or with the bucket: `out` is that of the new bucket then. Lets other threads run."""
+        """Change a slice of the base into that of the new bucket. It begins with byte `start`, a
+        multiple of 8, and ends with one or with the bucket. Lets other threads run."""
         new = np.frombuffer(out, np.uint8)
         if self.whole is not None:
             np.copyto(new, self.whole[start : start + len(new)])
@@ -108,11 +106,11 @@ class Change:
 
 
 def decode_bucket(delta: Bytes, size: int) -> Change:
-    """Of a bucket of `size` bytes. May hold on to `delta`.
+    """Decode the delta of a bucket of `size` bytes. May keep a reference to `delta`.
 
-    Proves nothing: that is for the target's digest. Raises WeightsError for what no `encode_bucket`
-    has made for a bucket of this size, before memory is taken: never more than some 16 bytes for
-    each element.
+    The result is verified by the target's digest. Raises WeightsError for bytes that
+    `encode_bucket` cannot have made for this size. Never takes more than some 16 bytes of memory
+    for each element.
     """
     delta = memoryview(delta)
     if len(delta) > size + OVERHEAD_BYTES:
@@ -127,13 +125,6 @@ def decode_bucket(delta: Bytes, size: int) -> Change:
     if kind == ZSTD:
         return Change((), _unzip(delta[1:], size))
     raise WeightsError(f"a delta of unknown kind {kind}")
-
-
-def share_changed(base: Bytes, target: Bytes) -> float:
-    """Of the words of 8 bytes, as far as they are whole."""
-    whole = len(target) // _WORD
-    changed = np.frombuffer(base, "<u8", whole) != np.frombuffer(target, "<u8", whole)
-    return np.count_nonzero(changed) / max(1, whole)
 
 
 def _changed_words(base: Bytes, target: Bytes) -> Iterator[tuple[Array, Array, Array]]:
@@ -155,7 +146,7 @@ def _changed_words(base: Bytes, target: Bytes) -> Iterator[tuple[Array, Array, A
 
 
 def _by_itemsize(words: Array, elements: int | Runs, size: int) -> list[tuple[int, Any]]:
-    """Which of the changed words hold elements of which size; a run begins where a word does.
+    """Group the changed words by the size of their elements; a run begins where a word does.
 
     Odd bytes at the end are bytes.
     """
@@ -175,7 +166,7 @@ def _by_itemsize(words: Array, elements: int | Runs, size: int) -> list[tuple[in
 def _changed_elements(
     words: Array, before: Array, after: Array, itemsize: int
 ) -> tuple[Array, Array]:
-    """Their indices in the bucket, and their differences."""
+    """Return the indices of changed elements in the bucket, and their differences."""
     kind = _INTEGERS[itemsize]
     bits = {1: 3, 2: 2, 4: 1}[itemsize]  # of an element's index in its word
     before, after = before.view(kind), after.view(kind)
@@ -186,7 +177,7 @@ def _changed_elements(
 
 
 def _encode_block(positions: Array, magnitudes: Array) -> list[bytes]:
-    """`magnitudes`: differences yet; changed in place."""
+    """`magnitudes`: differences, which are changed in place."""
     kind, itemsize = magnitudes.dtype, magnitudes.itemsize
     gaps = np.diff(positions, prepend=np.int32(-1))
     gaps -= np.int32(1)
@@ -207,8 +198,8 @@ def _encode_block(positions: Array, magnitudes: Array) -> list[bytes]:
 
 
 def _escaped(gaps: Array) -> Array:
-    """Gaps as bytes: as many _ESCAPE as it contains, then the rest. Of random positions every byte
-    is as likely as at any other place, so that nothing is lost on long gaps."""
+    """Gaps as bytes: as many _ESCAPE as a gap contains, then the rest. Long gaps cost nothing: of
+    random positions, every byte of a gap is equally likely."""
     stream = gaps.astype(np.uint8)
     long = np.flatnonzero(gaps >= _ESCAPE)
     escapes, stream[long] = np.divmod(gaps[long], _ESCAPE)
@@ -243,7 +234,7 @@ def _blocks(data: memoryview, size: int) -> Iterator[tuple[Array, Array]]:
 
 
 def _read_streams(data: memoryview, lengths: list[int]) -> tuple[list[Array], memoryview]:
-    """The streams of a block, and what follows it."""
+    """Return the streams of a block, and the bytes behind it."""
     at = _STORED.size * len(lengths)
     if len(data) < at:
         raise WeightsError("a delta is cut short")
@@ -264,7 +255,7 @@ def _read_streams(data: memoryview, lengths: list[int]) -> tuple[list[Array], me
 
 
 def _positions(stream: Array, low: Array | None, count: int, num_elements: int) -> Array:
-    """Of the changed elements, in ascending order."""
+    """Return the positions of the changed elements, ascending."""
     ends = stream != _ESCAPE
     if not ends[-1] or np.count_nonzero(ends) != count:
         raise WeightsError(f"a delta whose gaps are not those of {count} elements")
@@ -298,14 +289,14 @@ def _differences(signs: Array, planes: list[Array], count: int) -> Array:
 
 
 def _zstd() -> zstandard.ZstdCompressor:
-    """Of this thread; no other may use it meanwhile."""
+    """The compressor of this thread."""
     if not hasattr(_local, "compressor"):
         _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
     return _local.compressor
 
 
 def _unzip(data: memoryview, length: int) -> Array:
-    """Exactly one frame of so many bytes; what its header says is looked at before memory is
+    """Decompress exactly one frame of so many bytes; its header is checked before memory is
     taken."""
     try:
         if zstandard.frame_content_size(data) != length:

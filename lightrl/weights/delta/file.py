@@ -1,31 +1,30 @@
-"""The difference between two versions as a file: what is in it, and how it is read.
+"""The delta between two versions as a file: its format, and how it is read.
 
-A delta travels as an ordinary version with one tensor (`TENSOR`), whose manifest proves it as it
-proves any other, so that it is pulled, resumed and relayed like one. Its file is
+A delta is published as a version with one tensor (`TENSOR`), so that it is verified, pulled,
+resumed and relayed like one. Its file is
 
     length of the manifest (8 bytes, little-endian), DeltaManifest, encoded buckets (`encoding.py`)
 
-The DeltaManifest says which versions they lie between; where each bucket begins follows from the
-sizes. Ranks may encode shares of the buckets, nodes apply them in any order; the digests of the
-target's manifest prove the result, whatever base and delta were. Must not import torch.
+The DeltaManifest names the two versions; where each bucket begins follows from the sizes. Ranks may
+encode shares of the buckets, nodes apply them in any order; the result is verified by the digests
+of the target's manifest. Must not import torch.
 """
 
 import mmap
 import os
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.messages.fields import MAX_BUCKETS, Count, Word
-from lightrl.weights.delta.encoding import OVERHEAD_BYTES, Runs, encode_bucket, share_changed
+from lightrl.weights.delta.encoding import OVERHEAD_BYTES, Runs, encode_bucket
 from lightrl.weights.version.layout import (
     MAX_BYTES,
     TensorSpec,
@@ -44,13 +43,9 @@ from lightrl.wire import from_bytes, to_bytes
 
 TENSOR = "delta"  # the one tensor of the file, "uint8"
 LENGTH_BYTES = 8
-PAYS_BELOW = 0.5  # of the version's bytes; a larger delta is not worth its work
-# of words of 8 bytes: so few changed ones make a delta that pays, whatever they are
-SURELY_PAYS = 1 / 8
-PROBES = 64  # slices that are encoded first, to see whether the whole may pay
+MAX_DELTA_RATIO = 0.5  # of the version's bytes; a larger delta is not worth its work
+PROBES = 64  # slices that are encoded first, to estimate the whole
 PROBE_BYTES = 64 << 10
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +83,8 @@ class PackedDelta:
 
 
 def seal(path: Path, policy_version: int) -> VersionFile:
-    """Writes the manifest with which a delta travels beside its file, which is complete: for ranks
-    that wrote their parts to their places, behind `header`. Reads all of it. Raises OSError."""
+    """Write the manifest of a delta beside its file, which is complete: ranks wrote their parts to
+    their places, behind `header`. Reads all of it. Raises OSError."""
     size = path.stat().st_size
     digests = hash_buckets(_mapped(path, size))
     encoded = encode(Manifest(plan([(TENSOR, "uint8", (size,))]), size, digests))
@@ -97,17 +92,16 @@ def seal(path: Path, policy_version: int) -> VersionFile:
 
 
 def header(manifest: DeltaManifest) -> bytes:
-    """What a delta's file begins with; the encoded buckets follow."""
+    """The first bytes of a delta's file; the encoded buckets follow."""
     encoded = to_bytes(manifest)
     return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
 
 
 def open_packed(path: Path, size: int) -> PackedDelta:
-    """A delta's file of `size` bytes, mapped; given back with the last view of it.
+    """Map a delta's file of `size` bytes; it is unmapped with the last view of it.
 
     Raises WeightsError for what no trainer could have made, before memory of a size that it states
-    is taken; OSError. What is encoded in it is `decode_bucket`'s to check, which version it leads
-    to its caller's.
+    is taken; OSError. `decode_bucket` checks the encoded buckets, `check_chain` the versions.
     """
     data = _mapped(path, size)
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
@@ -137,7 +131,7 @@ def _check(manifest: DeltaManifest) -> None:
 
 
 def element_runs(tensors: Sequence[TensorSpec], start: int, end: int) -> Runs:
-    """What `encode_bucket` has to know of these bytes of a version's file: sizes of elements."""
+    """The sizes of elements in these bytes of a version's file, for `encode_bucket`."""
     runs: list[tuple[int, int]] = []
     first = max(bisect_right(tensors, start, key=lambda t: t.offset) - 1, 0)
     for i in range(first, len(tensors)):
@@ -156,30 +150,29 @@ def encode_buckets(
     buckets: Iterable[int],
     threads: int,
 ) -> Iterator[bytes]:
-    """The encoded buckets of these indices, in that order, by so many threads; a few are held at a
-    time. `base` and `target` are whole versions of these tensors."""
+    """Yield the encoded buckets of these indices, in order, by so many threads. `base` and `target`
+    are whole versions of these tensors."""
 
     def encode_one(index: int) -> bytes:
         return _encode_slice(base, target, tensors, *bucket_range(index, len(target)))
 
-    return _in_order(encode_one, buckets, threads)
+    with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool:
+        yield from pool.map(encode_one, buckets)  # cancelled when this generator is closed
 
 
-def pays(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) -> bool:
-    """Whether a delta may be worth its work, by some slices of the versions.
+def is_faster(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) -> bool:
+    """Whether a delta may be small enough, by some slices of the versions.
 
-    Takes milliseconds, whatever the versions' size. True if they are small: it is soon tried.
+    Takes milliseconds, whatever the versions' size. True for small versions, which are encoded as
+    fast.
     """
     size = len(target)
     if size < 16 * PROBES * PROBE_BYTES:
         return True
     step = size // PROBES // PROBE_BYTES * PROBE_BYTES
-    slices = [(i * step, i * step + PROBE_BYTES) for i in range(PROBES)]
-    changed = sum(share_changed(base[a:b], target[a:b]) for a, b in slices)
-    if changed <= SURELY_PAYS * PROBES:
-        return True
-    encoded = sum(len(_encode_slice(base, target, tensors, a, b)) for a, b in slices)
-    return encoded <= PAYS_BELOW * PROBES * PROBE_BYTES
+    starts = range(0, PROBES * step, step)
+    encoded = sum(len(_encode_slice(base, target, tensors, a, a + PROBE_BYTES)) for a in starts)
+    return encoded <= MAX_DELTA_RATIO * PROBES * PROBE_BYTES
 
 
 def check_chain(chain: Sequence[DeltaManifest], base: str, target: str, size: int) -> None:
@@ -206,7 +199,7 @@ def _encode_slice(
 
 
 def _mapped(path: Path, size: int) -> memoryview:
-    """A file of this size, to be read. Given back with the last view of it."""
+    """A file of this size, mapped until the last view of it is gone."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
@@ -214,20 +207,3 @@ def _mapped(path: Path, size: int) -> memoryview:
         if not size:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-
-
-def _in_order(work: Callable[[int], T], items: Iterable[int], threads: int) -> Iterator[T]:
-    """Results in the order of the items; each thread has one more item waiting, so that results
-    which nobody has taken yet stay few."""
-    pending: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool:
-        try:
-            for item in items:
-                pending.append(pool.submit(work, item))
-                if len(pending) >= 2 * threads:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()

@@ -1,14 +1,14 @@
-"""The files in which a trainer publishes: used in turn, as memory that is touched first is dear.
+"""The files in which a trainer publishes: reused, as new memory is expensive.
 
 Owns the names in a trainer's folder of versions. A file has a version's name only while it holds
-all of that version, and gets another one before a byte of it is overwritten:
+all of that version, and is renamed before a byte of it is overwritten:
 
     version_4.5f0c.bin, version_4.5f0c.manifest
     draft.5f0c.bin        is being written, or was when its writer died
 
-Who reads a file for longer than a moment holds a shared lock (flock) on it, and looks whether the
-name is still there once it has the lock. A file that somebody reads is not taken: another one is
-made, and goes when it is free. Must not import torch.
+A reader holds a shared lock (flock) on its file, and checks the name once it has the lock. A file
+with a reader is not reused: another one is created, and removed when it is free. Must not import
+torch.
 """
 
 import contextlib
@@ -21,20 +21,16 @@ from pathlib import Path
 
 from lightrl.weights.version.manifest import VersionFile, finish_version, manifest_path
 
-# So often in a row a file may be too many before it goes: engines on this machine that read the
-# version before the last, now and then, need it.
-SPARED = 4
+SPARED = 4  # times in a row that a file is spare before it is removed: readers may be late
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A file of the size asked for, locked for its writer. `key` stays that of this file, whatever
-    it is called."""
+    """A file of the size asked for, locked for its writer. `key` names the file for good."""
 
     key: int
     path: Path
-    # Has the lock, until it is closed: to be used for nothing else, as what is mapped through it
-    # would keep the lock.
+    # has the lock until it is closed; a mapping through it would keep the lock
     descriptor: int
 
 
@@ -43,16 +39,16 @@ def draft_path(folder: Path, key: int) -> Path:
 
 
 class Buffers:
-    """The files of one writer; what another one that died has left in the folder is taken over."""
+    """The files of one writer, which takes over those of a dead one in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._newest: Path | None = None  # published last: it may not have found its reader yet
-        self._num_spared = 0  # in a row: so often there was a file too many
+        self._newest: Path | None = None  # published last: its readers may still come
+        self._num_spared = 0  # times in a row that there was a spare file
 
     def take(self, size: int) -> Draft:
-        """A file of `size` bytes that nobody reads. Raises OSError, with its name, if there is no
-        room for another one."""
+        """Return a file of `size` bytes without readers. Raises OSError, with its name, if there is
+        no room for another one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         taken: Draft | None = None
         spare: list[Path] = []
@@ -67,25 +63,25 @@ class Buffers:
             else:
                 _remove(path)
         self._num_spared = self._num_spared + 1 if spare else 0
-        if self._num_spared > SPARED:  # what was made when others were read is not needed any more
+        if self._num_spared > SPARED:
             for path in spare:
                 _remove(path)
         return taken or self._new(size)
 
     def keys(self) -> set[int]:
-        """Of all files that there are."""
+        """The keys of all files."""
         return {_key(path) for path in self.folder.glob("*.bin")}
 
     def lacks_a_second(self) -> bool:
-        """There is no file but that which was published last."""
+        """Whether there is no file but the one that was published last."""
         return not [path for path in self.folder.glob("*.bin") if path != self._newest]
 
     def give_back(self, draft: Draft) -> None:
-        """It has not become a version."""
+        """The draft has not become a version."""
         os.close(draft.descriptor)
 
     def finish(self, draft: Draft, policy_version: int, encoded: bytes) -> VersionFile:
-        """The file is complete; `encoded` is its manifest. From now on others may read it."""
+        """Publish a complete draft; `encoded` is its manifest."""
         size = os.fstat(draft.descriptor).st_size
         path = self.folder / f"version_{policy_version}.{draft.key:015x}.bin"
         file = finish_version(path, policy_version, size, encoded)
@@ -95,7 +91,7 @@ class Buffers:
         return file
 
     def _unread(self) -> Iterator[tuple[Path, int]]:
-        """Each file that may be overwritten, locked, those that have been unread longest first."""
+        """Yield the files without readers, locked, the oldest first."""
         paths = sorted(self.folder.glob("draft.*.bin"))
         paths += sorted(self.folder.glob("version_*.bin"), key=lambda p: p.stat().st_ctime_ns)
         for path in paths:
@@ -115,7 +111,7 @@ class Buffers:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Not by `truncate`: who touches a page for which there is no memory is killed.
+            # Not by `truncate`: a page without memory kills the process that touches it.
             os.posix_fallocate(descriptor, 0, size)
         except OSError as e:
             os.close(descriptor)
@@ -129,7 +125,7 @@ def _key(path: Path) -> int:
 
 
 def _lock(path: Path) -> int | None:
-    """The open file, if nobody reads or writes it."""
+    """The open file, if it has no reader and no writer."""
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with contextlib.suppress(BlockingIOError):

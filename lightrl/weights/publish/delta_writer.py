@@ -1,8 +1,7 @@
-"""How the ranks of a trainer make the difference between their last two versions together.
+"""How the ranks of a trainer write the delta between their last two versions.
 
-Owns the writing side of a delta, on one rank: each encodes its share of the buckets, by threads,
-and writes it to its place in one file. The encoding is `delta/encoding.py`'s. Imports torch;
-daemons must not import this.
+Owns the part of one rank: it encodes its share of the buckets, by threads, and writes it to its
+place in one file. Imports torch; daemons must not import this.
 """
 
 import contextlib
@@ -18,24 +17,24 @@ import torch.distributed as dist
 
 from lightrl.system.files import write_at
 from lightrl.weights.delta.file import (
-    PAYS_BELOW,
+    MAX_DELTA_RATIO,
     DeltaManifest,
     encode_buckets,
     header,
-    pays,
+    is_faster,
     seal,
 )
 from lightrl.weights.version.layout import TensorSpec, num_buckets
 from lightrl.weights.version.manifest import VersionFile
 
-_NOT_WORTH = 1 << 50  # in place of a bucket's size
+_TOO_LARGE = 1 << 50  # in place of a bucket's size
 
 
 @dataclass(eq=False)
 class DeltaWriter:
-    """One rank's part in it. All ranks call `write` at the same time.
+    """One rank's part. All ranks call `write` at the same time.
 
-    `group`: of these ranks, where there are others.
+    `group`: of these ranks, if there are other ranks, too.
     """
 
     _folder: Path
@@ -51,14 +50,14 @@ class DeltaWriter:
         tensors: Sequence[TensorSpec],
         files: tuple[VersionFile, VersionFile] | None,
     ) -> VersionFile | None:
-        """`files`, on rank 0: the versions in `base` and `target`. On rank 0 the delta comes back,
-        as a file of the newer version, if there is one: if it pays, and there is room for it."""
-        if not pays(base, target, tensors):
-            return None  # on all ranks: they look at the same bytes
+        """`files`, on rank 0: the versions in `base` and `target`. Rank 0 returns the delta, as a
+        file of the newer version; None if it is too large, or there is no room for it."""
+        if not is_faster(base, target, tensors):
+            return None  # on all ranks: they probe the same bytes
         count = num_buckets(len(target))
         share = range(count * self._rank // self._world, count * (self._rank + 1) // self._world)
         sizes = torch.zeros(count, dtype=torch.int64)
-        most = int(PAYS_BELOW * len(target))
+        most = int(MAX_DELTA_RATIO * len(target))
         parts: list[bytes] = []
         total = 0
         encoded = encode_buckets(base, target, tensors, share, self._num_threads)
@@ -67,7 +66,7 @@ class DeltaWriter:
             sizes[bucket] = len(part)
             total += len(part)
             if total > most:
-                sizes[bucket] = _NOT_WORTH
+                sizes[bucket] = _TOO_LARGE
                 break
         self._sum(sizes)
         if not 0 < int(sizes.sum()) <= most:
@@ -86,15 +85,15 @@ class DeltaWriter:
     def _place(
         self, begin: bytes, parts: list[bytes], sizes: torch.Tensor, share: range
     ) -> Path | None:
-        """The file, when all ranks have written to it; None if there is no room for one. `begin`,
-        on rank 0: what comes before all parts."""
+        """Return the file when all ranks have written to it; None if there is no room for one.
+        `begin`, on rank 0: the bytes before all parts."""
         key = -1
         if self._rank == 0:
             key = self._new_file(len(begin) + int(sizes.sum()), begin)
-        told = torch.tensor([key, len(begin)])
+        place = torch.tensor([key, len(begin)])
         if self._world > 1:
-            dist.broadcast(told, 0, group=self._group)
-        key, length = (int(value) for value in told)
+            dist.broadcast(place, 0, group=self._group)
+        key, length = (int(value) for value in place)
         if key < 0:
             return None
         path = self._draft(key)
@@ -105,12 +104,12 @@ class DeltaWriter:
                 offset = write_at(descriptor, offset, part)
         finally:
             os.close(descriptor)
-        self._sum(torch.zeros(1))  # all have come so far
+        self._sum(torch.zeros(1))  # all ranks have written
         return path
 
     def _new_file(self, size: int, begin: bytes) -> int:
-        """Its key; -1 if there is no room for it: a delta is not worth a run."""
-        for left in self._folder.glob("draft.*.delta"):  # by others, who died
+        """Create the file and return its key; -1 if there is no room: the run does without it."""
+        for left in self._folder.glob("draft.*.delta"):  # by processes that died
             left.unlink()
         key = secrets.randbits(60)
         path = self._draft(key)

@@ -1,9 +1,8 @@
-"""What ranks of other machines have of a version, on its way to those who write it.
+"""The pieces of a version that ranks of other machines send to the ranks at the file.
 
-Owns the order in which it is sent: each rank that is far from the file sends its pieces, cast to
-what is served, to one that is at it, bucket by bucket, so that no more than a bucket of it is held
-twice. Costs a hop over the network between trainer nodes for all but the share of the node that
-publishes, and on the receiving side a copy. Imports torch; daemons must not import this.
+Owns the order of sending: each remote rank sends its pieces, cast to the served dtype, to one local
+rank, bucket by bucket, so that at most a bucket is held twice. Imports torch; daemons must not
+import this.
 """
 
 from collections.abc import Sequence
@@ -31,20 +30,20 @@ Work = Sequence[Sequence[Piece]]  # the pieces of each bucket
 
 
 class Exchange:
-    """Of one rank. All of them call `plan` once a version, then `carry_out` for each stretch."""
+    """One rank's part. All ranks call `plan` for each version, then `carry_out` per stretch."""
 
     def __init__(self, rank: int, world: int, num_local: int) -> None:
         self._rank = rank
         self._is_local = rank < num_local
         self._partner = rank % num_local
-        # who sends to this one
+        # ranks that send to this one
         self._senders = list(range(rank + num_local, world, num_local)) if self._is_local else []
         # by sender: (stretch, bucket in it, offset, bytes) of each piece
         self._plans: dict[int, list[tuple[int, int, int, int]]] = {}
         self._is_planned = False
 
     def plan(self, stretches: Sequence[Work]) -> None:
-        """Says what will be sent. The layout stays the same for all versions."""
+        """Exchange what will be sent. The layout is the same for all versions."""
         if self._is_planned:
             return
         self._is_planned = True
@@ -67,7 +66,7 @@ class Exchange:
             self._plans[sender] = [(a, b, c, d) for a, b, c, d in rows.tolist()]
 
     def carry_out(self, stretch: int, work: Work, file: Tensor | None) -> None:
-        """This rank's part in it. What comes is written to `file`, bytes."""
+        """Send or receive one stretch. Received pieces are written to `file`, bytes."""
         if file is None:
             for pieces in work:
                 dist.send(torch.cat([_bytes_of(piece) for piece in pieces]), self._partner)
@@ -78,15 +77,15 @@ class Exchange:
                 if s == stretch:
                     buckets.setdefault(bucket, []).append((offset, size))
             for places in buckets.values():
-                came = torch.empty(sum(size for _, size in places), dtype=torch.uint8)
-                dist.recv(came, sender)
+                received = torch.empty(sum(size for _, size in places), dtype=torch.uint8)
+                dist.recv(received, sender)
                 begin = 0
                 for offset, size in places:
-                    file[offset : offset + size] = came[begin : begin + size]
+                    file[offset : offset + size] = received[begin : begin + size]
                     begin += size
 
 
 def _bytes_of(piece: Piece) -> Tensor:
-    """What is on a device is cast there."""
+    """Cast on the device of the values."""
     with torch.no_grad():
         return piece.values.to(piece.dtype).cpu().contiguous().view(torch.uint8)

@@ -1,9 +1,9 @@
-"""How the ranks of a trainer make a version together: each writes its own rows into one mapped file
-and hashes its share of the buckets.
+"""How the ranks of a trainer publish a version: each writes its own rows into one mapped file and
+hashes its share of the buckets.
 
-Owns the writing side of a version, on one rank. Nothing is gathered, and no tensor is made in
-another dtype than the one that is served. Which file it is, `buffers.py` knows; what lies where,
-`version/layout.py`. Imports torch; daemons must not import this.
+Owns the part of one rank. Nothing is gathered, and no tensor is created in another dtype than the
+served one. `buffers.py` chooses the file, `version/layout.py` the places in it. Imports torch;
+daemons must not import this.
 """
 
 import contextlib
@@ -43,24 +43,23 @@ from lightrl.weights.version.manifest import (
 )
 from lightrl.weights.version.tensors import dtype_name
 
-# So many times the ranks say how far they are, unless the version is so small that each would have
-# written less in between.
+# The ranks agree so many times how far they are, less often for small versions.
 STRETCHES = 16
 STRETCH_BYTES = 16 << 20
 MAX_THREADS = 32
-CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # which torch can compare
+CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # for NaN and infinity
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; Python has no name for it
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank has of a tensor: its elements from `first` on, in the order of the whole.
+    """The part of a tensor that one rank has: elements from `first` on, in the order of the whole.
 
     Example, of the second of two ranks: Shard("w", torch.bfloat16, (3, 4), <4 float32>, 8, 8)
     """
 
     name: str
-    # in which it is to be written
+    # of the served tensor
     dtype: torch.dtype
     # of the whole
     shape: tuple[int, ...]
@@ -72,20 +71,20 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Of the whole."""
+        """The number of elements of the whole."""
         return math.prod(self.shape)
 
 
 class Publisher:
-    """The files of a trainer's versions, on one of its ranks. With several, all of them call the
-    same methods in the same order, and the default process group must have a backend for the CPU.
+    """Publishes a trainer's versions, on one of its ranks. Of several ranks, all call the same
+    methods in the same order, and the default process group must have a backend for the CPU.
     """
 
     def __init__(
         self, buffers: Buffers, rank: int = 0, world: int = 1, num_local: int | None = None
     ) -> None:
-        """`buffers`: rank 0 alone takes and names files. `num_local` ranks, the first, all by
-        default, are on its machine and write to the file; each of the others sends to one of them.
+        """`buffers`: of rank 0. The first `num_local` ranks, all by default, are on its machine and
+        write to the file; each of the others sends to one of them.
         """
         self._buffers = buffers
         self._rank = rank
@@ -95,7 +94,7 @@ class Publisher:
         self._exchange = Exchange(rank, world, local) if local < world else None
         num_threads = max(1, min(MAX_THREADS, num_cores() // local))
         self._threads = ThreadPoolExecutor(num_threads, "weights-publish")
-        # made by all ranks, in the same order
+        # created by all ranks, in the same order
         group = dist.new_group(list(range(local)), backend="gloo") if local < world else None
         self._deltas = DeltaWriter(buffers.folder, rank, local, num_threads, group)
         # the last two that were published: their keys, and on rank 0 their files
@@ -106,11 +105,11 @@ class Publisher:
     def publish(
         self, policy_version: int, shards: Sequence[Shard], base: str = ""
     ) -> VersionFile | None:
-        """Writes a version, of which these are this rank's shards; on rank 0 it comes back when all
-        ranks have done so. `base`, there: the digest of the version that it adapts, if any.
+        """Write a version, of which these are this rank's shards. Rank 0 returns it when all ranks
+        have written. `base`, on rank 0: the digest of the version that it adapts, if any.
 
-        Raises OSError if there is no room for it, WeightsError for what cannot be a version: no
-        engine can sample from weights that are not finite.
+        Raises OSError if there is no room for it, WeightsError for weights that are not finite,
+        which no engine can sample from.
         """
         require_finite(policy_version, shards)
         self._specs = self._specs or plan(
@@ -135,8 +134,8 @@ class Publisher:
         return file
 
     def publish_delta(self) -> tuple[VersionFile, VersionFile] | None:
-        """On rank 0, if it pays: the version before the last, and what makes the last one of it,
-        which is the caller's file."""
+        """Rank 0 returns the version before the last, and the delta to the last one, whose file is
+        the caller's; None if there is no delta that is small enough."""
         if len(self._published) < 2 or not self._is_local:
             return None
         (base, old), (target, new) = self._published
@@ -146,16 +145,14 @@ class Publisher:
         return (old, delta) if old and delta else None
 
     def allocate_second(self) -> None:
-        """The next version's file, after the first version, so that the first step need not.
-
-        Raises OSError if there is no room for it.
-        """
+        """Allocate the next version's file after the first version, so that the first step need
+        not. Raises OSError if there is no room for it."""
         size = num_bytes(self._specs)
         lacks = self._rank == 0 and self._buffers.lacks_a_second()
         draft = self._buffers.take(size) if lacks else None
         try:
             self._map(draft, size)
-            self._agree(0)  # it is locked as long as somebody may be at it
+            self._agree(0)  # the lock is kept until all ranks have mapped it
         finally:
             if draft is not None:
                 self._buffers.give_back(draft)
@@ -165,7 +162,7 @@ class Publisher:
         self._mapped.clear()
 
     def _map(self, draft: Draft | None, size: int) -> int:
-        """The key of the file that rank 0 has taken, now mapped; -1 if it has none."""
+        """Map the file that rank 0 has taken, and return its key; -1 if it has none."""
         chosen = torch.tensor(-1 if draft is None else draft.key)
         if self._world > 1:
             dist.broadcast(chosen, 0)
@@ -181,26 +178,25 @@ class Publisher:
         return key
 
     def _forget_removed(self) -> None:
-        """The memory of a file that is gone is there until the last rank gives it back, which takes
-        a while."""
+        """Unmap removed files, in threads: their memory is released by the last rank."""
         for key in self._mapped.keys() - self._buffers.keys():
             gone = [self._mapped.pop(key)]
             self._threads.submit(gone.clear)
 
     def _touch(self, mapped: mmap.mmap) -> None:
-        """Has this rank's share of a new file's pages made now, not when they are written."""
+        """Allocate this rank's share of a new file's pages now, not when they are written."""
         pages = -(-len(mapped) // mmap.PAGESIZE)
         start = pages * self._rank // self._num_local * mmap.PAGESIZE
         end = pages * (self._rank + 1) // self._num_local * mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # an old kernel: they come when they are written
+        with contextlib.suppress(OSError):  # an old kernel: they come later
             mapped.madvise(_POPULATE_WRITE, start, min(end, len(mapped)) - start)
 
     def _write(self, file: Tensor | None, size: int, shards: Sequence[Shard]) -> bytes:
-        """Digests of all buckets, on rank 0; of those that this rank has hashed, on others. Without
-        a `file` this rank is on another machine and sends what it has.
+        """Write the shards. Rank 0 returns the digests of all buckets. Without a `file` this rank
+        is on another machine and sends its shards.
 
-        Each rank writes in the order of the file. What all of them have passed is hashed while they
-        go on.
+        Each rank writes in the order of the file. Buckets that all of them have passed are hashed
+        meanwhile.
         """
         digests = bytearray(DIGEST_BYTES * num_buckets(size))
         stretches = self._stretches(shards, size)
@@ -228,7 +224,7 @@ class Publisher:
         return bytes(digests)
 
     def _stretches(self, shards: Sequence[Shard], size: int) -> list["_Stretch"]:
-        """This rank's work in so many parts of as many bytes that all ranks have as many."""
+        """Split this rank's work into parts of equal bytes, as many as the other ranks have."""
         specs = {spec.name: spec for spec in self._specs}
         pieces: dict[int, list[Piece]] = defaultdict(list)
         for shard in shards:
@@ -253,7 +249,7 @@ class Publisher:
         return [self._threads.submit(_copy, file, pieces) for pieces in work]
 
     def _agree(self, number: int) -> int:
-        """The least that any rank says, once all of them have said it."""
+        """Return the least of the numbers of all ranks."""
         if self._world == 1:
             return number
         least = torch.tensor(number)
@@ -268,7 +264,7 @@ class _Stretch:
 
 
 def _pieces(shard: Shard, spec: TensorSpec) -> Iterator[tuple[int, Piece]]:
-    """A shard, cut where buckets begin."""
+    """Cut a shard where buckets begin."""
     itemsize = shard.dtype.itemsize
     begin = spec.offset + shard.first * itemsize
     end = begin + shard.values.numel() * itemsize
@@ -282,7 +278,7 @@ def _pieces(shard: Shard, spec: TensorSpec) -> Iterator[tuple[int, Piece]]:
 
 
 def _copy(file: Tensor, pieces: list[Piece]) -> None:
-    """What is on a device is cast there."""
+    """Cast on the device of the values."""
     with torch.no_grad():
         for piece in pieces:
             target = file[piece.offset : piece.offset + piece.num_bytes]
@@ -296,7 +292,7 @@ def _hash(file: Tensor, bucket: int, digests: bytearray) -> None:
 
 
 def _array(data: Tensor) -> Any:
-    """Something that has a buffer of the same bytes."""
+    """An object with a buffer of the same bytes."""
     return data.numpy()
 
 
@@ -306,8 +302,8 @@ def _finish(futures: list[Future[None]]) -> None:
 
 
 def require_finite(policy_version: int, shards: Sequence[Shard]) -> None:
-    """Raises WeightsError, which names the first tensor, for NaN and for what is infinite in the
-    dtype in which it is served. One pass over the values, on their device."""
+    """Raises WeightsError, which names the first tensor, for NaN and for values that are infinite
+    in the served dtype. One pass over the values, on their device."""
     shards = [s for s in shards if s.values.dtype in CHECKED and s.values.numel()]
     if not shards:
         return

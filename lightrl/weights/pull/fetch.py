@@ -1,181 +1,186 @@
-"""The threads of one pull: each takes a bucket, asks a source for it, proves it and writes it.
+"""The threads of one pull: each asks a source for a bucket, verifies it and writes it.
 
-Owns the connections, the open file and what is right in it; whom to ask is `swarm.py`'s business.
-Must not import torch. Bytes are received, hashed and written by portions that stay in a core's
-cache; that is quicker than receiving into a mapping, whose pages must be cleared first, and a full
-disk is an error there instead of a signal.
+Owns the connections of the threads, the open file and the count of what is right in it; `swarm.py`
+chooses the sources. Must not import torch. Bytes are received, hashed and written by portions that
+stay in a core's cache: a mapping's pages would be cleared first, and a full disk is an error here
+instead of a signal.
 """
 
 import os
 import random
 import socket
+import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Set
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
 
 from lightrl.errors import WeightsError
-from lightrl.system.addresses import join_address
+from lightrl.system.addresses import join_address, split_known
 from lightrl.system.files import write_at
-from lightrl.weights.machine import leftovers
-from lightrl.weights.machine.leftovers import Begun, Provable
-from lightrl.weights.pull.connections import TICK_S, Connections, shut
+from lightrl.weights.machine.local import CHUNK_BYTES, HASH_THREADS
 from lightrl.weights.pull.swarm import EVERYTHING, Source, Swarm, Transfer
 from lightrl.weights.serve.held import Partial
 from lightrl.weights.serve.request import ASK_DATA, ASK_SHARED, BUSY, DATA, MISSING, QUEUED, Request
 from lightrl.weights.version.layout import bucket_range
+from lightrl.weights.version.manifest import Manifest
 
-IDLE_LIMIT_S = 10.0  # of a connection, however long the pull may last
-MAX_PAUSE_S = 2.0  # before a source that fails is asked again
-BUSY_PAUSE_S = 2.0  # before one that has no place for us is
+if TYPE_CHECKING:  # numpy is loaded with the first delta
+    from lightrl.weights.delta.patch import Patch
+
+CONNECT_LIMIT_S = 3.0
+IDLE_LIMIT_S = 10.0  # of a connection, however long the pull may take
+MAX_PAUSE_S = 2.0  # before a source that fails or is busy is asked again
+TICK_S = 0.25  # a thread that receives checks so often whether the pull is over
+_TICK = struct.pack("ll", 0, int(TICK_S * 1e6))  # struct timeval
 
 REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
-# fits the cache; smaller ones wait for the interpreter's lock more often (256 KiB: a tenth slower)
-_PORTION = 1 << 20
+OTHER_PROTOCOL = "does not serve weights as this version does"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to pull, as PublishWeights (or a DeltaOffer) describes it.
+
+    Example: Wanted(4, "9f3a...", num_bytes=2112512, manifest_bytes=8190)
+    """
+
+    policy_version: int
+    digest: str
+    num_bytes: int
+    manifest_bytes: int
+
+    def request(self, what: bytes, node: str, source: Source, offset: int, size: int) -> bytes:
+        digest = bytes.fromhex(self.digest)
+        names = node.encode(), source.ticket
+        return Request(what, digest, self.policy_version, offset, size, *names).pack()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """The (host, port) of a source. Raises WeightsError for an address without them."""
+    if (found := split_known(address)) is None:
+        raise WeightsError(f"{address[:80]!r}: a holder looks like host:port")
+    return found
 
 
 class Fetch:
-    """What the streams of one pull share; its methods may be called from any thread."""
+    """What the streams of one pull share. Methods may be called from any thread."""
 
-    def __init__(
-        self, swarm: Swarm, credentials: tuple[str, int, str], timeout_s: float, num_bytes: int
-    ) -> None:
-        """`credentials`: digest, policy_version and the name of this node."""
+    def __init__(self, swarm: Swarm, wanted: Wanted, node: str, timeout_s: float) -> None:
         self.swarm = swarm
-        self.connections = Connections(timeout_s)
+        self.wanted = wanted
+        self.node = node
         self.lock = threading.Condition()
-        self.failure: str | None = None  # the first that ended the pull
-        self.bad: deque[tuple[Source, str]] = deque()  # to be told of
-        self.doubted: deque[Source] = deque()  # to be asked again what they have
-        self.proved_bytes = 0
+        self.failure: str | None = None  # the first, which ended the pull
+        self.bad: deque[tuple[Source, str]] = deque()  # to be reported
+        self.verified_bytes = 0
         self.received = Counter[str]()  # bytes, by node
         self.trouble = ""  # the last, with the source that made it
-        self._credentials = credentials
         self._timeout_s = timeout_s
-        self._num_bytes = num_bytes
         self._progress_at = time.monotonic()
-        self._transfers: dict[Transfer, socket.socket | None] = {}
-        self._begun: dict[int, Begun] = {}
         self._num_missing = swarm.num_buckets
-        self._is_over = False
-        self._is_on_hold = False
-        self._num_filling = 0  # buckets
-        self._manifest: Provable | None = None
+        self.is_over = False
+        self._manifest: Manifest | None = None
         self._file = -1
-        self._leftovers: deque[int] = deque()  # buckets that may be right already
         self._partial: Partial | None = None
 
-    def open(
-        self, manifest: Provable, file: int, written: list[int], partial: Partial | None
-    ) -> None:
-        """Before the first `run`. Owns `file` from now on; what was `written` is proved first."""
+    def open(self, manifest: Manifest, file: int, partial: Partial | None) -> None:
+        """Start with this file, which is closed by `close`."""
         self._manifest, self._file, self._partial = manifest, file, partial
-        self._leftovers.extend(written)
-        for bucket in written:
-            self.swarm.todo &= ~(1 << bucket)
-
-    def run(self) -> None:
-        """One stream: a thread that takes what is to be done until all is, or the pull has
-        failed."""
-        buffer = memoryview(bytearray(_PORTION))
-        try:
-            self._prove_leftovers(buffer)
-            while (transfer := self._next()) is not None:
-                self._pull(transfer, buffer)
-        except WeightsError as e:
-            self.end(str(e))
-
-    def end(self, why: str) -> None:
-        """The pull has failed: all streams stop soon, whatever they are doing."""
-        with self.lock:
-            if not self._is_over:
-                self.failure, self._is_over = why, True
-            for sock in self._transfers.values():
-                shut(sock)
-            self.lock.notify_all()
 
     def close(self) -> None:
-        """When no stream runs any more."""
-        with self.lock:
-            while self._num_filling:
-                self.lock.wait()
-        self.connections.close()
+        """Call this when no stream runs any more."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def hold(self, *, is_on_hold: bool) -> None:
-        """While on hold nothing is asked of anybody: see `take_bucket`."""
-        self.note_progress()
-        with self.lock:
-            self._is_on_hold = is_on_hold
-            for transfer, sock in self._transfers.items():
-                transfer.is_left |= is_on_hold
-                if is_on_hold:
-                    shut(sock)
-            self.lock.notify_all()
+    def run(self, num_streams: int) -> None:
+        """Pull buckets by so many threads until the version is complete or the pull has failed."""
+        runs: list[Future[None]] = []
+        with ThreadPoolExecutor(num_streams, thread_name_prefix="weights-pull") as threads:
+            try:
+                runs.extend(threads.submit(self._run_stream) for _ in range(num_streams))
+            except RuntimeError as e:  # no more threads
+                self.end(str(e))
+        for run in runs:
+            run.result()
 
-    def wait_idle(self) -> None:
-        """While on hold: until nobody writes to the file any more."""
-        with self.lock:
-            while not self._is_over and (self._transfers or self._leftovers):
-                self.lock.wait(TICK_S)
-
-    def take_bucket(self, buckets: int, lacking: Set[int]) -> int | None:
-        """One of these (bits) that is missing, but none of `lacking`, while on hold; None: no more.
-        `put_bucket` must follow."""
-        with self.lock:
-            self.wait_idle()
-            found = self.swarm.todo & buckets & ~sum(1 << bucket for bucket in lacking)
-            if self._is_over or not found:
-                return None
-            self._num_filling += 1
-            self.swarm.todo ^= found & -found
-            return (found & -found).bit_length() - 1
-
-    def put_bucket(self, bucket: int, *, is_whole: bool) -> None:
-        """The bucket that was taken is written and proved; or not, and has to be pulled, all of it:
-        what was there of it may have been overwritten."""
-        with self.lock:
-            self._num_filling -= 1
-            self._begun.pop(bucket, None)
-            if not is_whole:
-                self.swarm.todo |= 1 << bucket
-            self._count(bucket, is_whole)
-            self.lock.notify_all()
-        if is_whole and self._partial is not None:
-            self._partial.proved(bucket)
-
-    def write(self, data: memoryview, position: int) -> None:
-        """Raises WeightsError."""
+    def _run_stream(self) -> None:
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        idle: dict[Source, socket.socket] = {}
         try:
-            write_at(self._file, position, data)
-        except OSError as e:  # the disk's fault, not the source's
-            raise WeightsError(f"cannot write: {e.strerror}") from e
+            while (transfer := self._next()) is not None:
+                self._pull(transfer, buffer, idle)
+        except WeightsError as e:
+            self.end(str(e))
+        finally:
+            for sock in idle.values():
+                sock.close()
+
+    def make(self, patch: "Patch") -> None:
+        """Make the missing buckets here, by threads. Raises what `patch` raises, with some of them
+        made."""
+        missing = [b for b in range(self.swarm.num_buckets) if self.swarm.todo >> b & 1]
+
+        def work(first: int) -> None:
+            assert self._manifest is not None
+            buffer = memoryview(bytearray(CHUNK_BYTES))
+            for bucket in missing[first::HASH_THREADS]:
+                if not self.is_over:
+                    patch.make(self._manifest, bucket, buffer, self._write)
+                    self.note_right([bucket])
+
+        with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="weights-patch") as threads:
+            list(threads.map(work, range(HASH_THREADS)))
+
+    def end(self, why: str) -> None:
+        """The pull has failed: all streams stop soon."""
+        with self.lock:
+            if not self.is_over:
+                self.failure, self.is_over = why, True
+            self.lock.notify_all()
 
     def look_after(self) -> None:
-        """Now and then: takes from slow sources what they owe, ends what has waited too long."""
+        """Call this often: steals slow transfers, and ends a pull that has waited too long."""
         with self.lock:
             now = time.monotonic()
-            for transfer, sock in self._transfers.items():
-                if transfer.received > transfer.received_before:
+            for transfer in self.swarm.in_flight:
+                if transfer.received:
                     self._progress_at = max(self._progress_at, transfer.last_at)
                 if self.swarm.is_overdue(transfer, now):
-                    self.swarm.leave(transfer, now)
-                    shut(sock)
-            if self._is_over:
-                return
-            why = self._why_hopeless(now)
+                    self.swarm.steal(transfer, now)
+            why = "" if self.is_over else self._why_hopeless(now)
             self.lock.notify_all()  # pauses end
         if why:
             self.end(why)
 
-    def note_progress(self) -> None:
+    def note_right(self, buckets: Iterable[int]) -> None:
+        """These buckets are in the file, verified."""
+        with self.lock:
+            for bucket in buckets:
+                start, end = bucket_range(bucket, self.wanted.num_bytes)
+                self.swarm.todo &= ~(1 << bucket)
+                self.verified_bytes += end - start
+                self._num_missing -= 1
+                if self._partial is not None:
+                    self._partial.verified(bucket)
+            self._progress_at = time.monotonic()
+            self.is_over |= self._num_missing == 0
+            self.lock.notify_all()
+
+    def note_progress(self) -> bool:
+        """Returns whether the pull is still running."""
         self._progress_at = time.monotonic()
+        return not self.is_over
 
     def note_trouble(self, source: Source, e: Exception | str, *, is_refusal: bool = False) -> None:
-        """It failed and is left alone for a moment: with jitter, as the nodes of a run fail
-        together and should not come back together."""
+        """A source has failed and is not asked for a moment: with jitter, as the nodes of a run
+        fail together and should not return together."""
         with self.lock:
             number = e.errno if isinstance(e, OSError) else None
             text = os.strerror(number) if number is not None and number > 0 else str(e)
@@ -186,124 +191,108 @@ class Fetch:
             source.pause(time.monotonic(), pause_s * random.uniform(0.5, 1.0))
 
     def note_bad(self, source: Source, reason: str) -> None:
+        """A source has sent wrong bytes: it is dropped, and reported."""
         with self.lock:
             source.is_bad = True
             self.trouble = f"{join_address(*source.addresses[0])}: {reason}"
             self.bad.append((source, reason))
 
+    def note_busy(self, source: Source) -> None:
+        """A source has too many connections, which counts as progress."""
+        self.note_progress()
+        with self.lock:
+            pause_s = min(MAX_PAUSE_S, self._timeout_s / 2) * random.uniform(0.5, 1.0)
+            source.pause(time.monotonic(), pause_s)
+
     def _why_hopeless(self, now: float) -> str:
-        if self._is_on_hold:
-            return ""
         sources = self.swarm.sources
         last = f"; last {self.trouble}" if self.trouble else ""
-        if sources and all(s.is_lost for s in sources) and not self._transfers:
+        if sources and all(s.is_dropped for s in sources) and not self.swarm.in_flight:
             return f"no source serves it{last}"
         if now - self._progress_at > self._timeout_s:
             return f"nothing arrived for {self._timeout_s:g} s{last}"
         return ""
 
     def _next(self) -> Transfer | None:
-        """What to do next, as soon as there is something; None at the end."""
+        """Wait for something to do; None at the end."""
         with self.lock:
             while True:
-                if self._is_over:
+                if self.is_over:
                     return None
                 now = time.monotonic()
-                if not self._is_on_hold and (chosen := self.swarm.choose(now)) is not None:
+                if (chosen := self.swarm.choose(now)) is not None:
                     break
                 self.lock.wait(TICK_S)
             source, bucket = chosen
-            start, end = bucket_range(bucket, self._num_bytes)
-            begun = self._begun.setdefault(bucket, Begun())
-            transfer = self.swarm.begin(source, bucket, end - start, begun.received, now)
-            self._transfers[transfer] = None
+            start, end = bucket_range(bucket, self.wanted.num_bytes)
+            transfer = self.swarm.begin(source, bucket, end - start, now)
         if self._partial is not None and source.has == EVERYTHING:
             self._partial.getting(bucket)
         return transfer
 
-    def _pull(self, transfer: Transfer, buffer: memoryview) -> None:
-        """One bucket, or as much of it as comes; the rest is to be done again then."""
-        source, begun, is_whole, sock = transfer.source, self._begun[transfer.bucket], False, None
+    def _pull(
+        self, transfer: Transfer, buffer: memoryview, idle: dict[Source, socket.socket]
+    ) -> None:
+        """Pull one bucket. If it does not arrive whole and right, it is to be pulled again."""
+        source, is_whole, sock = transfer.source, False, None
         try:
-            sock = self._ask(transfer)
-            if sock is not None:
-                self._receive(transfer, begun, sock, buffer)
-                is_whole = self._prove(transfer, begun)
-                if is_whole or not source.is_bad:
-                    self.connections.keep(source, sock)
-                    sock = None
+            sock, sign = self._ask(transfer, idle.pop(source, None))
+            if sign == DATA:
+                is_whole = self._receive(transfer, sock, buffer)
+            elif sign == BUSY:
+                self.note_busy(source)
+            else:
+                source.has &= ~(1 << transfer.bucket)
+                if not source.is_followed:
+                    self.note_trouble(source, "has not got it", is_refusal=True)
+            if sign != BUSY and not source.is_bad:
+                idle[source], sock = sock, None
         except (OSError, EOFError) as e:
-            if not transfer.is_left and not self._is_over:
+            if not transfer.is_stolen and not self.is_over:
                 self.note_trouble(source, e, is_refusal=isinstance(e, EOFError))
         finally:
             with self.lock:
-                del self._transfers[transfer]
-                begun.received = transfer.received
-                if (received := transfer.received - transfer.received_before) > 0:
-                    self.received[source.node] += received
-                    self._progress_at = max(self._progress_at, transfer.last_at)
-                if is_whole:
-                    del self._begun[transfer.bucket]
+                self.received[source.node] += transfer.received
                 self.swarm.end(transfer, time.monotonic(), is_whole=is_whole)
-                self._count(transfer.bucket, is_whole)
+                self.lock.notify_all()
             if sock is not None:
                 sock.close()
-
-    def _count(self, bucket: int, is_whole: bool) -> None:
-        """With the lock."""
         if is_whole:
-            start, end = bucket_range(bucket, self._num_bytes)
-            self.proved_bytes += end - start
-            self._num_missing -= 1
-            self._is_over |= self._num_missing == 0
-            self._progress_at = time.monotonic()
-        if self._is_over or not is_whole:
-            self.lock.notify_all()
+            self.note_right([transfer.bucket])
 
-    def _ask(self, transfer: Transfer) -> socket.socket | None:
-        """A connection from which the rest of the bucket comes; None if its source has no place for
-        us, or not that bucket. Raises OSError, EOFError."""
-        sock, is_fresh = self.connections.take(transfer.source), False
-        while True:
-            if sock is None:
-                sock, is_fresh = self.connections.connect(transfer.source), True
+    def _ask(self, transfer: Transfer, kept: socket.socket | None) -> tuple[socket.socket, bytes]:
+        """Ask for the bucket on a connection that was kept, or on a new one. Raises OSError,
+        EOFError."""
+        if kept is not None:
             try:
-                with self.lock:
-                    self._transfers[transfer] = sock
-                    if transfer.is_left:
-                        raise TimeoutError
-                sign = self._ask_on(sock, transfer)
-            except (OSError, EOFError):
-                sock.close()
-                if is_fresh or transfer.is_left or self._is_over:
-                    raise
-                sock = None  # it was idle for too long
-                continue
-            except BaseException:
-                sock.close()
-                raise
-            if sign == DATA:
-                return sock
-            if sign == BUSY:
-                sock.close()
-                self.note_busy(transfer.source)
-            else:
-                self.connections.keep(transfer.source, sock)
-                self._note_missing(transfer)
-            return None
+                return kept, self._ask_on(kept, transfer)
+            except (OSError, EOFError):  # it was idle for too long, or the bucket was stolen
+                kept.close()
+        self._require(transfer, transfer.begun_at)
+        sock = self._connect(transfer.source)
+        try:
+            return sock, self._ask_on(sock, transfer)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _connect(self, source: Source) -> socket.socket:
+        addresses = source.addresses  # of several network cards, which streams share
+        address = addresses[source.num_streams % len(addresses)]
+        sock = socket.create_connection(address, min(CONNECT_LIMIT_S, self._timeout_s))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
+        return sock
 
     def _ask_on(self, sock: socket.socket, transfer: Transfer) -> bytes:
-        """Until it is our turn: DATA, BUSY or MISSING."""
+        """Send the request, and wait for DATA, BUSY or MISSING."""
         source = transfer.source
-        digest, version, node = self._credentials
-        start, end = bucket_range(transfer.bucket, self._num_bytes)
-        offset = start + transfer.received
+        start, _ = bucket_range(transfer.bucket, self.wanted.num_bytes)
         with self.lock:
-            is_shared = self.swarm.num_others(time.monotonic()) > 1
-        what, size = ASK_SHARED if is_shared else ASK_DATA, end - offset
-        named = node.encode(), source.ticket
-        request = Request(what, bytes.fromhex(digest), version, offset, size, *named)
-        sock.sendall(request.pack())
+            is_shared = self.swarm.num_active_peers(time.monotonic()) > 1
+        what = ASK_SHARED if is_shared else ASK_DATA
+        sock.sendall(self.wanted.request(what, self.node, source, start, transfer.size))
         asked_at = transfer.last_at = time.monotonic()
         while True:
             try:
@@ -316,85 +305,42 @@ class Fetch:
                 transfer.is_queued, transfer.last_at, source.refusals = False, time.monotonic(), 0
                 return sign
             if sign != QUEUED:
-                raise EOFError(
-                    REFUSAL if not sign else "does not serve weights as this version does"
-                )
-            asked_at, transfer.is_queued = time.monotonic(), True
-            source.refusals = 0
+                raise EOFError(OTHER_PROTOCOL if sign else REFUSAL)
+            asked_at, transfer.is_queued, source.refusals = time.monotonic(), True, 0
             if not source.is_starved:
                 self.note_progress()
 
-    def _receive(
-        self, transfer: Transfer, begun: Begun, sock: socket.socket, buffer: memoryview
-    ) -> None:
-        start, _ = bucket_range(transfer.bucket, self._num_bytes)
-        begun.nodes.add(transfer.source.node)
+    def _receive(self, transfer: Transfer, sock: socket.socket, buffer: memoryview) -> bool:
+        """Receive, hash and write a bucket. Returns whether it is right."""
+        assert self._manifest is not None
+        start, _ = bucket_range(transfer.bucket, self.wanted.num_bytes)
+        digest = blake3()
         while (left := transfer.size - transfer.received) > 0:
             try:
-                n = sock.recv_into(buffer, min(left, _PORTION), socket.MSG_WAITALL)
+                n = sock.recv_into(buffer, min(left, len(buffer)), socket.MSG_WAITALL)
             except BlockingIOError:
                 self._require(transfer, transfer.last_at)
                 continue
             if n == 0:
                 raise EOFError(REFUSAL)
-            data = buffer[:n]
-            begun.digest.update(data)
-            self.write(data, start + transfer.received)
+            digest.update(buffer[:n])
+            self._write(buffer[:n], start + transfer.received)
             transfer.received += n
             transfer.last_at = time.monotonic()
             transfer.source.is_starved = False
-
-    def _require(self, transfer: Transfer, since: float) -> None:
-        """Raises TimeoutError if there is nothing to wait for any more."""
-        if transfer.is_left or self._is_over or time.monotonic() - since > IDLE_LIMIT_S:
-            raise TimeoutError("timed out")
-
-    def _prove(self, transfer: Transfer, begun: Begun) -> bool:
-        """Names the source of wrong bytes, if there was only one."""
-        assert self._manifest is not None
-        if begun.digest.digest() == self._manifest.digest_of(transfer.bucket):
-            if self._partial is not None:
-                self._partial.proved(transfer.bucket)
+            self._require(transfer, transfer.last_at)
+        if digest.digest() == self._manifest.digest_of(transfer.bucket):
             return True
-        if len(begun.nodes) == 1:
-            self.note_bad(transfer.source, f"bucket {transfer.bucket}: digest differs")
-        with self.lock:
-            self._begun[transfer.bucket] = Begun()
+        self.note_bad(transfer.source, f"bucket {transfer.bucket}: digest differs")
         return False
 
-    def note_busy(self, source: Source) -> None:
-        """It has too many peers: that it says so counts as progress."""
-        self.note_progress()
-        with self.lock:
-            source.max_streams = max(1, source.num_streams - 1)
-            if source.num_streams <= 1:
-                pause_s = min(BUSY_PAUSE_S, self._timeout_s / 2) * random.uniform(0.5, 1.0)
-                source.pause(time.monotonic(), pause_s)
+    def _require(self, transfer: Transfer, since: float) -> None:
+        """Raises TimeoutError if this transfer is not worth waiting for."""
+        if transfer.is_stolen or self.is_over or time.monotonic() - since > IDLE_LIMIT_S:
+            raise TimeoutError("timed out")
 
-    def _note_missing(self, transfer: Transfer) -> None:
-        with self.lock:
-            source = transfer.source
-            self.trouble = f"{join_address(*source.addresses[0])}: has not got it"
-            source.has &= ~(1 << transfer.bucket)
-            if not source.is_followed:
-                source.has = 0
-                self.doubted.append(source)
-
-    def _goes_on(self) -> bool:
-        self.note_progress()
-        return not self._is_over
-
-    def _prove_leftovers(self, buffer: memoryview) -> None:
-        assert self._manifest is not None
-        while True:
-            with self.lock:
-                if self._is_over or not self._leftovers:
-                    return
-                bucket = self._leftovers.popleft()
-            is_right = leftovers.is_right(self._file, bucket, self._manifest, buffer, self._goes_on)
-            with self.lock:
-                if not is_right:
-                    self.swarm.todo |= 1 << bucket
-                self._count(bucket, is_right)
-            if is_right and self._partial is not None:
-                self._partial.proved(bucket)
+    def _write(self, data: memoryview, position: int) -> None:
+        try:
+            write_at(self._file, position, data)
+        except OSError as e:  # the disk has failed, not the source
+            raise WeightsError(f"cannot write: {e.strerror}") from e

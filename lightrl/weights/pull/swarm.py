@@ -1,62 +1,53 @@
-"""Which bucket a puller asks of whom: the rules by which many who pull the same version help each
-other.
+"""Which bucket a node asks of which source: the rules by which nodes that pull the same version
+relay it to each other.
 
-Pure: owns what is known of each source, and no socket, thread or clock. Buckets are bits of an int.
+Pure: owns the state of each source, and no socket, thread or clock. Buckets are bits of an int.
 
-The last source is the origin, which has everything and must serve everybody: it is asked for what
-no other has or is getting, and one stream of each puller is enough to feed a swarm. What others
-have is asked of them, the rare first, among those at random. Each puller begins elsewhere in the
-file, so that those who begin together bring different buckets into the swarm.
+The last source is the origin, which has everything and serves everybody: it is asked only for
+buckets that no peer has or is getting, and by one stream of each node while peers are active.
+Buckets of peers are asked for in random order, those that a single peer has first. A transfer that
+stalls, or is much slower than another source would be, is stolen: another stream asks for its
+bucket.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
 EVERYTHING = -1  # all bits
-PATIENCE_S = 1.0  # for what others are getting, and for news of them
-STALL_S = 0.6  # without a byte, after which others are asked for what a source owes
-RATED_S = 5.0  # a rate measured longer ago says nothing
-SLOW = 4.0  # so many times slower than another would be: it shall have the rest of a bucket
-USELESS = 16.0  # so many times slower than the best is not asked; lines are shared by many at times
-DEFAULT_RATE = 16e6  # bytes/s of a stream, of a source that has not been asked yet
+PATIENCE_S = 1.0  # for a queue, for what peers are getting, and for news of them
+STALL_S = 0.6  # without a byte, after which a bucket is asked of another source
+SLOW = 4.0  # a transfer is stolen if another source would be so many times faster
+DEFAULT_RATE = 16e6  # bytes/s of a source that was not measured
 MAX_PENALTY_S = 8.0
-MAX_REFUSALS = 3  # in a row, before a source is given up
-_GOLDEN = 0.6180339887498949  # its multiples modulo 1 are spread evenly, however many
+MAX_REFUSALS = 3  # in a row, before a source is dropped
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """A holder as one puller knows it."""
+    """The state of a source, at one node."""
 
     node: str
     addresses: tuple[tuple[str, int], ...]
     ticket: bytes
-    added_at: float
-    has: int = 0  # buckets that it is known to have
-    is_known: bool = False  # it has said what it has
-    is_followed: bool = False  # and will say what changes
-    getting: dict[int, float] = field(default_factory=dict)  # since when
-    news_at: float = -1e9
-    num_streams: int = 0  # at work with it
-    max_streams: int = 1 << 16
-    rate: float = 0.0  # bytes/s of a stream; 0 = not measured
-    rated_at: float = -1e9
+    has: int = 0  # buckets
+    is_known: bool = False  # it has reported what it has
+    is_followed: bool = False  # and will report changes
+    getting: dict[int, float] = field(default_factory=dict)  # buckets, since when
+    news_at: float = 0.0  # since it was added, or reported something
+    num_streams: int = 0  # that ask it
+    rate: float = DEFAULT_RATE  # bytes/s of the last bucket
     failures: int = 0  # in a row
     refusals: int = 0  # in a row
-    paused_until: float = -1e9
+    paused_until: float = 0.0
     is_bad: bool = False  # sent wrong bytes
-    is_starved: bool = False  # it was our turn, and nothing came
+    is_starved: bool = False  # it stopped queueing us, and sent nothing
 
     @property
-    def is_lost(self) -> bool:
+    def is_dropped(self) -> bool:
         return self.is_bad or self.refusals >= MAX_REFUSALS
 
-    def can_be_asked(self, now: float) -> bool:
-        return not self.is_lost and now >= self.paused_until and self.num_streams < self.max_streams
-
-    def rate_at(self, now: float) -> float:
-        return self.rate if now - self.rated_at < RATED_S else 0.0
+    def is_usable(self, now: float) -> bool:
+        return not self.is_dropped and now >= self.paused_until
 
     def pause(self, now: float, seconds: float) -> None:
         self.paused_until = max(self.paused_until, now + seconds)
@@ -64,128 +55,109 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One bucket asked of one source."""
+    """One bucket that is asked of one source."""
 
     source: Source
     bucket: int
     size: int
     begun_at: float
-    received: int  # of the bucket, by whomever
-    received_before: int
-    last_at: float  # when something came
-    is_queued: bool = False  # its source sends to others now
-    is_left: bool = False  # somebody else is to have it
+    last_at: float  # when the last bytes arrived
+    received: int = 0
+    is_queued: bool = False  # the source sends to others first
+    is_stolen: bool = False
 
     def rate(self, now: float) -> float:
-        return (self.received - self.received_before) / max(now - self.begun_at, 1e-3)
+        return self.received / max(now - self.begun_at, 1e-3)
 
 
 class Swarm:
-    def __init__(self, num_buckets: int, order: int, streams: int) -> None:
-        """`order`: which of the pullers this is; numbers that follow each other are best."""
+    def __init__(self, num_buckets: int, seed: int, streams: int) -> None:
+        """`seed`: differs between the nodes, so that they ask for different buckets."""
         self.num_buckets = num_buckets
-        self.todo = (1 << num_buckets) - 1  # neither proved nor asked for
-        self.sources: list[Source] = []  # as they should be asked, the origin last
-        self._start = int(order * _GOLDEN % 1 * num_buckets)
+        self.todo = (1 << num_buckets) - 1  # neither here nor in flight
+        self.sources: list[Source] = []  # the origin last
         self._streams = streams
-        self._transfers: set[Transfer] = set()  # under way
-        self._random = Random(order)  # so that not all ask the same one
-        self._left: dict[int, int] = {}  # how often a bucket was asked of another
-        self._origin_s = 0.0  # what its last bucket took
-        self._typical_s = 0.0  # what buckets take at present
+        self.in_flight: set[Transfer] = set()
+        self._random = Random(seed)
+        self._num_stolen: dict[int, int] = {}  # by bucket
+        self._typical_s = 0.0  # that a bucket takes
 
     def choose(self, now: float) -> tuple[Source, int] | None:
-        """What to ask of whom next; None = nothing for now. The caller begins it."""
+        """Return what to ask of which source next, or None for nothing. The caller begins it."""
         if not self.todo or not self.sources:
             return None
-        origin = self.sources[-1]
-        usable = [s for s in self.sources if s.can_be_asked(now)]
-        best = max((s.rate_at(now) for s in usable), default=0.0)
-        peers = [s for s in usable if s is not origin]
-        quick = [s for s in peers if not 0 < s.rate_at(now) < best / USELESS]
-        fresh = self.todo & origin.has & ~self._spoken_for(quick, now)
-        if fresh and origin in usable and origin.num_streams < self._share(now):
-            return origin, self._first(fresh)
-        slow = [s for s in peers if s not in quick]
-        return self._choose_of(quick) or self._choose_of(slow)
+        *peers, origin = self.sources
+        usable = [s for s in peers if s.is_usable(now)]
+        fresh = self.todo & origin.has & ~self._of_peers(usable, now)
+        limit = 1 if self.num_active_peers(now) else self._streams
+        if fresh and origin.is_usable(now) and origin.num_streams < limit:
+            return origin, self._any(fresh)
+        usable.sort(key=lambda s: (s.num_streams, self._random.random()))
+        once = twice = 0  # buckets that one peer has, and two
+        for s in usable:
+            twice |= once & s.has
+            once |= s.has
+        for s in usable:
+            if theirs := self.todo & s.has:
+                return s, self._any(theirs & ~twice or theirs)
+        return None
 
-    def begin(self, source: Source, bucket: int, size: int, received: int, now: float) -> Transfer:
+    def begin(self, source: Source, bucket: int, size: int, now: float) -> Transfer:
         self.todo &= ~(1 << bucket)
         source.num_streams += 1
-        transfer = Transfer(source, bucket, size, now, received, received, now)
-        self._transfers.add(transfer)
+        transfer = Transfer(source, bucket, size, now, now)
+        self.in_flight.add(transfer)
         return transfer
 
     def end(self, transfer: Transfer, now: float, *, is_whole: bool) -> None:
-        """It is not under way any more; unless it is whole, somebody must have it again."""
+        """A transfer has ended; unless the bucket is whole, it is to be asked for again."""
         source = transfer.source
         source.num_streams -= 1
-        self._transfers.discard(transfer)
-        received = transfer.received - transfer.received_before
+        self.in_flight.discard(transfer)
         if is_whole:
-            self._left.pop(transfer.bucket, None)
-            rate, seconds = transfer.rate(now), now - transfer.begun_at
-            self._typical_s = 0.75 * self._typical_s + 0.25 * seconds
-            source.rate = (source.rate_at(now) + rate) / (2 if source.rate_at(now) else 1)
-            source.rated_at = now
-            if source is self.sources[-1]:
-                self._origin_s = seconds
+            self._typical_s = 0.75 * self._typical_s + 0.25 * (now - transfer.begun_at)
+            source.rate = transfer.rate(now)
         else:
             self.todo |= 1 << transfer.bucket
-        if received and not transfer.is_left:
+        if transfer.received and not transfer.is_stolen:
             source.failures = source.refusals = 0
 
-    def leave(self, transfer: Transfer, now: float) -> None:
-        """Somebody else is to have it: whoever is slow is not asked for a while."""
+    def steal(self, transfer: Transfer, now: float) -> None:
+        """Another source is to send the bucket; the slow one is not asked for a while."""
         source = transfer.source
-        transfer.is_left = True
-        self._left[transfer.bucket] = self._left.get(transfer.bucket, 0) + 1
-        if transfer.is_queued:
-            return  # it is not slow, others are before us
-        source.failures += 1
-        source.pause(now, min(MAX_PENALTY_S, 2.0 ** (source.failures - 1)))
-        source.rate, source.rated_at = transfer.rate(now) or 1.0, now
+        transfer.is_stolen = True
+        self._num_stolen[transfer.bucket] = self._num_stolen.get(transfer.bucket, 0) + 1
+        if not transfer.is_queued:  # else it is not slow: it sends to others first
+            source.failures += 1
+            source.pause(now, min(MAX_PENALTY_S, 2.0 ** (source.failures - 1)))
+            source.rate = transfer.rate(now)
 
     def is_overdue(self, transfer: Transfer, now: float) -> bool:
-        """Whether somebody else would be done with the rest much sooner."""
-        others = [
-            s
+        """Whether another source would send the bucket much sooner."""
+        rates = [
+            s.rate
             for s in self.sources
-            if s is not transfer.source and s.can_be_asked(now) and s.has >> transfer.bucket & 1
+            if s is not transfer.source and s.is_usable(now) and s.has >> transfer.bucket & 1
         ]
-        if not others or transfer.is_left:
+        if not rates or transfer.is_stolen:
             return False
-        patience = 2.0 ** min(5, self._left.get(transfer.bucket, 0))
-        if now - transfer.last_at > STALL_S * patience and not transfer.is_queued:
+        patience = 2.0 ** min(5, self._num_stolen.get(transfer.bucket, 0))
+        if transfer.is_queued:
+            return now - transfer.begun_at > max(PATIENCE_S, 2 * self._typical_s) * patience
+        if now - transfer.last_at > STALL_S * patience:
             return True
-        least_s = PATIENCE_S if transfer.is_queued else STALL_S
-        if now - transfer.begun_at < max(least_s, 2 * self._typical_s) * patience:
+        if now - transfer.begun_at < max(STALL_S, 2 * self._typical_s) * patience:
             return False
-        other = max(s.rate_at(now) or DEFAULT_RATE for s in others)
         rest_s = (transfer.size - transfer.received) / max(transfer.rate(now), 1.0)
-        factor = SLOW if self.todo else SLOW / 2  # nothing else is left to do
-        return rest_s > factor * (transfer.size - transfer.received) / other + 0.25
+        return rest_s > SLOW * transfer.size / max(rates)
 
-    def _choose_of(self, peers: list[Source]) -> tuple[Source, int] | None:
-        """Of the least busy one what the fewest have: that is asked of those few for longest."""
-        once = twice = thrice = 0  # buckets that so many have
-        for s in peers:
-            thrice |= twice & s.has
-            twice |= once & s.has
-            once |= s.has
-        best: tuple[tuple[int, int, float], Source, int] | None = None
-        for s in peers:
-            if not (theirs := self.todo & s.has):
-                continue
-            levels = (theirs & ~twice, theirs & ~thrice, theirs)
-            level = next(k for k, buckets in enumerate(levels) if buckets)
-            key = (s.num_streams, level, self._random.random())
-            if best is None or key < best[0]:
-                best = key, s, levels[level]
-        return None if best is None else (best[1], self._any(best[2]))
+    def num_active_peers(self, now: float) -> int:
+        """The number of peers that pull the version as well."""
+        since = now - self._patience_s(now)
+        return sum(s.news_at > since and not s.failures for s in self.sources[:-1])
 
-    def _spoken_for(self, peers: Iterable[Source], now: float) -> int:
-        """What those have, or will soon."""
+    def _of_peers(self, peers: list[Source], now: float) -> int:
+        """The buckets that peers have, or will have soon."""
         mask = 0
         for s in peers:
             mask |= s.has
@@ -194,33 +166,14 @@ class Swarm:
                     mask |= 1 << bucket
         return mask
 
-    def num_others(self, now: float) -> int:
-        """Who are at it as well, as far as we know."""
-        since = now - self._patience_s(now)
-        return sum(max(s.news_at, s.added_at) > since and not s.failures for s in self.sources[:-1])
-
-    def _share(self, now: float) -> int:
-        """Streams to the origin: fewer where others get what we do not."""
-        return max(1, self._streams // (1 + self.num_others(now)))
-
     def _patience_s(self, now: float) -> float:
-        """A line that is slow for us is slow for others."""
-        origin = self.sources[-1]
-        begun_at = min((t.begun_at for t in self._transfers if t.source is origin), default=now)
-        return max(PATIENCE_S, 2 * self._origin_s, 2 * (now - begun_at), 4 * self._typical_s)
-
-    def _first(self, buckets: int) -> int:
-        """The next one from where this puller has begun."""
-        return _next(buckets, self._start)
+        """A line that is slow for this node is slow for others."""
+        begun_at = min((t.begun_at for t in self.in_flight), default=now)
+        return max(PATIENCE_S, 4 * self._typical_s, 2 * (now - begun_at))
 
     def _any(self, buckets: int) -> int:
-        """Not the one that others ask for: a slow peer that sends each bucket once is relayed, one
-        that is asked by all for the same in the same order sends each to all of them."""
-        return _next(buckets, self._random.randrange(self.num_buckets))
-
-
-def _next(buckets: int, start: int) -> int:
-    """The first bucket from `start` on; after the last comes the first."""
-    later = buckets >> start << start
-    buckets = later or buckets
-    return (buckets & -buckets).bit_length() - 1
+        """The first of these buckets from a random place on. If nodes asked a slow peer for the
+        same buckets in the same order, it would send each of them to all."""
+        start = self._random.randrange(self.num_buckets)
+        buckets = buckets >> start << start or buckets
+        return (buckets & -buckets).bit_length() - 1

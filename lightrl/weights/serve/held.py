@@ -1,8 +1,8 @@
-"""One thing that a weight server holds: two open files, whose tickets count, and how much of it may
-be sent.
+"""One version that a weight server holds: its two open files, and how much of it may be sent.
 
-Owns the files and their lock. What is still being pulled here is served as far as it is proved, and
-whoever follows is told of each change. Must not import torch; knows no sockets.
+Owns the files and their lock. A version that is still being pulled is served as far as it is
+verified, and each change is logged for those who follow it. Must not import torch; has no
+sockets.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from lightrl.weights.serve.request import (
     ASK_MANIFEST,
     ASK_SHARED,
     GETTING,
-    PROVED,
     RECORD,
+    VERIFIED,
     Request,
     pack_bitmap,
 )
@@ -27,48 +27,48 @@ from lightrl.weights.version.manifest import VersionFile
 
 
 class Held:
-    """Lives in one event loop. The open files outlive their names; closed when nobody uses them."""
+    """Lives in one event loop. The files are closed when they are retired and not in use."""
 
     def __init__(self, file: VersionFile, is_complete: bool) -> None:
-        """Raises WeightsError: not there, of another size, or being overwritten (LOCK_EX)."""
+        """Raises WeightsError if the file is missing, of another size or being overwritten."""
         self.policy_versions = {file.policy_version}
         self.size = file.num_bytes
         self.is_complete = is_complete
         self.retired: asyncio.Future[None] | None = None
         self._num_users = 0
-        self._proved: set[int] = set()
-        self._getting: set[int] = set()  # and not proved yet
+        self._verified: set[int] = set()
+        self._getting: set[int] = set()  # on their way here
         self._log = bytearray()  # records of what changed
         self._changed = asyncio.Event()  # replaced after each change
         self.file, self.manifest_file = _open(file)
         self.manifest_size = os.fstat(self.manifest_file).st_size
 
     def has(self, request: Request) -> bool:
-        """Whether there is such a range, proved or not."""
+        """Whether there is such a range, verified or not."""
         if request.what == ASK_HAVE:
             return request.size == self.size and request.offset == 0
         size = self.manifest_size if request.what == ASK_MANIFEST else self.size
         return request.offset <= size and request.size <= size - request.offset
 
-    def is_proved(self, request: Request) -> bool:
-        """Whether all of a range that there is may be sent."""
+    def can_send(self, request: Request) -> bool:
+        """Whether all of the range is verified."""
         if self.is_complete or request.what not in (ASK_DATA, ASK_SHARED):
             return True
         if request.size == 0:
             return True
         last = (request.offset + request.size - 1) // BUCKET_BYTES
-        return self._proved.issuperset(range(request.offset // BUCKET_BYTES, last + 1))
+        return self._verified.issuperset(range(request.offset // BUCKET_BYTES, last + 1))
 
     def descriptor(self, request: Request) -> int:
         assert request.what != ASK_HAVE
         return self.manifest_file if request.what == ASK_MANIFEST else self.file
 
     def add(self, kind: bytes, bucket: int) -> None:
-        """Of a change: PROVED, GETTING or, at the end, ALL."""
+        """Note a change: VERIFIED, GETTING or, at the end, ALL."""
         if self.is_complete or not 0 <= bucket < num_buckets(self.size):
             return
-        if kind == PROVED:
-            self._proved.add(bucket)
+        if kind == VERIFIED:
+            self._verified.add(bucket)
             self._getting.discard(bucket)
         elif kind == GETTING:
             self._getting.add(bucket)
@@ -78,22 +78,22 @@ class Held:
         self._changed = asyncio.Event()
 
     def state(self) -> tuple[bytes, int]:
-        """A bitmap of what is proved, records of what is on its way, and the position from which
-        news follow."""
+        """A bitmap of what is verified, records of what is on its way, and the position in the log
+        from which `news` follow."""
         on_its_way = b"".join(RECORD.pack(GETTING, bucket) for bucket in sorted(self._getting))
-        return pack_bitmap(self._proved, self.size) + on_its_way, len(self._log)
+        return pack_bitmap(self._verified, self.size) + on_its_way, len(self._log)
 
     def news(self, position: int) -> bytes:
-        """Records since `position`."""
+        """The records of the log since `position`."""
         return bytes(self._log[position:])
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set at the next change."""
+        """An event that is set at the next change."""
         return self._changed
 
     def acquire(self) -> None:
-        """Keeps the files open, if they are retired meanwhile."""
+        """Keep the files open until `release`."""
         self._num_users += 1
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ class Held:
         self._close_unused()
 
     def retire(self) -> asyncio.Future[None]:
-        """Done when nobody uses the files any more and they are closed."""
+        """Close the files when they are not in use; the future is done then."""
         if self.retired is None:
             self.retired = asyncio.get_running_loop().create_future()
             self._changed.set()
@@ -109,7 +109,7 @@ class Held:
         return self.retired
 
     def _close_unused(self) -> None:
-        """In a thread: the last close of a file without a name gives back all its memory."""
+        """In a thread: the last close of an unlinked file releases all its memory."""
         if self.retired is None or self._num_users or self.file < 0:
             return
         closing = asyncio.get_running_loop().run_in_executor(
@@ -121,29 +121,29 @@ class Held:
 
 
 class Partial:
-    """A version that is being pulled here and served as far as it is proved. Methods may be called
-    from any thread."""
+    """A version that is being pulled here, and served meanwhile. Methods may be called from any
+    thread."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
         self._loop = asyncio.get_running_loop()
 
     def getting(self, bucket: int) -> None:
-        """It has been asked of a complete source: peers had better wait for it here."""
+        """A bucket was asked of a complete source: peers can wait for it here."""
         self._add(GETTING, bucket)
 
-    def proved(self, bucket: int) -> None:
-        """It is in the file, and right: served from now on."""
-        self._add(PROVED, bucket)
+    def verified(self, bucket: int) -> None:
+        """A bucket is in the file, verified: it is served from now on."""
+        self._add(VERIFIED, bucket)
 
     def complete(self) -> None:
-        """All of it is; the file may be renamed, the open one goes on being served."""
+        """The version is complete; the file may be renamed, and is served all the same."""
         self._add(ALL, 0)
 
     def _add(self, kind: bytes, bucket: int) -> None:
         try:
             self._loop.call_soon_threadsafe(self._held.add, kind, bucket)
-        except RuntimeError:  # the loop is closed: nobody is served any more
+        except RuntimeError:  # the loop is closed
             return
 
 

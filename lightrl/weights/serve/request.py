@@ -1,18 +1,18 @@
-"""What a puller and a weight server say to each other, byte for byte. Knows nothing of sockets.
+"""The protocol between a puller and a weight server, byte for byte. Has no sockets.
 
-A connection carries any number of requests, one after the other. A request is `REQUEST`, the name
-of the node that asks and its ticket; what it asks of is named by its digest. The answer is any
-number of QUEUED while others are sent to, then one of
+A connection carries requests, one after the other. A request is `REQUEST`, the name of the node
+that asks and its ticket; the version is named by its digest. The answer is any number of QUEUED
+while others are sent to, then one of
 
     DATA     and exactly the bytes asked for
     MISSING  this holder has not got them (yet)
-    BUSY     and the end of the connection: come again
-    ALL      to ASK_HAVE: it has everything
-    PART     to ASK_HAVE: a bitmap of the buckets that it has proved, then a RECORD for each change
-             and one every SIGN_S; ALL in a record ends the answer
+    BUSY     and the end of the connection: try again later
+    ALL      to ASK_HAVE: the holder has everything
+    PART     to ASK_HAVE: a bitmap of the verified buckets, then a RECORD for each change and one
+             every SIGN_S; ALL in a record ends the answer
 
-To ASK_HAVE, QUEUED also says that nothing is known of such a thing yet. Whatever else is wrong with
-a request (name, ticket, range), the answer is a closed connection: a stranger learns nothing.
+To ASK_HAVE, QUEUED also means that the holder has no such version yet. To any other wrong request
+(name, ticket, range) the answer is a closed connection, which shows nothing to strangers.
 """
 
 import struct
@@ -28,22 +28,22 @@ MAGIC = b"LRPULL4\n"
 MAX_NAME_BYTES = 255  # of a node
 MAX_TICKET_BYTES = 128
 
-# The manifest's bytes, or those of the file, from `offset` on; what there is of a file of `size`.
-# ASK_SHARED is ASK_DATA by one of several who pass on to each other what they get: it is better
-# for all of them to be sent to one after the other.
+# The manifest's bytes; the file's bytes from `offset` on (twice); which buckets there are of a file
+# of `size`. ASK_SHARED is ASK_DATA by a node that relays what it gets to others: all of them are
+# faster if they are sent to one after the other.
 ASK_MANIFEST, ASK_DATA, ASK_SHARED, ASK_HAVE = b"m", b"d", b"s", b"h"
 
 QUEUED, DATA, BUSY, MISSING, ALL, PART = b"q", b"d", b"b", b"n", b"a", b"p"
-SIGN_S = 1.0  # QUEUED is said so often
+SIGN_S = 1.0  # between two QUEUED
 
-# of a change, and to which bucket: QUEUED (none), PROVED, GETTING from a complete holder, or ALL
+# of a change, and to which bucket: QUEUED (none), VERIFIED, GETTING from a complete holder, or ALL
 RECORD = struct.Struct("<cI")
-PROVED, GETTING = b"+", b"g"
+VERIFIED, GETTING = b"+", b"g"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`size` bytes of what has this digest, from `offset` on, for `node`."""
+    """`node` asks for `size` bytes of the version with this digest, from `offset` on."""
 
     what: bytes
     # 32 bytes
@@ -61,7 +61,7 @@ class Request:
 
 
 def num_missing(data: bytes | bytearray) -> int:
-    """How many bytes must follow `data`, at least, to make it a request; 0 when it is whole.
+    """Return how many bytes must follow `data`, at least, to make it a request; 0 if it is whole.
 
     Raises ProtocolError if it cannot become one.
     """
@@ -78,7 +78,7 @@ def num_missing(data: bytes | bytearray) -> int:
 
 
 def unpack(data: bytes) -> Request:
-    """Of a whole request, see `num_missing`."""
+    """Parse a whole request, see `num_missing`."""
     _, what, digest, version, offset, size, name_size, _ = REQUEST.unpack_from(data)
     names = data[REQUEST.size :]
     return Request(what, digest, version, offset, size, names[:name_size], names[name_size:])
@@ -98,11 +98,11 @@ def pack_bitmap(buckets: Iterable[int], size: int) -> bytes:
 
 
 def read_records(data: bytearray) -> Iterator[tuple[bytes, int]]:
-    """Takes the whole records off `data`. Raises ProtocolError for one that there is not."""
+    """Remove the whole records from `data` and yield them. Raises ProtocolError."""
     whole = len(data) - len(data) % RECORD.size
     taken = bytes(data[:whole])
     del data[:whole]
     for kind, bucket in RECORD.iter_unpack(taken):
-        if kind not in (QUEUED, PROVED, GETTING, ALL):
+        if kind not in (QUEUED, VERIFIED, GETTING, ALL):
             raise ProtocolError("not a record of what a holder has")
         yield kind, bucket

@@ -1,6 +1,6 @@
-"""How the bytes of a file get to a peer: threads move them, the event loop waits for slow peers.
+"""How the bytes of a file get to a node: in turns, by threads; the event loop waits for slow nodes.
 
-Must not import torch; knows nothing of requests.
+Must not import torch.
 """
 
 import asyncio
@@ -10,18 +10,67 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from lightrl.weights.serve.turns import Turn
+from lightrl.weights.serve.request import SIGN_S
 
 IDLE_LIMIT_S = 10.0  # without a single byte, or without a request
-STALL_S = 1.0  # a peer that takes nothing for so long passes its turn on
+TURN_S = 10.0  # at most
+STALL_S = 1.0  # a node that takes nothing for so long ends its turn
 
-_SEND_BYTES = 16 << 20  # one stint of a sending thread
-# a thread waits so long for a slow peer, then the event loop does; struct timeval
+_SEND_BYTES = 16 << 20  # by one call in a thread
+# a thread waits so long for a slow node, then the event loop does; struct timeval
 _SEND_PATIENCE = struct.pack("ll", 0, 50_000)
 _SEND_THREADS = 16
 _THROTTLED_BYTES = 64 << 10
+
+
+class Turns:
+    """So many nodes are sent to at a time, the others in the order in which they asked.
+
+    A turn lasts for one request. A slow node leaves line to others, so its turn is ended, and the
+    next one begins beside it.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._places = asyncio.Semaphore(num_places)
+
+    @contextlib.asynccontextmanager
+    async def acquire(
+        self, on_queued: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[Callable[[], None]]:
+        """Wait for a turn; the function given ends it early. Meanwhile `on_queued` is awaited every
+        SIGN_S, and may raise."""
+        await self._wait(on_queued)
+        has_ended = False
+
+        def end() -> None:
+            nonlocal has_ended
+            if not has_ended:
+                has_ended = True
+                self._places.release()
+
+        limit = asyncio.get_running_loop().call_later(TURN_S, end)
+        try:
+            yield end
+        finally:
+            limit.cancel()
+            end()
+
+    async def _wait(self, on_queued: Callable[[], Awaitable[None]]) -> None:
+        if not self._places.locked():
+            await self._places.acquire()
+            return
+        acquiring = asyncio.ensure_future(self._places.acquire())
+        try:
+            while not acquiring.done():
+                await on_queued()
+                await asyncio.wait({acquiring}, timeout=SIGN_S)
+        except BaseException:
+            if not acquiring.cancel():
+                self._places.release()
+            raise
 
 
 class Sender:
@@ -32,7 +81,7 @@ class Sender:
         self._threads = ThreadPoolExecutor(_SEND_THREADS, thread_name_prefix="weights-send")
 
     async def send(
-        self, sock: socket.socket, file: int, offset: int, size: int, turn: Turn
+        self, sock: socket.socket, file: int, offset: int, size: int, end_turn: Callable[[], None]
     ) -> None:
         """Raises OSError, EOFError, TimeoutError. Cancelled, it returns once no thread uses the
         file."""
@@ -40,17 +89,17 @@ class Sender:
         while size > 0:
             portion = min(size, _SEND_BYTES)
             arguments = (sock, file, offset, portion, self._pace)
-            stint = loop.run_in_executor(self._threads, _send_some, *arguments)
+            sending = loop.run_in_executor(self._threads, _send_some, *arguments)
             try:
-                sent = await asyncio.shield(stint)
+                sent = await asyncio.shield(sending)
             except asyncio.CancelledError:
-                with contextlib.suppress(OSError):  # it has gone already
+                with contextlib.suppress(OSError):  # the node has gone
                     sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
-                await asyncio.gather(stint, return_exceptions=True)
+                await asyncio.gather(sending, return_exceptions=True)
                 raise
             offset, size = offset + sent, size - sent
             if size > 0:
-                stalled = loop.call_later(STALL_S, turn.pass_on)
+                stalled = loop.call_later(STALL_S, end_turn)
                 try:
                     async with asyncio.timeout(IDLE_LIMIT_S):
                         await _writable(sock)
@@ -78,11 +127,11 @@ class Pace:
 
 
 def _send_some(sock: socket.socket, file: int, offset: int, size: int, pace: Pace | None) -> int:
-    """Sends up to `size` bytes; fewer if the peer does not take them. Returns how many. Runs in a
-    thread. The socket blocks meanwhile: one call sends as much as comes through without a pause,
-    where each of many would have to wait for the interpreter's lock."""
+    """Send up to `size` bytes in a thread, fewer if the node does not take them, and return how
+    many. The socket blocks meanwhile: one call sends all that the line takes, where each of many
+    would wait for the interpreter's lock."""
     sent = 0
-    os.set_blocking(sock.fileno(), True)  # the socket object, which is the loop's, does not know
+    os.set_blocking(sock.fileno(), True)  # not by the socket object, which the loop uses
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_PATIENCE)
         while sent < size:

@@ -1,13 +1,12 @@
-"""The holder's side of a weight pull: what a node holds of the weights, over TCP, to nodes with a
+"""The holder's side of a weight pull: serves the versions of one node, over TCP, to nodes with a
 ticket.
 
-Owns what is held and the connections of those who have shown a ticket; `door.py` has the others.
-The event loop only accepts, reads requests and waits; threads move the bytes. Must not import
-torch; decides neither which versions exist nor who may have them. What is said is in `request.py`.
+Owns what is held and all connections. The event loop accepts, reads requests and waits; threads
+move the bytes. Must not import torch. Which versions exist and who may have them is decided
+elsewhere; the protocol is in `request.py`.
 
-A ticket is for one node and one version of one holder (lightrl/tickets.py); for what is not held
-any more it gets nothing. Waiting costs a descriptor and nothing else: any number of nodes wait for
-their turn, and are told so.
+A ticket is for one node and one version of one holder (lightrl/tickets.py). A waiting node costs a
+descriptor and nothing else.
 """
 
 import asyncio
@@ -17,12 +16,11 @@ import resource
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights.serve.door import Door
 from lightrl.weights.serve.held import Held, Partial
 from lightrl.weights.serve.request import (
     ALL,
@@ -39,18 +37,18 @@ from lightrl.weights.serve.request import (
     num_missing,
     unpack,
 )
-from lightrl.weights.serve.send import IDLE_LIMIT_S, Sender
-from lightrl.weights.serve.turns import Turns
+from lightrl.weights.serve.send import IDLE_LIMIT_S, Sender, Turns
 from lightrl.weights.version.manifest import VersionFile
 
 MAX_CONNECTIONS = 4096  # with a ticket; fewer where this process may not open as many files
-MAX_CALLERS = 512  # without one, likewise
-MAX_OF_A_NODE = 16  # connections: a node that has gone bad must not have them all
-MAX_HELD = 64  # versions and differences between them
-TURNS_AT_ONCE = 64  # requests that are answered at once
-SHARED_TURNS = 3  # of those who pass on what they get: the sooner the first of them has it
-CROWD = 4 * TURNS_AT_ONCE  # connections from which on each node has only one
-BACKLOG = 4096  # peers that wait to be accepted; the kernel may allow fewer
+MAX_STRANGERS = 512  # connections without a ticket, likewise; then the oldest is closed
+GREETING_S = 2.0  # from the connection to a whole request
+PAUSE_S = 0.01  # when nothing can be accepted, for lack of descriptors
+MAX_OF_A_NODE = 16  # connections
+MAX_HELD = 64  # versions and deltas
+TURNS_AT_ONCE = 64  # requests that are answered at a time
+SHARED_TURNS = 3  # of nodes that relay what they get: the sooner the first of them has it
+BACKLOG = 4096  # nodes that wait to be accepted; the kernel may allow fewer
 RETIRE_S = 2.0
 
 
@@ -58,29 +56,28 @@ class WeightServer:
     """Serves versions to nodes with a ticket. `await start(hosts)` once, `await close()` at the
     end.
 
-    One for each daemon. Names of things are digests; a difference between versions is published
-    like a version. While a file is served, the server holds `flock LOCK_SH` on it.
+    One for each daemon. A delta is published like a version. While a file is served, the server has
+    a shared `flock` on it.
     """
 
     def __init__(
         self, max_connections: int = MAX_CONNECTIONS, max_bytes_per_s: float | None = None
     ) -> None:
-        """`max_bytes_per_s`: what all peers together get, None = what the line can take."""
+        """`max_bytes_per_s`: what all nodes together get, None = what the line can take."""
         self._secret = secrets.token_hex(16)
         self._addresses: tuple[str, ...] = ()
         self._held: dict[bytes, Held] = {}  # by digest
         self._changed = asyncio.Event()  # of what is held; replaced after each change
         self._max_connections = max_connections
         self._sender = Sender(max_bytes_per_s)
-        self._door: Door | None = None
-        self._connections: dict[asyncio.Task[None], bytes] = {}  # and the nodes that they belong to
-        self._num_of: Counter[bytes] = Counter()  # connections of each node
+        self._acceptors: list[Acceptor] = []
+        self._num_of = Counter[bytes]()  # connections of each node, with a ticket
         self._sending: dict[asyncio.Task[None], Held] = {}
         self._turns, self._shared_turns = Turns(TURNS_AT_ONCE), Turns(SHARED_TURNS)
 
     @property
     def secret(self) -> str:
-        """From which tickets are made (tickets.pull_ticket); new in every process."""
+        """The secret of tickets (tickets.pull_ticket); new in every process."""
         return self._secret
 
     @property
@@ -89,8 +86,8 @@ class WeightServer:
         return self._addresses
 
     async def start(self, hosts: str | Sequence[str], port: int = 0) -> tuple[str, ...]:
-        """Listens on `port` of each of `hosts`, 0 = any; returns `addresses`. Raises WeightsError
-        if it cannot."""
+        """Listen on `port` of each of `hosts`, 0 = any, and return `addresses`. Raises
+        WeightsError."""
         listeners: dict[str, socket.socket] = {}
         try:
             for host in (hosts,) if isinstance(hosts, str) else hosts:
@@ -101,32 +98,31 @@ class WeightServer:
             raise
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = min(self._max_connections, limit // 2)
-        self._door = Door(min(MAX_CALLERS, limit // 4), self._admit)
-        for listener in listeners.values():
-            self._door.open(listener)
+        most = min(MAX_STRANGERS, limit // 4)
+        self._acceptors = [Acceptor(each, most, self._serve) for each in listeners.values()]
         ports = ((host, sock.getsockname()[1]) for host, sock in listeners.items())
         self._addresses = tuple(join_address(host, port) for host, port in ports)
         return self._addresses
 
     def publish(self, file: VersionFile) -> None:
-        """From now on serves the version in `file`, which is complete and proved; its name may go.
+        """Serve the version in `file`, which is complete and verified; the file may be unlinked.
 
-        The same digest again, as another policy_version, adds that version's tickets. Opens two
-        files, reads nothing. Raises WeightsError: the file is not there or has another size, it is
-        being overwritten (LOCK_EX), too many (MAX_HELD) are served.
+        The same digest under another policy_version adds that version's tickets. Opens two files,
+        reads nothing. Raises WeightsError if the file is missing, has another size or is being
+        overwritten, or if MAX_HELD are served.
         """
         self._hold(file, is_complete=True)
 
     def serve_partial(self, file: VersionFile) -> Partial:
-        """Serves what is marked as proved of a file (of full size, at `file.path`) that is being
-        filled; its manifest is there. `Pull` does this when it is given a server."""
+        """Serve the verified buckets of a file (of full size, at `file.path`) that is being pulled;
+        its manifest is there."""
         return Partial(self._hold(file, is_complete=False))
 
     def retire(self, digest: str, grace_s: float = RETIRE_S) -> asyncio.Future[None]:
-        """Nothing of it is served from now on; one that is not served is retired already.
+        """Stop serving a version; one that is not served is retired already.
 
-        The future is done when nobody reads the file any more and its lock is released: requests
-        under way have `grace_s` to end, then are cut. Files are closed in a thread.
+        The future is done when the file is closed, in a thread: requests in progress have `grace_s`
+        to end, then are cut.
         """
         loop = asyncio.get_running_loop()
         held = self._held.pop(bytes.fromhex(digest), None)
@@ -141,13 +137,9 @@ class WeightServer:
         return retired
 
     async def close(self) -> None:
-        """Stops serving at once; transfers under way are cut."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        """Stop serving; transfers in progress are cut."""
+        while self._acceptors:
+            await self._acceptors.pop().close()
         await asyncio.gather(*(self.retire(digest.hex()) for digest in list(self._held)))
         self._sender.close()
 
@@ -173,73 +165,46 @@ class WeightServer:
             if theirs is held:
                 task.cancel()
 
-    def _admit(self, sock: socket.socket, request: Request) -> None:
-        """Takes a connection from the door, with its first request."""
-        if not self._admits(request):
-            sock.close()
-        elif not self._has_place(request.node):
-            with contextlib.suppress(OSError):
-                sock.send(BUSY)
-            sock.close()
-        else:
-            task = asyncio.get_running_loop().create_task(self._serve(sock, request))
-            self._connections[task] = request.node
-            self._num_of[request.node] += 1
-            task.add_done_callback(lambda task: self._ended(task, sock))
-
     def _admits(self, request: Request) -> bool:
-        """Whether the ticket is right and, of what is held, there is such a range."""
+        """Whether the ticket is right and, if the version is held, it has such a range."""
         node = request.node.decode(errors="replace")
         expected = pull_ticket(self._secret, node, request.policy_version).encode()
         held = self._find(request)
         return hmac.compare_digest(request.ticket, expected) and (held is None or held.has(request))
 
     def _find(self, request: Request) -> Held | None:
-        """What is asked of, if it belongs to the version that the ticket is for."""
+        """The version that is asked for, if the ticket is for it."""
         held = self._held.get(request.digest)
         return held if held is not None and request.policy_version in held.policy_versions else None
 
-    def _has_place(self, node: bytes) -> bool:
-        """Where there are many, a node gets the one connection that it needs."""
-        theirs, all_of_them = self._num_of[node], len(self._connections)
-        return (
-            theirs < MAX_OF_A_NODE
-            and all_of_them < self._max_connections
-            and (theirs == 0 or all_of_them < CROWD)
-        )
-
-    def _is_spare(self, node: bytes) -> bool:
-        """Whether this node should make do with one connection fewer."""
-        return self._num_of[node] > 1 and len(self._connections) > CROWD
-
-    def _ended(self, task: asyncio.Task[None], sock: socket.socket) -> None:
-        """Closes here and not in the task, which may be cancelled before it has begun."""
-        node = self._connections.pop(task)
-        self._num_of[node] -= 1
-        if not self._num_of[node]:
-            del self._num_of[node]
-        sock.close()
-
     async def _serve(self, sock: socket.socket, first: Request) -> None:
-        """Answers one peer until it goes, says something wrong or falls silent."""
-        request, loop = first, asyncio.get_running_loop()
-        with contextlib.suppress(OSError, EOFError, ProtocolError, TimeoutError):
+        """Answer one node until it closes the connection, sends a wrong request or falls silent."""
+        node = first.node
+        if not self._admits(first):
+            return
+        if self._num_of[node] >= MAX_OF_A_NODE or self._num_of.total() >= self._max_connections:
+            sock.send(BUSY)
+            return
+        self._num_of[node] += 1
+        try:
             _notice_the_dead(sock)
-            while request.node == first.node and self._admits(request):
-                if self._is_spare(first.node):
-                    await loop.sock_sendall(sock, BUSY)
-                    return
+            request = first
+            while request.node == node and self._admits(request):
                 if request.what == ASK_HAVE:
-                    await self._tell(sock, request)
+                    await self._report(sock, request)
                 else:
                     await self._answer(sock, request)
                 async with asyncio.timeout(IDLE_LIMIT_S):
                     request = await _next_request(sock)
+        finally:
+            self._num_of[node] -= 1
+            if not self._num_of[node]:
+                del self._num_of[node]
 
     async def _answer(self, sock: socket.socket, request: Request) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         held = self._find(request)
-        if held is None or not held.is_proved(request):
+        if held is None or not held.can_send(request):
             await loop.sock_sendall(sock, MISSING)
             return
         assert task is not None
@@ -247,21 +212,21 @@ class WeightServer:
         self._sending[task] = held
         turns = self._shared_turns if request.what == ASK_SHARED else self._turns
         try:
-            async with turns.acquire(lambda: loop.sock_sendall(sock, QUEUED)) as turn:
+            async with turns.acquire(lambda: loop.sock_sendall(sock, QUEUED)) as end_turn:
                 await loop.sock_sendall(sock, DATA)
                 file = held.descriptor(request)
-                await self._sender.send(sock, file, request.offset, request.size, turn)
+                await self._sender.send(sock, file, request.offset, request.size, end_turn)
         finally:
             del self._sending[task]
             held.release()
 
-    async def _tell(self, sock: socket.socket, request: Request) -> None:
-        """What there is of a thing, and what changes, until all of it is there. Raises EOFError
-        when it is held no more, or the peer has gone."""
+    async def _report(self, sock: socket.socket, request: Request) -> None:
+        """Send which buckets there are of a version, and each change, until all are there. Raises
+        EOFError when the version is retired."""
         loop = asyncio.get_running_loop()
         while (held := self._find(request)) is None:
             await loop.sock_sendall(sock, QUEUED)
-            await _either(self._changed, SIGN_S)
+            await _wait(self._changed, SIGN_S)
         if not held.has(request):
             raise EOFError
         if held.is_complete:
@@ -275,12 +240,80 @@ class WeightServer:
             position += len(news)
             if is_complete:
                 return
-            await _either(changed, SIGN_S)
+            await _wait(changed, SIGN_S)
         raise EOFError
 
 
-async def _either(event: asyncio.Event, limit_s: float) -> None:
-    """Until it is set, or for so long."""
+class Acceptor:
+    """Accepts connections, and reads the first request of each, which must come within GREETING_S.
+
+    Of more than `most` that have sent none yet, the oldest is closed: a node with a ticket sends
+    its request together with the connection.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        most: int,
+        serve: Callable[[socket.socket, Request], Awaitable[None]],
+    ) -> None:
+        self._listener = listener
+        self._serve = serve
+        self._most = most
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._silent: dict[asyncio.Task[None], None] = {}  # without a request, the oldest first
+        self._loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    async def close(self) -> None:
+        """Close the listener and all connections."""
+        self._loop.remove_reader(self._listener)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # the node has gone, or no descriptor is free
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(PAUSE_S, self._accept_again)
+            return
+        sock.setblocking(False)
+        if len(self._silent) >= self._most:
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            oldest.cancel()
+        task = self._loop.create_task(self._handle(sock))
+        self._tasks.add(task)
+        self._silent[task] = None
+        task.add_done_callback(lambda task: self._end(task, sock))
+
+    def _accept_again(self) -> None:
+        if self._listener.fileno() >= 0:  # not closed
+            self._loop.add_reader(self._listener, self._accept)
+
+    async def _handle(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError, EOFError, ProtocolError, TimeoutError):
+            async with asyncio.timeout(GREETING_S):
+                request = await _next_request(sock)
+            if (task := asyncio.current_task()) is not None:
+                self._silent.pop(task, None)
+            await self._serve(sock, request)
+
+    def _end(self, task: asyncio.Task[None], sock: socket.socket) -> None:
+        """Not in the task, which may be cancelled before it has begun."""
+        self._tasks.discard(task)
+        self._silent.pop(task, None)
+        sock.close()
+
+
+async def _wait(event: asyncio.Event, limit_s: float) -> None:
+    """Wait until the event is set, but no longer than this."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await event.wait()
@@ -294,7 +327,7 @@ async def _listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setblocking(False)
-        # as that of a trainer that died
+        # the port of a trainer that died
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -307,14 +340,14 @@ async def _listen(host: str, port: int) -> socket.socket:
 
 
 def _notice_the_dead(sock: socket.socket) -> None:
-    """A peer that vanished while it was queued would be told so for a quarter of an hour."""
+    """A node that vanished while it was queued would stay connected for a quarter of an hour."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(IDLE_LIMIT_S * 1000))
 
 
 async def _next_request(sock: socket.socket) -> Request:
-    """Raises EOFError if the peer has gone, ProtocolError if it asks for something else."""
+    """Raises EOFError if the node has gone, ProtocolError for what is no request."""
     loop = asyncio.get_running_loop()
     data = b""
     while missing := num_missing(data):

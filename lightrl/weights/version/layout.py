@@ -1,9 +1,8 @@
-"""Where each tensor of a version lies: a version is one flat file, cut into buckets of equal size.
+"""The layout of a version: one flat file, cut into buckets of equal size.
 
-Owns the layout, which follows from names, shapes and dtypes alone, so that whoever writes, sends or
-reads a part of a version knows its place without asking. Tensors are sorted by name and start at
-multiples of ALIGNMENT; what lies between them is zero. Buckets are slices of the file and know
-nothing of tensors. Must not import torch.
+The layout follows from names, shapes and dtypes alone, so that every process can compute it.
+Tensors are sorted by name and start at multiples of ALIGNMENT; the bytes between them are zero.
+Buckets are slices of the file, wherever tensors begin. Must not import torch.
 """
 
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from msgspec import Meta
 from lightrl.errors import WeightsError
 from lightrl.messages.fields import MAX_DIMENSIONS, MAX_NAME, MAX_TENSORS, Count, Word
 
-BUCKET_BYTES = 8 << 20  # the unit of transfer, of proof and of resuming
+BUCKET_BYTES = 8 << 20  # the unit of transfer, of verification and of resuming
 ALIGNMENT = 64  # bytes; so that views into the file are aligned for every dtype
 MAX_BYTES = 1 << 48  # of a version
 
@@ -41,7 +40,7 @@ Entry: TypeAlias = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies: `offset` bytes into the file, rows one after the other.
+    """The place of one tensor: `offset` bytes into the file, rows one after the other.
 
     Example: TensorSpec("model.norm.weight", "float32", (128,), offset=512)
     """
@@ -63,8 +62,8 @@ class TensorSpec:
 
 
 def plan(entries: Iterable[Entry]) -> tuple[TensorSpec, ...]:
-    """The tensors of a version in the order of the file. Raises WeightsError for a dtype that
-    cannot be served, or a name that comes twice."""
+    """Return the tensors of a version in the order of the file. Raises WeightsError for a dtype
+    that cannot be served, or a duplicate name."""
     specs: list[TensorSpec] = []
     end = 0
     for name, dtype, shape in sorted(entries):
@@ -79,15 +78,13 @@ def plan(entries: Iterable[Entry]) -> tuple[TensorSpec, ...]:
 
 
 def num_bytes(tensors: tuple[TensorSpec, ...]) -> int:
-    """Size of the file that holds these tensors."""
+    """The size of the file of these tensors."""
     return tensors[-1].offset + tensors[-1].num_bytes if tensors else 0
 
 
 def check(tensors: tuple[TensorSpec, ...]) -> None:
-    """Raises WeightsError unless this is what `plan` makes of these names, dtypes and shapes.
-
-    Before anything of the sizes that it states is allocated.
-    """
+    """Raises WeightsError unless this is the `plan` of these names, dtypes and shapes. Allocates
+    nothing of the sizes that it states."""
     if not 0 < len(tensors) <= MAX_TENSORS:
         raise WeightsError(f"a version with {len(tensors)} tensors")
     previous, end = "", 0
@@ -106,12 +103,12 @@ def check(tensors: tuple[TensorSpec, ...]) -> None:
 
 
 def num_buckets(size: int) -> int:
-    """Of a file of `size` bytes."""
+    """The number of buckets in a file of `size` bytes."""
     return -(-size // BUCKET_BYTES)
 
 
 def bucket_range(index: int, size: int) -> tuple[int, int]:
-    """(start, end) of a bucket in a file of `size` bytes."""
+    """The (start, end) of a bucket in a file of `size` bytes."""
     return index * BUCKET_BYTES, min((index + 1) * BUCKET_BYTES, size)
 
 

@@ -1,8 +1,8 @@
-"""What a version of the weights consists of, and how it is proved: the digests.
+"""The manifest of a version: its tensors, and the digests by which it is verified.
 
-Owns the manifest, its bytes and their proof. A version's digest is that of its manifest's bytes,
-which name every tensor and the digest of every bucket, but not the version's number: equal weights
-have equal digests, whoever wrote them and however many did. Must not import torch.
+A version's digest is that of its manifest's bytes, which name every tensor and the digest of every
+bucket, but not the version's number: equal weights have equal digests, whatever number of ranks
+wrote them. Must not import torch.
 """
 
 import os
@@ -45,11 +45,9 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class AdapterManifest(Manifest):
-    """The same, of adapters: only together with the version that has the digest `base` they are
-    weights. "" = this is a version by itself.
+    """The manifest of adapters to the version with the digest `base`; "" = a version by itself.
 
-    A class of its own so that other manifests, and with them the digests of versions, are what they
-    were before there were adapters.
+    A class of its own, so that the digests of other versions do not depend on adapters.
     """
 
     base: Word = ""
@@ -57,7 +55,7 @@ class AdapterManifest(Manifest):
 
 @dataclass(frozen=True, slots=True)
 class VersionFile:
-    """A version that is complete on this machine, and where.
+    """The files of a version on this machine.
 
     Example: VersionFile(4, "9f3a...", 2112512, "/dev/shm/.../v4.bin", "/dev/shm/.../v4.manifest")
     """
@@ -69,12 +67,12 @@ class VersionFile:
     manifest_path: str
 
     def manifest_bytes(self) -> int:
-        """Of its manifest, as messages say it. Looks at the disk; raises OSError."""
+        """The size of its manifest's file. Raises OSError."""
         return os.stat(self.manifest_path).st_size
 
 
 def manifest_path(path: Path) -> Path:
-    """Where the manifest of the version in `path` lies: beside it."""
+    """The path of the manifest of the version at `path`: beside it."""
     return path.with_suffix(".manifest")
 
 
@@ -84,23 +82,24 @@ def hash_bucket(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def hash_buckets(data: memoryview) -> bytes:
-    """The digests of all of them, of the bytes of a whole version."""
+    """The digests of all buckets of a whole version, one after the other."""
     ranges = (bucket_range(i, len(data)) for i in range(num_buckets(len(data))))
     return b"".join(hash_bucket(data[start:end]) for start, end in ranges)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The same bytes for equal manifests; `digest_version` of them is the version's digest."""
+    """Serialize a manifest, equal ones to the same bytes; `digest_version` of them is the version's
+    digest."""
     return to_bytes(manifest)
 
 
 def digest_version(encoded: bytes) -> str:
-    """Of a manifest's bytes; hex."""
+    """The digest of a manifest's bytes; hex."""
     return blake3(encoded).hexdigest()
 
 
 def finish_version(path: Path, policy_version: int, num_bytes: int, encoded: bytes) -> VersionFile:
-    """Writes a manifest, these bytes, beside the version's file, which is complete. Raises
+    """Write a manifest, these bytes, beside the version's file, which is complete. Raises
     OSError."""
     beside = manifest_path(path)
     beside.write_bytes(encoded)
@@ -115,8 +114,8 @@ def require_digest(encoded: bytes, digest: str) -> None:
 
 
 def decode(encoded: bytes, digest: str) -> AdapterManifest:
-    """The manifest of the version with this digest. Raises WeightsError if it is that of another
-    one, or none that a trainer could have made."""
+    """Parse the manifest of the version with this digest. Raises WeightsError for the manifest of
+    another version, or one that no trainer could have made."""
     require_digest(encoded, digest)
     try:
         manifest = from_bytes(encoded, AdapterManifest)
@@ -137,12 +136,12 @@ def decode(encoded: bytes, digest: str) -> AdapterManifest:
 
 
 def read_manifest(file: VersionFile) -> AdapterManifest:
-    """Of a version on this machine. Raises WeightsError."""
+    """Read and verify the manifest of a version on this machine. Raises WeightsError."""
     return decode(read_encoded(file), file.digest)
 
 
 def read_encoded(file: VersionFile) -> bytes:
-    """The bytes of a version's manifest, not proved. Raises WeightsError."""
+    """Read the bytes of a version's manifest, not verified. Raises WeightsError."""
     path = Path(file.manifest_path)
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:

@@ -1,4 +1,4 @@
-"""Versions as torch tensors: an engine maps a file where it lies, nothing is copied.
+"""Versions as torch tensors: an engine maps the file, nothing is copied.
 
 Imports torch; daemons must not import this.
 """
@@ -21,21 +21,20 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE; Python 
 
 
 def read_tensors(file: VersionFile) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a version in the order of the file, see `map_tensors`; the manifest is proved
-    to be that of `file.digest`. Raises WeightsError."""
+    """Yield every tensor of a version in the order of the file, see `map_tensors`; the manifest is
+    verified. Raises WeightsError."""
     return map_tensors(file, read_manifest(file).tensors)
 
 
 def map_tensors(
     file: VersionFile, tensors: Iterable[TensorSpec]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views into the file, on the CPU, shared with all who map it and valid as long as one of them
-    is referred to; who has proved the file's bytes keeps others from writing to it. Raises
-    WeightsError.
+    """Views into the file, on the CPU, valid as long as one of them is referred to. The process
+    that verified the file has it locked against writers. Raises WeightsError.
 
-    Writing to a view makes a page of this process's own and changes the file for nobody.
+    Writing to a view copies a page for this process; the file does not change.
     """
-    flat = torch.frombuffer(_mapped(file), dtype=torch.uint8)  # now: who iterates may be at work
+    flat = torch.frombuffer(_mapped(file), dtype=torch.uint8)  # before the first one is needed
 
     def view(spec: TensorSpec) -> tuple[str, torch.Tensor]:
         data = flat[spec.offset : spec.offset + spec.num_bytes]
@@ -47,7 +46,7 @@ def map_tensors(
 def write_tensors(
     path: Path, policy_version: int, named: Iterable[tuple[str, torch.Tensor]]
 ) -> VersionFile:
-    """Writes HF-named tensors (any device) as a version."""
+    """Write HF-named tensors (any device) as a version."""
     tensors: list[TensorBytes] = []
     for name, tensor in named:
         flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -57,8 +56,8 @@ def write_tensors(
 
 
 def served_dtype(name: str, config: Any, device: str) -> torch.dtype:
-    """What `model.dtype` means for weights that are served. "auto": as the model's HF config says
-    on a CPU, float32 if it says nothing; bfloat16 on other devices."""
+    """The dtype of served weights for a value of `model.dtype`. "auto": that of the model's HF
+    config on a CPU, float32 without one; bfloat16 on other devices."""
     if name == "auto":
         stored = getattr(config, "dtype", None)
         return (stored or torch.float32) if device == "cpu" else torch.bfloat16
@@ -77,7 +76,7 @@ def _mapped(file: VersionFile) -> mmap.mmap:
             size = os.fstat(descriptor).st_size
             if size != file.num_bytes:
                 raise WeightsError(f"{file.path}: {size} bytes, not {file.num_bytes}")
-            # Writable, or torch warns; no memory is set aside for that.
+            # writable, or torch warns; no memory is reserved for that
             access = mmap.PROT_READ | mmap.PROT_WRITE
             return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE | _NO_RESERVE, access)
         finally:

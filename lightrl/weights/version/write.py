@@ -1,4 +1,4 @@
-"""A version from bytes that are at hand: for emulated trainers and tests.
+"""A version from bytes in memory: for emulated trainers and tests.
 
 Ranks use `publish/publisher.py`. Must not import torch.
 """
@@ -23,7 +23,7 @@ Write: TypeAlias = Callable[[memoryview, int], None]
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """One tensor on its way into a version."""
+    """One tensor of a version that is to be written."""
 
     name: str
     dtype: str
@@ -32,14 +32,14 @@ class TensorBytes:
 
 
 def write_version(path: Path, policy_version: int, tensors: Iterable[TensorBytes]) -> VersionFile:
-    """Writes a version to `path` and its manifest beside it. Raises WeightsError, OSError."""
+    """Write a version to `path` and its manifest beside it. Raises WeightsError, OSError."""
     flat, encoded = flatten(tensors)
     path.write_bytes(flat)
     return finish_version(path, policy_version, len(flat), encoded)
 
 
 def flatten(tensors: Iterable[TensorBytes]) -> tuple[bytearray, bytes]:
-    """The bytes of a version's file, and those of its manifest. Raises WeightsError."""
+    """Return the bytes of a version's file, and those of its manifest. Raises WeightsError."""
     given = {t.name: t for t in tensors}
     specs = plan((t.name, t.dtype, t.shape) for t in given.values())
     size = num_bytes(specs)

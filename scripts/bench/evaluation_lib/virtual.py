@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from lightrl.core.settings import EvalSet, Settings
 from lightrl.core.state import Round
 from lightrl.messages.responses import Sampling
-from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.machines import NodeSpec
-from lightrl.sim.scenario import Scenario, Switches, Training, Transfer
-from lightrl.sim.workload import LengthDistribution, LengthModel, Workload
+from lightrl.sim.inputs.hardware import EngineProfile
+from lightrl.sim.inputs.nodes import NodeSpec
+from lightrl.sim.inputs.scenario import Scenario, Switches, Training, Transfer
+from lightrl.sim.inputs.workload import LengthDistribution, LengthModel, Workload
 from lightrl.sim.world import World
 
 SETS = (

@@ -30,7 +30,7 @@ from lightrl.joining import reachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
-from lightrl.sim.traces import TraceEvent
+from lightrl.sim.inputs.traces import TraceEvent
 
 LIGHTRL = (sys.executable, "-m", "lightrl.cli")
 MOUNT = 'mount -t tmpfs -o size=2g lightrl-harvest /dev/shm && exec "$0" "$@"'

@@ -13,7 +13,8 @@ and loading, what is idle because a batch runs out, and all overheads are losses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightrl.sim.traces import TraceEvent, synthetic_trace
+from lightrl.sim.inputs.traces import TraceEvent
+from scripts.studies.published_lib.synthetic import synthetic_trace
 
 SHARED = 2  # devices that sample and train
 NODES = 6  # preemptible ones, at most

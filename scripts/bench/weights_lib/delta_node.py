@@ -18,7 +18,7 @@ import uvloop
 from lightrl.config.sections import Weights
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights
-from lightrl.rollout.weights import NodeWeights
+from lightrl.rollout.weights import Callbacks, NodeWeights
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 
@@ -53,9 +53,7 @@ async def main(name: str, host: str, mark: str) -> None:
         store,
         server,
         host,
-        reported.append,
-        lambda: next(iter(serves), None),
-        lambda *_: None,
+        Callbacks(reported.append, lambda: next(iter(serves), None), lambda *_: None),
     )
     await server.start(host)
     running = asyncio.create_task(weights.run())

@@ -4,7 +4,7 @@
 after version to FOLDER, by the project's own publisher, and prints a JSON line for each: the
 version, the difference that leads to it (if it pays), the seconds that this took, and by what the
 difference is measured. MODEL is a directory, or "random:WIDTHxLAYERS". GRPO on random
-responses with random advantages: weights change as Adam changes them, which is what the difference depends on.
+responses with random advantages: Adam changes the weights, which determines the difference.
 """
 
 import json

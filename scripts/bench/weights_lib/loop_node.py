@@ -21,7 +21,7 @@ import uvloop
 
 from lightrl.config.sections import Weights
 from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsSource
-from lightrl.rollout.weights import NodeWeights
+from lightrl.rollout.weights import Callbacks, NodeWeights
 from lightrl.system.threads import in_thread
 from lightrl.tickets import pull_ticket
 from lightrl.trainer.protocol import Published
@@ -99,9 +99,7 @@ class Puller(Idle):
             self._store,
             self._server,
             HOST,
-            self._hear,
-            lambda: None,
-            lambda *_: None,
+            Callbacks(self._hear, lambda: None, lambda *_: None),
         )
         self._running = asyncio.create_task(self._weights.run())
 

@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 
 from lightrl.messages.weights import WeightsProgress, WeightsSource
-from lightrl.weights.pull.transfer import Pull, Wanted
+from lightrl.weights.pull.transfer import Pull, PullLimits, Wanted
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 
@@ -41,7 +41,7 @@ async def pull(name: str, server: WeightServer, order: dict[str, Any]) -> None:
 
     one = Pull(
         Wanted(**order["pull"]), name, Path(order["to"]), server=server,
-        streams=order["streams"], on_progress=note,
+        limits=PullLimits(order["streams"]), on_progress=note,
     )  # fmt: skip
     one.add_sources(
         [WeightsSource(s["node"], tuple(s["addresses"]), s["ticket"]) for s in order["sources"]]

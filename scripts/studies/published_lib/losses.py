@@ -7,13 +7,15 @@ with their responses, and from where, is the core's business.
 from collections.abc import Sequence
 
 from lightrl.core.state import Round, RoundState
-from lightrl.sim.engine import SimDelta
-from lightrl.sim.machines import SPOT, SimMachine
-from lightrl.sim.mechanism import Mechanism, Simulation
+from lightrl.sim.fleet.engine import SimDelta
+from lightrl.sim.fleet.machines import SimMachine
+from lightrl.sim.inputs.nodes import SPOT
+from lightrl.sim.mechanism import Mechanism
+from lightrl.sim.world import World
 
 
 class Losses(Mechanism):
-    def __init__(self, world: Simulation, count: int, at_s: float, first_step: int) -> None:
+    def __init__(self, world: World, count: int, at_s: float, first_step: int) -> None:
         self._world = world
         self._count = count
         self._at_s = at_s
@@ -36,4 +38,4 @@ class Losses(Mechanism):
             spot = [m for m in self._world.machines.values() if m.spec.kind == SPOT and m.present]
             self._dead = spot[: self._count]
             for machine in self._dead:
-                self._world.fleet.die(machine)
+                self._world.fleet.kill(machine)

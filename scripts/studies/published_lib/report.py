@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from scripts.studies.published_lib.played import Check
 from scripts.studies.published_lib.published import ENGINES, GROUP_SIZE, PROMPTS_PER_STEP, RLBOOST
-from scripts.studies.published_lib.reproduce import BEYOND, Reproduction, Rival
+from scripts.studies.published_lib.reproduce import EXTRA, Baseline, Reproduction
+from scripts.studies.published_lib.simulated import Check
 from scripts.studies.published_lib.systems import EPOCH, MOST, SPARE_NODES
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ number of instances and the limit are as there, else learned by the rule that it
 passes those of the release, and lengths what the data set's authors say of it; that most of their
 spread is the problem's was chosen with the speed-ups in view. Reproduced means within {:.0%}.
 """
-NOTES_BEYOND = """\
+NOTES_EXTRA = """\
 Not published: RLBoost and LightRL on the same preemptible instances, up to {} that come and go, at
 the same prices; transfers and switches are paid for. Asked of LightRL is what stands in the column
 "published". +: RLBoost with one mechanism of LightRL more. -: LightRL with all but one.
@@ -48,7 +48,7 @@ def as_json(results: Iterable[Reproduction]) -> dict[str, object]:
         r.workload: {
             "checks": [{**asdict(c), "error": c.error} for c in r.checks],
             "rounds": r.period,
-            "systems": [{**asdict(s), "bias": s.bias} for s in r.rivals],
+            "systems": [{**asdict(s), "bias": s.bias} for s in r.baselines],
             "parameters": {name: asdict(cast("Any", part)) for name, part in r.parameters.items()},
         }
         for r in results
@@ -60,8 +60,8 @@ def tables(result: Reproduction) -> "Iterable[RenderableType]":
     yield f"{result.workload}\n"
     if result.workload == RLBOOST.workload:
         yield NOTES_ON_INSTANCES.format(CLOSE)
-    elif result.workload == RLBOOST.workload + BEYOND:
-        yield NOTES_BEYOND.format(MOST)
+    elif result.workload == RLBOOST.workload + EXTRA:
+        yield NOTES_EXTRA.format(MOST)
     if result.checks:
         yield _checks(result.checks)
         worst = max(result.checks, key=lambda c: abs(c.error))
@@ -69,8 +69,8 @@ def tables(result: Reproduction) -> "Iterable[RenderableType]":
         if result.workload == RLBOOST.workload:
             yield _reproduced(result.checks)
     yield f"rounds     {result.period}  (s short, l long)\n" if result.period else ""
-    if result.rivals:
-        yield _rivals(result.rivals)
+    if result.baselines:
+        yield _baselines(result.baselines)
         yield ""
     for name, part in result.parameters.items():
         yield f"{name:10} {_short(part)}"
@@ -99,7 +99,7 @@ def _checks(checks: Iterable[Check]) -> "RenderableType":
     return table
 
 
-def _rivals(rivals: Iterable[Rival]) -> "RenderableType":
+def _baselines(baselines: Iterable[Baseline]) -> "RenderableType":
     from rich.table import Table
 
     head = [
@@ -117,7 +117,7 @@ def _rivals(rivals: Iterable[Rival]) -> "RenderableType":
     table = Table("system", *head, box=None)
     for column in table.columns[1:]:
         column.justify = "right"
-    for r in rivals:
+    for r in baselines:
         table.add_row(
             r.name,
             f"{r.step_s:.1f}",

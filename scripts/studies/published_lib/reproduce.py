@@ -1,10 +1,11 @@
 """Simulates published figures again, and LightRL on the same workloads.
 
-Owns how the rows of `systems.py` are simulated and what is told from them. Each workload has one
+Simulates the rows of `systems.py` and computes their checks. Each workload has one
 set of parameters for all its rows (`scenario.PRESETS`). Repeatable: every row has its own seeds,
 whatever order the processes finish in.
 """
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,16 +16,15 @@ from typing import Literal
 
 from lightrl.core.settings import Settings
 from lightrl.messages.responses import Sampling
-from lightrl.sim.machines import NodeSpec
+from lightrl.sim.inputs.nodes import NodeSpec
+from lightrl.sim.inputs.scenario import PRESETS, Scenario
+from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.inputs.workload import LengthModel, RewardTimes
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.report import figures
-from lightrl.sim.scenario import PRESETS, Scenario
-from lightrl.sim.traces import TraceEvent, synthetic_trace
-from lightrl.sim.workload import LengthModel, RewardTimes
 from lightrl.sim.world import World
-from scripts.studies.published_lib.instances import checks_beyond, checks_of
+from scripts.studies.published_lib.instances import checks_extra, checks_of
 from scripts.studies.published_lib.losses import Losses
-from scripts.studies.published_lib.played import Check, Played, Setting
 from scripts.studies.published_lib.published import (
     ENGINES,
     GROUP_SIZE,
@@ -34,17 +34,20 @@ from scripts.studies.published_lib.published import (
     Instances,
     Study,
 )
-from scripts.studies.published_lib.systems import LOST_AT_S, beyond, systems, with_instances
+from scripts.studies.published_lib.simulated import Check, Setting, Simulated
+from scripts.studies.published_lib.surplus import Surplus
+from scripts.studies.published_lib.synthetic import synthetic_trace
+from scripts.studies.published_lib.systems import LOST_AT_S, extra, systems, with_instances
 
 # Decisions are as often as they may be at one percent of a machine's time, which in virtual time is
 # most of a simulation's. With steps of hundreds of seconds, so many times rarer is often enough.
 LOOK_PAUSE = 8.0
-BEYOND = ", beyond"  # after the name of a workload: not published
+EXTRA = ", extra"  # after the name of a workload: not published
 SPARE_UP_S, SPARE_DOWN_S = 1200.0, 300.0  # each of them, on average
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class Baseline:
     """One system on a workload; means over its seeds."""
 
     name: str
@@ -72,11 +75,11 @@ class Reproduction:
     checks: list[Check]
     # kinds of RollPacker's rounds
     period: str
-    rivals: list[Rival]
+    baselines: list[Baseline]
     parameters: dict[str, object] = field(default_factory=dict[str, object])
 
 
-def play(job: Setting) -> Played:
+def simulate(job: Setting) -> Simulated:
     """Simulates one row."""
     system, scenario = job.system, _scenario(job)
     trace = system.trace
@@ -89,7 +92,7 @@ def play(job: Setting) -> Played:
     if system.epochs or system.learns:
         outcome.steps = outcome.steps[system.rounds // 2 :]
     f = figures(outcome, scenario)
-    return Played(f, kinds, f.cost / outcome.elapsed_s)
+    return Simulated(f, kinds, f.cost / outcome.elapsed_s)
 
 
 def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outcome:
@@ -115,6 +118,8 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
     world = World(settings, scenario, nodes, trace, system.switches)
     if system.rule is not None:
         world.core.sides.rule = system.rule()
+    if not system.switches.surplus_ends:
+        world.mechanisms = (Surplus(world), *world.mechanisms)
     if system.lost:
         losses = Losses(world, system.lost, LOST_AT_S, system.rounds // 2)
         world.mechanisms = (*world.mechanisms, losses)
@@ -123,14 +128,18 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
 
 def _scenario(job: Setting) -> Scenario:
     """The preset, as this system uses it."""
-    system, scenario = job.system, PRESETS[job.workload.removesuffix(BEYOND)]()
+    system, scenario = job.system, PRESETS[job.workload.removesuffix(EXTRA)]()
     workload, lengths = scenario.workload, _lengths(scenario)
+    switches = system.switches
     reward = replace(workload.reward, seed=job.seed) if system.rewards else RewardTimes()
+    reward = replace(reward, adaptive=switches.adaptive_limit)
     lengths = replace(lengths, seed=job.seed, cap=system.limit or lengths.cap)
     workload = replace(workload, lengths=lengths, reward=reward)
     if system.epochs:
         workload = replace(workload, num_prompts=system.prompts_of_epoch)
     transfer = replace(scenario.transfer, start_s=system.start_s, relays=system.relays)
+    if not switches.verifies:
+        transfer = replace(transfer, file_bytes_per_s=math.inf)
     return replace(scenario, workload=workload, transfer=transfer)
 
 
@@ -147,12 +156,11 @@ def reproduce(
     only: Sequence[str] | None = None,
     processes: int | None = None,
 ) -> list[Reproduction]:
-    """All tables of all workloads; `only` these rows of them, and with them what can be told from
-    those."""
+    """Return all tables of all workloads; `only`: of these rows alone."""
     studies, instances = list(studies), list(instances)
     rows = [(s.workload, row) for s in studies for row in systems(s.bars).values()]
     rows += [(i.workload, row) for i in instances for row in with_instances().values()]
-    rows += [(i.workload + BEYOND, row) for i in instances for row in beyond().values()]
+    rows += [(i.workload + EXTRA, row) for i in instances for row in extra().values()]
     jobs = [
         Setting(workload, system, seed)
         for workload, system in rows
@@ -163,24 +171,24 @@ def reproduce(
     processes = min(len(jobs), processes or os.cpu_count() or 1)
     if processes > 1:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            played = list(pool.map(play, jobs))
+            simulated = list(pool.map(simulate, jobs))
     else:
-        played = [play(job) for job in jobs]
-    found: dict[str, dict[str, list[Played]]] = {}
-    for job, result in zip(jobs, played, strict=True):
+        simulated = [simulate(job) for job in jobs]
+    found: dict[str, dict[str, list[Simulated]]] = {}
+    for job, result in zip(jobs, simulated, strict=True):
         found.setdefault(job.workload, {}).setdefault(job.system.name, []).append(result)
     return [
-        *(_told(study, found[study.workload]) for study in studies if study.workload in found),
-        *(_told_of_instances(i, found[i.workload]) for i in instances if i.workload in found),
+        *(_of_study(study, found[study.workload]) for study in studies if study.workload in found),
+        *(_of_instances(i, found[i.workload]) for i in instances if i.workload in found),
         *(
-            _told_beyond(i, found[i.workload + BEYOND])
+            _of_extra(i, found[i.workload + EXTRA])
             for i in instances
-            if i.workload + BEYOND in found
+            if i.workload + EXTRA in found
         ),
     ]
 
 
-def _told(study: Study, found: Mapping[str, list[Played]]) -> Reproduction:
+def _of_study(study: Study, found: Mapping[str, list[Simulated]]) -> Reproduction:
     checks = [
         Check(f"{bar.name}: rollout s", bar.rollout_s, _seconds(found[bar.name], "rollout_s"))
         for bar in study.bars
@@ -189,23 +197,25 @@ def _told(study: Study, found: Mapping[str, list[Played]]) -> Reproduction:
     if {"veRL", "+ stream trainer"} <= set(found):
         checks += _table_2(study, found)
     full = found.get("+ stream trainer") or found.get("RollPacker") or []
-    compared = [_rival(s.name, found) for s in systems(()).values() if s.epochs and s.name in found]
+    compared = [
+        _baseline(s.name, found) for s in systems(()).values() if s.epochs and s.name in found
+    ]
     kinds = full[0].kinds if full else ""
     return Reproduction(study.workload, checks, kinds, compared, _parameters(study.workload))
 
 
-def _told_of_instances(instances: Instances, found: Mapping[str, list[Played]]) -> Reproduction:
-    rows = [_rival(name, found, "colocated") for name in with_instances() if name in found]
+def _of_instances(instances: Instances, found: Mapping[str, list[Simulated]]) -> Reproduction:
+    rows = [_baseline(name, found, "colocated") for name in with_instances() if name in found]
     checks, name = checks_of(instances, found), instances.workload
     return Reproduction(name, checks, "", rows, _parameters(name))
 
 
-def _told_beyond(instances: Instances, found: Mapping[str, list[Played]]) -> Reproduction:
-    rows = [_rival(name, found, "colocated") for name in beyond() if name in found]
-    return Reproduction(instances.workload + BEYOND, checks_beyond(found), "", rows)
+def _of_extra(instances: Instances, found: Mapping[str, list[Simulated]]) -> Reproduction:
+    rows = [_baseline(name, found, "colocated") for name in extra() if name in found]
+    return Reproduction(instances.workload + EXTRA, checks_extra(found), "", rows)
 
 
-def _table_2(study: Study, found: Mapping[str, list[Played]]) -> list[Check]:
+def _table_2(study: Study, found: Mapping[str, list[Simulated]]) -> list[Check]:
     verl = _seconds(found["veRL"], "step_s")
     full = found["+ stream trainer"]
     published = {
@@ -230,12 +240,14 @@ def _table_2(study: Study, found: Mapping[str, list[Played]]) -> list[Check]:
 
 
 def _seconds(
-    played: Sequence[Played], what: Literal["step_s", "rollout_s"], only_kind: str | None = None
+    simulated: Sequence[Simulated],
+    what: Literal["step_s", "rollout_s"],
+    only_kind: str | None = None,
 ) -> float:
     """Mean over rounds of all kinds, or of one."""
     kinds = [
         (name, k)
-        for p in played
+        for p in simulated
         for name, k in p.figures.kinds.items()
         if only_kind in {None, name}
     ]
@@ -245,11 +257,13 @@ def _seconds(
     )
 
 
-def _rival(name: str, found: Mapping[str, list[Played]], against: str = "synchronous") -> Rival:
+def _baseline(
+    name: str, found: Mapping[str, list[Simulated]], against: str = "synchronous"
+) -> Baseline:
     mine = [p.figures for p in found[name]]
     step_s = fmean(f.step_s for f in mine)
     base = found.get(against, found[name])
-    return Rival(
+    return Baseline(
         name=name,
         step_s=step_s,
         speed_up=fmean(p.step_s for p in base) / step_s,

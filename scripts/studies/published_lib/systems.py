@@ -13,8 +13,8 @@ from functools import partial
 from lightrl.core.offload import Rule
 from lightrl.core.settings import Tail
 from lightrl.core.window import Window
-from lightrl.sim.scenario import Switches
-from lightrl.sim.traces import TraceEvent, always_there, synthetic_trace
+from lightrl.sim.inputs.scenario import Switches
+from lightrl.sim.inputs.traces import TraceEvent, always_there
 from scripts.studies.published_lib.published import (
     BALANCED_SLOTS,
     ENGINES,
@@ -28,6 +28,7 @@ from scripts.studies.published_lib.published import (
     Bar,
 )
 from scripts.studies.published_lib.rules import Held, NoWindow, Settled
+from scripts.studies.published_lib.synthetic import synthetic_trace
 
 # of the comparison: 8 short rounds and the 2 long ones that follow from them
 PROMPTS_OF_EPOCH = 1280
@@ -50,14 +51,27 @@ STEPS_WITH_CHANGES = 10
 NUMBERS, NUMBER_S = (6, 3, 5, 2) * 3, 1200.0
 STEPS_WITH_NUMBERS = 20
 
-# Tokens are told with a finish, at once: what wins a race by the clock is exact, and rounds are
-# cheap.
-_THEIRS = Switches(exact_finishes=True, token_collection=False, chunk_tokens=4096, proves=False)
+
+@dataclass(frozen=True, slots=True)
+class StudySwitches(Switches):
+    # of the rewards: see `RewardTimes.adaptive`
+    adaptive_limit: bool = False
+    # False: see `surplus.py`
+    surplus_ends: bool = True
+    # False: a node on the trainer's machine does not verify the trainer's file
+    verifies: bool = True
+
+
+# Tokens are sent with a finish, immediately: the winners of a race by the clock are exact, and
+# rounds are cheap.
+_THEIRS = StudySwitches(
+    prompt_batch=1 << 30, token_collection=False, chunk_tokens=4096, verifies=False
+)
 _LATE = replace(_THEIRS, streaming=False, async_rewards=False, surplus_ends=False)
 _EARLY = replace(_THEIRS, streaming=False, adaptive_limit=True)
 _STREAMED = replace(_EARLY, streaming=True, offload="window")
-_SHARED = Switches(offload="window", chunk_tokens=256, proves=False)
-_OURS = Switches(adaptive_limit=True, speculation=True, offload="foreseen", chunk_tokens=256)
+_SHARED = StudySwitches(offload="window", chunk_tokens=256, verifies=False)
+_OURS = StudySwitches(adaptive_limit=True, speculation=True, offload="foreseen", chunk_tokens=256)
 _PLAIN = Tail()
 _BY_CLOCK = Tail(ETA, ETA, race="clock", fresh_noise=True)
 
@@ -68,7 +82,7 @@ class System:
 
     name: str
     tail: Tail = _PLAIN
-    switches: Switches = _LATE
+    switches: StudySwitches = _LATE
     rounds: int = 10
     engines: int = ENGINES
     slots: int = SLOTS
@@ -107,7 +121,7 @@ def systems(bars: Sequence[Bar]) -> dict[str, System]:
         System("RLHFuse, strengthened", switches=_STREAMED, rounds=8),
     ]
     both, prompts = Tail(ETA, ETA, deferred="continue"), Tail(ETA, deferred="continue")
-    rows += _rivals(
+    rows += _baselines(
         System("synchronous"),
         System("RollPacker", _BY_CLOCK, _STREAMED),
         _ours("LightRL full", both),
@@ -153,7 +167,7 @@ def _at(limit: int) -> str:
 
 def _boosted(
     name: str,
-    switches: Switches = _SHARED,
+    switches: StudySwitches = _SHARED,
     instances: int = 0,
     rounds: int = STEPS,
     rule: Callable[[], Rule] | None = None,
@@ -194,7 +208,7 @@ MOVING, STARTING_AGAIN = "three of six lost, moving", "three of six lost, starti
 RLBOOST_ROW, FULL, STRICT = "RLBoost", "LightRL, prompts", "LightRL, off"
 
 
-def beyond() -> dict[str, System]:
+def extra() -> dict[str, System]:
     """On the same preemptible instances, which come and go: RLBoost, LightRL's modes that do not
     bias lengths, and each mechanism alone on top of RLBoost, and without it, last."""
     trace = synthetic_trace(MOST, 36_000.0, UP_S, DOWN_S)
@@ -236,14 +250,16 @@ def beyond() -> dict[str, System]:
     return {row.name: row for row in rows}
 
 
-def _ours(name: str, tail: Tail = _PLAIN, switches: Switches = _OURS, spare: int = 0) -> System:
+def _ours(
+    name: str, tail: Tail = _PLAIN, switches: StudySwitches = _OURS, spare: int = 0
+) -> System:
     """LightRL: its devices change sides by the core's own rule."""
     return System(
         name, tail, switches, foresight=True, migration=True, spare=spare, start_s=START_S
     )
 
 
-def _rivals(*rows: System) -> list[System]:
+def _baselines(*rows: System) -> list[System]:
     return [replace(row, epochs=True, rounds=2 * EPOCH) for row in rows]
 
 

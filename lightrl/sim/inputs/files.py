@@ -1,0 +1,175 @@
+"""Reads workload files. Every mistake in one is a SimError of one line.
+
+A workload file is JSON with any of these parts, or JSONL with one {"prompt": ..., "lengths": [...]}
+a line, or the lengths.jsonl of a run:
+
+    {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
+     "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...},
+     "transfer": {...}, "prices": {...}, "speculation": {...}}
+
+The keys of engine, training, transfer, prices and speculation are the fields in `hardware.py`,
+those of length_model and reward the fields in `workload.py`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
+
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError, with_config
+
+from lightrl.errors import SimError
+from lightrl.sim.inputs.hardware import STRICT
+from lightrl.sim.inputs.scenario import PRESETS, Scenario, generic
+from lightrl.sim.inputs.traces import read_text
+from lightrl.sim.inputs.workload import (
+    SHORT_TAIL,
+    EmpiricalLengths,
+    LengthModel,
+    Share,
+    complete_censored,
+)
+
+T = TypeVar("T")
+Part: TypeAlias = dict[str, Any] | None
+
+
+@with_config(STRICT)
+@dataclass(frozen=True, slots=True)
+class _File:
+    base: str = "generic"
+    lengths: dict[str, Annotated[list[PositiveInt], Field(min_length=1)]] | None = None
+    length_model: Part = None
+    num_prompts: PositiveInt | None = None
+    prompt_tokens: PositiveInt | None = None
+    same_again: Share | None = None
+    reward: Part = None
+    engine: Part = None
+    training: Part = None
+    transfer: Part = None
+    prices: Part = None
+    speculation: Part = None
+
+
+def require_known(source: str) -> None:
+    """Raise SimError for what is neither a preset nor a file; "" is a guess."""
+    known = ["generic", *PRESETS]
+    if source and source not in known and not Path(source).is_file():
+        raise SimError(
+            f"--workload {source}: neither a file, a run nor a preset ({', '.join(known)})"
+        )
+
+
+def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
+    """Return a preset by name, or what a workload file describes. Raise SimError."""
+    if not source or source == "generic":
+        return generic(max_response_tokens)
+    if source in PRESETS:
+        return PRESETS[source]()
+    require_known(source)
+    path = Path(source)
+    text = read_text(path)
+    if path.suffix == ".jsonl":
+        return _from_lines(path, text, max_response_tokens, seed)
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise SimError(f"{path}:{e.lineno}: not valid JSON: {e.msg}") from None
+    try:
+        return _from_parts(_converted(_File, tree), path.stem, max_response_tokens, seed)
+    except SimError as e:
+        raise SimError(f"{path}: {e}") from None
+
+
+def _from_parts(parts: _File, name: str, limit: int, seed: int) -> Scenario:
+    base = find_scenario(parts.base, limit, seed)
+    workload = replace(base.workload, name=name, note="")
+    if parts.lengths is not None:
+        lengths = EmpiricalLengths(_renamed(parts.lengths), seed)
+        workload = replace(workload, lengths=lengths, num_prompts=len(parts.lengths))
+    if parts.length_model is not None:
+        start = base.workload.lengths
+        start = start if isinstance(start, LengthModel) else SHORT_TAIL.scaled(limit)
+        lengths = _changed(start, parts.length_model, "length_model")
+        workload = replace(workload, lengths=lengths)
+    numbers = {k: getattr(parts, k) for k in ("num_prompts", "prompt_tokens", "same_again")}
+    workload = replace(
+        workload,
+        reward=_changed(workload.reward, parts.reward, "reward"),
+        **cast("Any", {k: number for k, number in numbers.items() if number is not None}),
+    )
+    engines = base.engines
+    if parts.engine is not None:
+        engines = {1: _changed(base.engine, parts.engine, "engine")}
+    hardware = {
+        key: _changed(getattr(base, key), getattr(parts, key), key)
+        for key in ("training", "transfer", "prices", "speculation")
+    }
+    return replace(base, workload=workload, engines=engines, **cast("Any", hardware))
+
+
+def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
+    seen: dict[str, list[tuple[int, bool]]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = _converted(_Line, json.loads(line))
+        except json.JSONDecodeError as e:
+            raise SimError(f"{path}:{number}: not valid JSON: {e.msg}") from None
+        except SimError as e:
+            raise SimError(f"{path}:{number}: {e}") from None
+        if row.prompt and row.lengths:
+            seen.setdefault(row.prompt, []).extend((tokens, True) for tokens in row.lengths)
+        elif row.responses is None:
+            raise SimError(f"{path}:{number}: a line has a prompt and lengths, or responses")
+        elif row.kind != "eval":
+            for prompt, _, _, tokens, finished in row.responses:
+                seen.setdefault(prompt, []).append((tokens, finished))
+    if not seen:
+        raise SimError(f"{path}: holds no lengths")
+    lengths = EmpiricalLengths(_renamed(complete_censored(seen, seed)), seed)
+    num = sum(map(len, seen.values()))
+    note = f"{num:,} lengths of {len(seen):,} prompts from {path}; speeds and times are guesses"
+    base = generic(limit)
+    workload = replace(
+        base.workload, name=str(path), lengths=lengths, num_prompts=len(seen), note=note
+    )
+    return replace(base, workload=workload)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Of a workload: prompt and lengths. Of a round in lengths.jsonl: [prompt, epoch, index,
+    tokens, finished] of each response."""
+
+    prompt: str = ""
+    lengths: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    kind: str = ""
+    responses: list[tuple[str, int, int, int, bool]] | None = None
+
+
+def _renamed(lengths: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Use the names that the simulator gives its prompts."""
+    return {f"p{i}": lengths[name] for i, name in enumerate(sorted(lengths))}
+
+
+def _changed(start: T, changes: Part, key: str) -> T:
+    """Return a dataclass with some of its fields replaced."""
+    if changes is None:
+        return start
+    return _converted(type(start), asdict(cast("Any", start)) | changes, f"{key}.")
+
+
+def _converted(kind: type[T], tree: object, prefix: str = "") -> T:
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(tree), strict=True)
+    except ValidationError as e:
+        error = e.errors()[0]
+        if not error["loc"]:
+            raise SimError("an object is needed") from None
+        key = prefix + ".".join(map(str, error["loc"]))
+        if error["type"] == "unexpected_keyword_argument":
+            raise SimError(f"{key}: unknown key") from None
+        raise SimError(f"{key} = {error['input']!r}: {error['msg'].lower()}") from None

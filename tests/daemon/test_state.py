@@ -1,5 +1,5 @@
-"""What a node may say, and which answers it takes: every way through its states, without a
-socket."""
+"""Messages that a node may send, and answers that it accepts: every path through its states, without
+a socket."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ E = ConnectionEvent
 
 @dataclass(frozen=True)
 class Node:
-    """What each event means, one thing at a time."""
+    """The effect of each event, one property at a time."""
 
     is_admitted: bool = False
     awaits_answer: bool = False
@@ -33,7 +33,7 @@ class Node:
                 return None
 
 
-def test_every_way_is_as_it_should_be_and_no_other_can_be_gone():
+def test_every_path_follows_the_table_and_no_other_exists():
     start = ConnectionState.DISCONNECTED
     nodes = walk(EDGES, start, ConnectionEvent, Node(), Node.after)
     assert {s for s, node in nodes.items() if node.awaits_answer} == AWAITS_ANSWER

@@ -1,5 +1,4 @@
-"""Messages that a node may send, and answers that it accepts: every path through its states, without
-a socket."""
+"""Messages that a node may send, and answers that it accepts: every path through its states."""
 
 from dataclasses import dataclass, replace
 

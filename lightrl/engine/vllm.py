@@ -373,7 +373,7 @@ class Api:
             ) from e
         if not torch.cuda.is_available():
             # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA
-            # that only costs seconds, and a process that our death would leave behind.
+            # that only costs seconds, and a process that would outlive this one.
             registry._run_in_subprocess = lambda inspect: inspect()
         self.SamplingParams = SamplingParams
         self.EngineCoreRequest = EngineCoreRequest

@@ -44,7 +44,7 @@ def computing_dtype(config: Any) -> str:
 
 def _request(api: Any, request_id: str, token_ids: Sequence[int]) -> Any:
     params = api.SamplingParams(
-        max_tokens=1,  # it samples one, which nobody reads
+        max_tokens=1,  # one is sampled and dropped
         ignore_eos=True,
         prompt_logprobs=0,  # those of the prompt's own tokens, and of no others
         detokenize=False,

@@ -76,7 +76,7 @@ def _coupled_sample(
     else:
         tokens, logprobs = rows.accepted(tokens, logprobs)
     num_chances = logprobs.shape[0]
-    ranks = torch.zeros(num_chances, dtype=torch.int64, device=logits.device)  # nobody reads them
+    ranks = torch.zeros(num_chances, dtype=torch.int64, device=logits.device)  # unused
     return SamplerOutput(tokens, LogprobsTensors(tokens.view(-1, 1), logprobs[:, None], ranks))
 
 

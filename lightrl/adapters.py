@@ -77,7 +77,7 @@ def public_name(name: str) -> str:
 
 def peft_file(module: nn.Module, base: str) -> dict[str, Any]:
     """adapter_config.json of a module with adapters to the model `base`."""
-    config: Any = getattr(module, "peft_config")[ADAPTER]  # noqa: B009 - pyright knows it not
+    config: Any = getattr(module, "peft_config")[ADAPTER]  # noqa: B009 - untyped
     table: dict[str, Any] = config.to_dict()
     table["target_modules"] = sorted(table["target_modules"])
     return table | {"base_model_name_or_path": base, "inference_mode": True}

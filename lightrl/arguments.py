@@ -7,6 +7,7 @@ Owns syntax and what must not be combined; runs nothing. Must stay quick to impo
 import os
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -108,7 +109,7 @@ Settings = Annotated[
 
 
 def require_coherent(settings: list[str], options: "DaemonOptions") -> None:
-    """Nothing that a user says may be ignored. Raises ConfigError, one line."""
+    """No option of a user may be ignored. Raises ConfigError, one line."""
     roles, name, shares, parallel = options.roles, options.name, options.shares, options.parallel
     if options.join and settings and "coordinator" not in roles:
         raise ConfigError(
@@ -125,7 +126,7 @@ def require_coherent(settings: list[str], options: "DaemonOptions") -> None:
         if given and roles != ("rollout",):
             raise ConfigError(f"--{option} is for one rollout daemon that has to --join a run")
     if options.part and not shares:
-        raise ConfigError(f"--part {options.part}: of whose devices? --shares TRAINER says that")
+        raise ConfigError(f"--part {options.part}: of whose devices? give --shares TRAINER")
     if shares and options.is_preemptible:
         raise ConfigError(f"--shares {shares}: a node that may be taken away has its own devices")
     if parallel and options.is_preemptible:
@@ -168,7 +169,7 @@ def config(settings: list[str], initial: str = "") -> "Config | None":
     return begun_from(config, initial)
 
 
-def split_args(settings: list[str]) -> tuple[list[str], list[str]]:
+def split_args(settings: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names of files or runs, and overrides."""
     return [s for s in settings if "=" not in s], [s for s in settings if "=" in s]
 

@@ -97,7 +97,8 @@ def up(
     from lightrl.daemon.main import DaemonOptions
 
     options = DaemonOptions(
-        *(name, roles),
+        name,
+        roles,
         join=join,
         slots=slots,
         is_preemptible=preemptible,
@@ -158,12 +159,10 @@ def resume(
 
     config = prepare(targets[0] if targets else None, overrides, from_checkpoint)
     if roles:
-        from lightrl.devices.plan import require_room
+        from lightrl.launch.checks import required
         from lightrl.launch.local import in_foreground
-        from lightrl.launch.preflight import require_here
 
-        require_here(config, roles)
-        require_room(config, roles, slots)
+        config = required(config, roles, slots, is_resumed=True)
         exit_with(in_foreground(config, _coordinator(config, options), resume=True))
     else:
         _whole_run(config, no_tui, resume=True)
@@ -239,7 +238,7 @@ def daemon(
     join: Annotated[str, typer.Option()] = "",
     tied: Annotated[bool, typer.Option("--tied", help="leave when stdin closes")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="a coordinator: go on from the journal")
+        bool, typer.Option("--resume", help="a coordinator: continue from the journal")
     ] = False,
     gpus: Annotated[str, typer.Option(help="for CUDA_VISIBLE_DEVICES of its children")] = "",
     gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
@@ -264,7 +263,11 @@ def daemon(
         # no more than it needs
         key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
         options = DaemonOptions(
-            *(name, roles, run_dir, config, join or None),
+            name,
+            roles,
+            run_dir,
+            config,
+            join=join,
             resume=resume,
             key=key,
             gpus=given,
@@ -291,17 +294,10 @@ def _foreground(config: "Config | None", key: Path | None, options: "DaemonOptio
             raise typer.BadParameter("--role coordinator needs a CONFIG")
         if join:
             raise typer.BadParameter("a coordinator does not --join another one")
-        from lightrl.devices.plan import require_room
-        from lightrl.launch.initial import settled
-        from lightrl.launch.preflight import require_files, require_here, require_new
-
-        require_files(config)
-        config = settled(config)
-        require_here(config, roles)
-        require_new(config)
-        require_room(config, roles, options.slots)
+        from lightrl.launch.checks import required
         from lightrl.launch.local import in_foreground
 
+        config = required(config, roles, options.slots)
         exit_with(in_foreground(config, _coordinator(config, options)))
     elif not join:
         raise typer.BadParameter(
@@ -339,35 +335,33 @@ def _coordinator(config: "Config", options: "DaemonOptions") -> Callable[[Path],
 
 def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> None:
     from lightrl.config.run_file import to_toml
-    from lightrl.devices.driver import look
-    from lightrl.devices.plan import assigned
     from lightrl.devices.plan import describe as describe_devices
-    from lightrl.launch.initial import begins_with, settled
-    from lightrl.launch.plan import describe, device_notes, here
-    from lightrl.launch.preflight import require_files, require_here
+    from lightrl.errors import RewardError
+    from lightrl.launch.checks import Setup, judge
+    from lightrl.launch.initial import begins_with
+    from lightrl.launch.plan import describe, here, labelled
     from lightrl.launch.weights_plan import describe as describe_weights
-    from lightrl.launch.weights_plan import notes
 
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
-    require_files(config)
-    config = settled(config)
-    require_here(config, roles)
+    setup = Setup(config, roles, slots)
+    notes = [found.text for found in judge(setup, "up") if found.is_note]
+    assert setup.config is not None
+    config = setup.config
     devices = describe_devices(config, roles, slots)
-    machine = look()
-    found = assigned(config, machine, roles, slots)
     local = here(config, roles, slots)
-    weights = [*describe_weights(local, machine), *notes(config, found)]
-    lines = describe(local, devices, weights, roles).split("\n")
-    labels = ("begins with", "", "")
-    lines += [f"{a:12}{line}" for a, line in zip(labels, begins_with(config), strict=False)]
-    lines += [f"{'note':12}{note}" for note in device_notes(config, found, roles)]
+    lines = describe(local, devices, describe_weights(local, setup.machine), roles)
+    lines += labelled("begins with", begins_with(config))
+    lines += [f"{'note':12}{note}" for note in notes if note not in devices]
     show([*to_toml(config).split("\n"), *lines])
-    if not roles or "coordinator" in roles:
-        from lightrl.launch.first_rows import describe as describe_rewards
-
-        for line in describe_rewards(config):
-            show([line])
+    refused: list[str] = []
+    for found in judge(setup, "dry-run"):
+        if found.is_note and found.verdict == "fail":
+            refused.append(found.text)
+        else:
+            show([f"{'note' if found.is_note else found.subject:12}{found.text}"])
+    if refused:
+        raise RewardError(refused[0])
 
 
 def _expanded(word: str) -> str:

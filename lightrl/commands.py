@@ -126,7 +126,7 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="names or directories")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what runs were told differently, and what came of each, side by side."""
+    """Show how the settings of runs differ, and the results of each, side by side."""
     from rich.console import Console
 
     from lightrl.client.address import find_folder
@@ -206,12 +206,12 @@ def data(
 
 
 def check(settings: Settings = None) -> None:
-    """Verify this machine, and a CONFIG if one is given, and say what to do."""
-    from lightrl.launch.check import findings
+    """Verify this machine, and a CONFIG if one is given, and report what to do."""
+    from lightrl.launch.checks import Setup, judge
 
-    config = arguments.config(settings or [])
+    setup = Setup(arguments.config(settings or []))
     failed = False
-    for finding in findings(config):
+    for finding in judge(setup, "check"):
         failed |= finding.verdict == "fail"
         show([f"{finding.verdict:5} {finding.subject:14} {finding.text}"])
     exit_with(int(failed))
@@ -234,10 +234,11 @@ TraceShare = Annotated[
     float | None, typer.Option(metavar="S", help="of its nodes, drawn by run.seed; 0 < S <= 1")
 ]
 TraceFrom = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="who is there by then is there at once")
+    float | None,
+    typer.Option(metavar="SECONDS", help="nodes that are there by then are there from the start"),
 ]
 TraceTo = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="who is there by then stays")
+    float | None, typer.Option(metavar="SECONDS", help="nodes that are there by then stay")
 ]
 Workload = Annotated[
     str,
@@ -272,7 +273,7 @@ def simulate(
     """Predict how fast CONFIG would run on a fleet, with the real scheduler.
 
     With --workload RUN lengths and speeds are those of that run. Without CONFIG its own setting is
-    simulated, beside what it measured; overrides and --nodes say what would be otherwise.
+    simulated, beside what it measured; overrides and --nodes change it.
     """
     from lightrl.client.address import run_folder
     from lightrl.launch.plan import count_prompts

@@ -4,8 +4,8 @@ policy."""
 from collections.abc import Mapping
 
 from lightrl.config.schema import Config
+from lightrl.core.nodes.cost_model import Prices
 from lightrl.core.settings import EvalSet, Settings, Tail
-from lightrl.core.worth import Prices
 from lightrl.messages.responses import Sampling
 
 # After node.grace_s a node kills an engine that keeps its devices. It counts as lost after so many

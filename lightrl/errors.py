@@ -4,7 +4,7 @@ from typing import Any
 
 
 class LightRLError(Exception):
-    """Base of every error that a user may see; its text is one line that says what to do."""
+    """Base of every error that a user may see; its text is one line with what to do."""
 
 
 class ConfigError(LightRLError):

@@ -1,7 +1,7 @@
 """How a node takes part in a run: under which address others reach its coordinator, in words that
 people can use.
 
-Owns that nobody is told to come from elsewhere to an address that only this machine has.
+Owns the rule that no address of this machine alone is offered to other machines.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def is_here_only(address: str) -> bool:
 
 def why_here_only(address: str, bind: str) -> str:
     """What keeps other machines from joining at `address`, and what to set; "" if nothing does.
-    `bind`: what the coordinator was told to listen on."""
+    `bind`: run.bind."""
     if not is_here_only(address):
         return ""
     if host_and_port(bind)[0] in ALL_HOSTS:

@@ -32,7 +32,7 @@ KEY_FILE = "key"  # in the run directory
 JOIN_FILE = "join"  # beside it
 ENVIRONMENT = "LIGHTRL_KEY"  # a key itself, not a file
 MAX_FILE_BYTES = 256  # of which a key has at most 133 characters and an end of line
-# Purposes. "lightrl node" is also that of older releases: their nodes are told so, not refused as
+# Purposes. "lightrl node" is also that of older releases: their nodes get that answer, not one as
 # strangers.
 _OPERATOR, _NODE, _COORDINATOR = "lightrl operator", "lightrl node", "lightrl coordinator"
 _FULL = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
@@ -71,7 +71,7 @@ def write_key(path: Path, key: str | None = None) -> str:
     with os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
     ) as file:
-        os.fchmod(file.fileno(), 0o600)  # whatever the umask says
+        os.fchmod(file.fileno(), 0o600)  # whatever the umask is
         file.write(key + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -136,7 +136,7 @@ def find_key(explicit: Path | None, run_dir: Path | None) -> str:
 
 
 def require_full(key: str, what: str) -> str:
-    """Returns `key` if it is good for everything, else raises ConfigError; `what` says what needs
+    """Returns `key` if it is good for everything, else raises ConfigError; `what` names what needs
     that."""
     if access_of(key) is not Access.FULL:
         raise ConfigError(f"this key only lets a rollout node join; {what} RUN_DIR/{KEY_FILE}")
@@ -157,7 +157,7 @@ def secret_of(key: str) -> bytes:
 
 
 def coordinator_public_key(key: str) -> bytes:
-    """The public Curve25519 key, 32 bytes, by which a holder of either key knows the
+    """The public Curve25519 key, 32 bytes, by which a holder of either key recognises the
     coordinator."""
     if (parts := _JOIN.fullmatch(key)) is not None:
         return bytes.fromhex(parts[2])
@@ -171,7 +171,7 @@ def coordinator_secret(key: str) -> bytes:
 
 def _public(secret: bytes) -> bytes:
     """The public half of a Curve25519 pair."""
-    import zmq  # here: whoever only asks for --help need not load it
+    import zmq  # here: --help must not load it
     from zmq.utils import z85
 
     return z85.decode(zmq.curve_public(z85.encode(secret)))

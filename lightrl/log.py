@@ -1,4 +1,4 @@
-"""The logs of all processes of a run, by the standard `logging`: one format, as the config says.
+"""The logs of all processes of a run, by the standard `logging`: one format, chosen by the config.
 
 Owns how a line looks, for people or for machines, that it carries role and node, and how a child
 process learns to write the same. Modules do `logger = logging.getLogger(__name__)`. A line is never
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TextIO
 from lightrl.system.output import capture_lines, never_fail, plain, print_to
 
 PACKAGE = "lightrl"
-ENVIRONMENT = "LIGHTRL_LOG"  # how a process tells its children what to write
+ENVIRONMENT = "LIGHTRL_LOG"  # the settings for child processes
 LAST_BYTES = 1 << 16  # of the end of a log, in which its last line is looked for
 WARNING = "WARNING: "  # how a line for a screen begins that is one; a log has levels
 
@@ -80,7 +80,7 @@ def configure_file(settings: LogSettings, file: Path) -> None:
 
 
 def configure_again(level: str, as_json: bool) -> None:
-    """The level and the form that the config of the run says, when it is known."""
+    """The level and the form of the config of the run, when it is known."""
     if _settings is not None and (_settings.level, _settings.json) != (level, as_json):
         configure(replace(_settings, level=level, json=as_json))
 
@@ -96,12 +96,12 @@ def inherited() -> LogSettings:
     """What the process that started this one has said."""
     try:
         return LogSettings(**json.loads(os.environ.get(ENVIRONMENT, "{}")))
-    except (ValueError, TypeError):  # somebody else's
+    except (ValueError, TypeError):  # not ours
         return LogSettings()
 
 
 def error_for_machines(text: str) -> bool:
-    """Logs why this process ends, if all that it says is to be JSON; whether it is."""
+    """Log why this process ends, if its output is JSON. Returns whether it is."""
     if _settings is None and inherited().json:
         configure(inherited())
     is_json = _settings is not None and _settings.json and not _is_plain
@@ -111,7 +111,7 @@ def error_for_machines(text: str) -> bool:
 
 
 def reporter(log: logging.Logger) -> Callable[[str], None]:
-    """What takes lines as screens show them, and logs each at the level that its beginning says."""
+    """A function that logs lines for screens, each at the level of its prefix."""
 
     def report(line: str) -> None:
         level = logging.WARNING if line.startswith(WARNING) else logging.INFO
@@ -132,7 +132,7 @@ def parse(line: str) -> LogLine:
 
 
 def last_line(file: Path, since: int = 0) -> str:
-    """The text of the last line of a log that says something, after `since` bytes; "" if none."""
+    """The text of the last line of a log after `since` bytes; "" if none."""
     try:
         with file.open("rb") as log:
             log.seek(max(since, file.stat().st_size - LAST_BYTES))
@@ -178,7 +178,7 @@ def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 class _Output:
-    """What a handler writes to, at once or as soon as it is read; it loses what it cannot write."""
+    """The stream of a handler. It loses what it cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -203,7 +203,7 @@ class LogOutput(logging.StreamHandler[_Output | _File]):
 
 
 def _handle_with(handler: LogOutput, settings: LogSettings) -> None:
-    """Others' loggers are heard from warnings on: their details would drown ours.
+    """Other packages log from warnings on: their details would hide ours.
 
     In a reward worker the root logger is the user's code's, to configure or not; a file is for
     what is ours.

@@ -1,6 +1,6 @@
-"""What lets a node pull a version of the weights from whoever holds it.
+"""Tickets: with one a node may pull a version of the weights from its holders.
 
-Pure. Owns how a ticket follows from the secret that the holders of a version were told.
+Pure. Owns how a ticket follows from the secret of the holders of a version.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from functools import lru_cache
 
 
 def pull_ticket(secret: str, node: str, policy_version: int) -> str:
-    """What lets just this node pull just this version; `secret` is what its holders were told.
+    """The ticket of one node for one version; `secret`: of its holders.
 
     Example: pull_ticket("c0ffee...", "rollout-0", 4) is 32 hexadecimal digits.
     """

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokenizer.json says all there is to say of it: read with `tokenizers` alone.
+"""A tokenizer that its tokenizer.json describes completely: read with `tokenizers` alone.
 
 To import transformers takes longer than to start a coordinator. Whether a directory is one of those
 is decided here, rather too strictly: whatever is not known to change nothing is transformers' to
@@ -17,7 +17,7 @@ SPECIAL_TOKENS = tuple(
 )
 # Of a tokenizer_config.json: they change no token of a prompt.
 HARMLESS = {"backend", "clean_up_tokenization_spaces", "model_max_length", "tokenizer_class"}
-# They may say more of tokens, or how messages are written.
+# They may add tokens, or a chat template.
 FURTHER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
@@ -74,7 +74,7 @@ def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
 
 
 def _is_as_named(token: "AddedToken") -> bool:
-    """As transformers adds a token of which it knows the name only."""
+    """As transformers adds a token by its name alone."""
     return token.special and not (
         token.lstrip or token.rstrip or token.single_word or token.normalized
     )

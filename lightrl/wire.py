@@ -1,9 +1,9 @@
-"""Messages to bytes and back: the only file that knows MessagePack, and the border where types are
+"""Messages to bytes and back: the only file that uses MessagePack, and the border where types are
 checked.
 
 A frame is the MessagePack array [class name, fields by name]. Unknown fields are skipped, so that a
 newer peer may add some; missing or mistyped ones are a `ProtocolError`, and so are those that are
-longer than their type says, before they are read. Never pickle.
+longer than their type allows, before they are read. Never pickle.
 """
 
 import math
@@ -51,8 +51,7 @@ class Codec(Generic[T]):
             raise ProtocolError(f"undecodable frame: {e}") from None
 
     def name(self, frame: bytes | memoryview) -> str:
-        """The class that a frame says it is, its fields unread. Raises ProtocolError if it says
-        none."""
+        """The class that a frame names, its fields unread. Raises ProtocolError without one."""
         try:
             return _envelope.decode(frame)[0]
         except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:

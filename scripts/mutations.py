@@ -238,20 +238,23 @@ def swap(first: int, second: int) -> Change:
 Row: TypeAlias = tuple[str, str, Change, str]
 ROWS: dict[tuple[str, str], list[Row]] = {
     # Which node gets which response, and what is accepted from it
-    ("core.responses", "core/test_responses.py core/test_membership.py core/test_recovery.py"): [
+    (
+        "core.responses.responses",
+        "core/test_responses.py core/test_membership.py core/test_recovery.py",
+    ): [
         ("ResponseTable.requeue_all", "for", drop, "the responses of a lost node are dropped"),
         ("ResponseTable._place", "keyword prefix", give(b""), "a moved response loses its tokens"),
         ("ResponseTable.reconcile", "if 1", never, "an order lost with the connection is awaited"),
         ("ResponseTable.reconcile", "assign 6", without(3), "a response runs at two nodes"),
     ],
-    ("core.queue", "core/test_responses.py"): [
+    ("core.responses.queue", "core/test_responses.py"): [
         ("_is_valid", "return", without(2), "a response that was queued again is placed twice"),
     ],
-    ("core.placement", "core/test_placement.py"): [
+    ("core.responses.placement", "core/test_placement.py"): [
         ("_Order.rank", "if", operator("<="), "a node gets one response more than it has slots"),
     ],
     (
-        "core.arrivals",
+        "core.responses.arrivals",
         "core/test_responses.py core/test_recovery.py core/test_tail.py core/test_async.py",
     ): [
         ("Arrivals.accept", "if 1", never, "tokens of unconfirmed weights are accepted"),
@@ -261,33 +264,33 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("Arrivals._extend", "if 5", never, "tokens that come twice count twice"),
         ("Arrivals._comes_back", "if 3", without(2), "tokens of any version come back with a node"),
     ],
-    ("core.attempts", "core/test_responses.py"): [
+    ("core.responses.responses", "core/test_responses.py"): [
         ("can_exist", "return", always, "a node may claim an attempt that was never placed"),
     ],
     # Who wins a round, and what follows
-    ("core.race", "core/test_race.py core/test_tail.py"): [
+    ("core.rounds.race", "core/test_race.py core/test_tail.py"): [
         ("finish_of_response", "boolean", only(1), "winners are those whose score arrives first"),
         ("has_lost", "return 2 compare 1", plus(1), "a sibling is stopped one token too early"),
         ("decided_groups", "compare 2", operator("<="), "one group too many is certain"),
         ("decided_groups", "if 2", never, "a deterministic run has another order each time"),
         ("_earliest", "arithmetic 1", plus(1), "a rival counts as one token behind where it is"),
     ],
-    ("core.judge", "core/test_race.py core/test_tail.py core/test_deferred.py"): [
-        ("Judge.score", "if 1", without(2), "the late score of an earlier attempt counts"),
-        ("Judge._count", "if 1", always, "a response without a reward counts as finished"),
+    ("core.rounds.group_filter", "core/test_race.py core/test_tail.py core/test_deferred.py"): [
+        ("GroupFilter.score", "if 1", without(2), "the late score of an earlier attempt counts"),
+        ("GroupFilter._count", "if 1", always, "a response without a reward counts as finished"),
     ],
-    ("core.rounds", "core/test_tail.py core/test_rounds.py"): [
+    ("core.rounds.rounds", "core/test_tail.py core/test_rounds.py"): [
         ("next_kind", "if 4", never, "what the last short rounds put off is never trained"),
     ],
-    ("core.staleness", "core/test_staleness.py"): [
+    ("core.rounds.rounds", "core/test_staleness.py"): [
         ("admissible", "arithmetic 3", plus(1), "a prompt starts one step too early"),
         ("staleness", "call 2", swap(2, 3), "the oldest version counts as the newest"),
     ],
-    ("core.mini_batches", "core/test_mini_batches.py"): [
+    ("core.rounds.mini_batches", "core/test_mini_batches.py"): [
         ("is_shuffled", "return", never, "mini-batches are sorted by length"),
     ],
     # Steps, versions, restarts
-    ("core.trainer_feed", "core/test_trainer_feed.py core/test_retrained.py"): [
+    ("core.training.trainer_feed", "core/test_trainer_feed.py core/test_retrained.py"): [
         ("TrainerFeed.send", "assign 3", never, "shards are sent before they are on the disk"),
         (
             "TrainerFeed.feed",
@@ -296,7 +299,10 @@ ROWS: dict[tuple[str, str], list[Row]] = {
             "a step that was published is trained by new groups",
         ),
     ],
-    ("core.versions", "core/test_retrained.py core/test_trainer_feed.py core/test_async.py"): [
+    (
+        "core.training.versions",
+        "core/test_retrained.py core/test_trainer_feed.py core/test_async.py",
+    ): [
         ("Versions.publish", "if 4", never, "a version is published while its round is open"),
         ("Versions._retrain", "if 1", always, "other weights are served under the same number"),
         ("Versions._retrain", "if 5", never, "a retrained version may differ as much as it likes"),
@@ -332,8 +338,8 @@ ROWS: dict[tuple[str, str], list[Row]] = {
     ("engine.torch", "engine/test_speculation.py"): [
         ("TorchEngine._accept", "assign 8", only(2), "drafted tokens are accepted unverified"),
     ],
-    ("engine.process", "engine/test_broadcast.py"): [
-        ("Server._prove", "if 2", never, "weights with wrong sums are served"),
+    ("weights.broadcast.transfer", "weights/test_broadcast.py"): [
+        ("_buckets", "if 1", never, "a bucket with a wrong digest is loaded"),
     ],
     ("trainer.algorithm.loss", "trainer/test_loss.py"): [
         ("Clip.apply", "arithmetic 2", operator("-"), "ratios above 1 are clipped below it"),
@@ -348,7 +354,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("_forward", "arithmetic 9", only(1), "the softmax over tiles is wrong"),
     ],
     ("rewards.score", "rewards/test_base.py"): [
-        ("_Calls._add", "arithmetic 2", only(2), "weights of reward functions are ignored"),
+        ("_add", "arithmetic 2", only(2), "weights of reward functions are ignored"),
     ],
     ("rewards.environment", "rewards/test_processes.py"): [
         ("inherited", "boolean", only(1), "reward functions see the key of the run"),
@@ -379,7 +385,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("ResendBuffer.add", "if 1", only(1), "tokens of two attempts are mixed"),
     ],
     ("config.schema", "test_config.py"): [
-        ("Config._devices", "if 1", never, "one GPU is given to two ranks"),
+        ("_devices", "if 3", never, "one GPU is given to two ranks"),
     ],
 }
 MUTATIONS = [

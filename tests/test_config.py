@@ -225,9 +225,9 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ),
         (
             {"offload": {"rule": "window"}},
-            ("offload.rule = 'window'", "rollout.placement = 'own'"),
+            ("offload.rule = 'window'", "rollout.placement = 'shared'"),
         ),
-        ({"scale": {"drain": True}}, ("scale.drain = True", "scale.max = 0")),
+        ({"scale": {"drain": True}}, ("scale.drain = true", "scale.max = 0")),
         ({"scale": {"max": 3}}, ("scale.max = 3", "without scale.command or scale.drain")),
         ({"scale": {"max": 5000, "drain": True}}, ("scale.max = 5000", "equal to 4096")),
         ({"scale": {"max": 3, "command": "a 'b"}}, ('scale.command = "a \'b"', "no closing")),
@@ -262,12 +262,7 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"round": {"tail_batching": "all"}}, ("round.tail_batching = 'all'", "'prompts'")),
         (
             {"round": {"tail_batching": "prompts", "eta": 1.01}},
-            (
-                "round.eta = 1.01",
-                "'prompts'",
-                "over-provisions nothing: ",
-                "32 prompts x 8 responses",
-            ),
+            ("round.eta = 1.01", "over-provisions nothing: ", "32 prompts x 8 responses"),
         ),
         (
             {"checkpoint": {"interval": 4, "keep_every": 10}},
@@ -275,7 +270,7 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ),
         (
             {"round": {"tail_batching": "prompts", "eta": [1, 2]}},
-            ("round.eta = (1.0, 2.0)", "nothing"),
+            ("round.eta = [1.0, 2.0]", "nothing"),
         ),
         ({"train": {"devices": [0, 0], "ranks": 2}}, ("train.devices = [0, 0]", "GPU 0 twice")),
         ({"rollout": {"devices": [2, 1, 2]}}, ("rollout.devices = [2, 1, 2]", "GPU 2 twice")),
@@ -618,8 +613,8 @@ def test_the_core_is_told_when_shared_devices_change_sides(rule: str):
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"model": {"path": "m", "lora": {"alpha": 8}}}, "model.lora.alpha = 8.0: there are no"),
-        ({"model": {"path": "m", "lora": {"targets": "q"}}}, "model.lora.targets = ('q',): there"),
+        ({"model": {"path": "m", "lora": {"alpha": 8}}}, "model.lora.alpha = 8: there are no"),
+        ({"model": {"path": "m", "lora": {"targets": "q"}}}, "model.lora.targets = ['q']: there"),
         (
             {"model": {"path": "m", "lora": {"rank": 4}}, "weights": {"broadcast": "always"}},
             "weights.broadcast = 'always': with model.lora.rank = 4",
@@ -648,7 +643,7 @@ def test_arguments_of_functions_are_for_functions_of_ones_own(tmp_path):
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert load_config(tmp_path / "again.toml").reward.kwargs == own["kwargs"]
     for key, value in (("kwargs", {"scale": 2}), ("form", "verl")):
-        with pytest.raises(ConfigError, match=rf"reward\.{key}: is for functions of your own"):
+        with pytest.raises(ConfigError, match=rf"reward\.{key}.*: is for functions of your own"):
             parse_config({**model, "reward": {key: value}})
     with pytest.raises(ConfigError, match=r"reward\.kwargs: .*cannot be sent to nodes"):
         parse_config({**model, "reward": {**own, "kwargs": {"limit": float("inf")}}})

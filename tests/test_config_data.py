@@ -93,5 +93,5 @@ def test_what_is_wrong_with_sets_is_one_line(data, line):
 
 def test_an_empty_stop_string_is_refused():
     assert complaint({"path": "a"}, rollout={"stop": ["x", ""]}) == (
-        "rollout.stop = '': is in every text; leave it out"
+        "rollout.stop = ['x', '']: an empty text is in every text; leave it out"
     )

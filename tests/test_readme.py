@@ -90,7 +90,7 @@ def test_the_walk_exists_and_is_short_enough():
     assert [path for path in files if not path.is_file()] == []
     assert 2 <= len(files) <= MAX_WALK
     assert files[0] == ROOT / "lightrl" / "cli.py"
-    assert files[-1] == ROOT / "lightrl" / "core" / "placement.py"
+    assert files[-1] == ROOT / "lightrl" / "core" / "responses" / "placement.py"
 
 
 def test_the_walk_leaves_no_file_out():

@@ -11,8 +11,8 @@ from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.system.timeouts import patient_timeout
 from lightrl.transport.link import Link
 
-ANSWER_S = 3.0  # a live coordinator answers a Watch at once
-RENEW_S = 2.0  # a watcher says so often that it still looks on
+ANSWER_S = 3.0  # a live coordinator answers a Watch sooner
+RENEW_S = 2.0  # between two Watch messages of a watcher
 
 
 async def watch(address: str, every_s: float, key: str) -> AsyncGenerator[Snapshot, None]:
@@ -36,7 +36,7 @@ async def watch(address: str, every_s: float, key: str) -> AsyncGenerator[Snapsh
 
 
 async def drain(address: str, node: str, reason: str, key: str) -> None:
-    """Asks the coordinator to let `node` go; "*" stops the run. Returns when it has heard of it."""
+    """Ask the coordinator to drain `node`; "*" stops the run. Returns when it has received that."""
     link = await Link.connect(address, _name(), key, ANSWER_S)
     try:
         link.send(Drain(node, reason))

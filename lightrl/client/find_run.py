@@ -33,8 +33,7 @@ class Target:
         return relative(self.run_dir) if self.run_dir is not None else str(self.address)
 
     def key(self) -> str:
-        """Who names a run means the key in it, whatever the environment says. Raises
-        ConfigError."""
+        """The key in the run directory goes before the environment's. Raises ConfigError."""
         if (
             self.key_file is None
             and self.run_dir is not None
@@ -56,8 +55,8 @@ def resolve_target(addr: str | None, key_file: Path | None = None) -> Target:
 
 
 async def one_snapshot(target: Target) -> Snapshot:
-    """How the run stands. One whose coordinator is gone is "interrupted", and stands where its
-    journal ends.
+    """The state of a run. One whose coordinator is gone is "interrupted", at the end of its
+    journal.
 
     Raises LightRLError if there is neither an answer nor a journal.
     """
@@ -65,7 +64,7 @@ async def one_snapshot(target: Target) -> Snapshot:
 
 
 async def live_run(target: Target) -> tuple[str, Snapshot]:
-    """The address of a run that is not over, and how it stands. Raises LightRLError if there is
+    """The address and the state of a run that is not over. Raises LightRLError if there is
     none."""
     if target.last() is not None:
         raise LightRLError(f"{target.name}: this run is over")
@@ -76,7 +75,7 @@ async def live_run(target: Target) -> tuple[str, Snapshot]:
 
 
 async def ask(address: str, key: str) -> Snapshot:
-    """One snapshot from whoever listens at `address`. Raises PeerUnreachable or WrongKey."""
+    """One snapshot from the coordinator at `address`. Raises PeerUnreachable or WrongKey."""
     async with contextlib.aclosing(watch(address, 0.0, key)) as snapshots:
         async for snapshot in snapshots:
             return snapshot
@@ -93,7 +92,7 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
             f"{target.name}: its coordinator never came up; see {target.name}/logs"
         )
     why = f"nobody answers at {address}"
-    if run_dir is None or accepts(address):  # else no key is needed to say so
+    if run_dir is None or accepts(address):  # else no key is needed
         try:
             snapshot = await ask(address, target.key())
         except PeerUnreachable:
@@ -138,7 +137,7 @@ def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None
 
 
 def require_drainable(snapshot: Snapshot, node: str) -> None:
-    """Raises LightRLError if the run has no such node or cannot go on without it."""
+    """Raises LightRLError if the run has no such node or cannot continue without it."""
     roles = {n.name: n.roles for n in snapshot.nodes if n.state != "gone"}
     if node not in roles:
         raise LightRLError(f"{node}: no such node; there are {', '.join(roles) or 'none'}")
@@ -149,7 +148,7 @@ def require_drainable(snapshot: Snapshot, node: str) -> None:
 
 def final_snapshot(run_dir: Path) -> Snapshot | None:
     """The snapshot left at the end of a run; None while it runs (again). Raises LightRLError."""
-    file = run_dir / "snapshot.json"  # a coordinator that goes on with the run takes it away
+    file = run_dir / "snapshot.json"  # a resumed coordinator removes it
     try:
         return from_json(file.read_bytes(), Snapshot)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The algorithm's section of a run's config, and what each algorithm has where it says nothing.
+"""The algorithm's section of a run's config, and the defaults of each algorithm.
 
 The formulas are in trainer/algorithm/. Must stay importable without torch.
 """
@@ -22,7 +22,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 UNGROUPED = frozenset({"reinforce++"})
 # Their advantages are whitened over the tokens of a whole step.
 WHITENED = frozenset({"reinforce++", "reinforce++-baseline"})
-# How far ratios may leave 1, down and up, where the config does not say: as the papers have it. The
+# How far ratios may leave 1, down and up, by default: as in the papers. The
 # one of CISPO leaves the lower side open, and names no value for the upper one.
 CLIP = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28), "cispo": (inf, 0.2)}
 USUAL_CLIP = (0.2, 0.2)

@@ -1,7 +1,7 @@
 """The data section of a run's config: sets of prompts, and what all of them have in common.
 
-Owns how a set is described, for training and evaluation alike, and what it is called where it says
-nothing. What its files hold is data/'s. Must stay importable without torch.
+Owns how a set is described, for training and evaluation alike, and its default name. What its files
+hold is data/'s. Must stay importable without torch.
 """
 
 import datetime

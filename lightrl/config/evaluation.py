@@ -1,6 +1,6 @@
 """The eval section of a run's config: sets of held-out prompts, and how each is answered.
 
-Owns which value holds where a set says nothing. When an evaluation takes place is core/rounds.py's,
+Owns the defaults of a set. When an evaluation takes place is core/rounds/rounds.py's,
 its figures are metrics/evaluation.py's. Must stay importable without torch.
 """
 
@@ -63,17 +63,17 @@ class Eval(Section):
         default=0, ge=0, description="steps between evaluations; 0 = only first and last"
     )
     samples: Positive = Field(
-        default=1, description="responses for each prompt, of sets that say nothing else"
+        default=1, description="responses for each prompt, of sets without their own"
     )
     temperature: Temperature = Field(
-        default=0.0, description="of sampling, of sets that say nothing else; 0 = greedy"
+        default=0.0, description="of sampling, of sets without their own; 0 = greedy"
     )
     top_p: TopP = Field(
-        default=1.0, description="nucleus sampling, of sets that say nothing else; 1 = off"
+        default=1.0, description="nucleus sampling, of sets without their own; 1 = off"
     )
     max_response_length: Positive | None = Field(
         default=None,
-        description="tokens, of sets that say nothing else; default: rollout.max_response_length",
+        description="tokens, of sets without their own; default: rollout.max_response_length",
     )
     checkpoint: str = Field(
         default="", description="set by `lightrl eval`: it is evaluated once, nothing is trained"

@@ -1,8 +1,8 @@
 """`rollout.parallel`: engines of several sizes over the same devices, what cannot go with them; and
 in how many parts devices that sample and train can change sides.
 
-Owns when such a config is refused; the rule by which sizes change is in core/planner.py. Must stay
-importable without torch.
+Owns when such a config is refused; core/sharing/planner.py has the rule by which sizes change. Must
+stay importable without torch.
 """
 
 from lightrl.config.sections import MAX_SLOTS, Rollout, Train

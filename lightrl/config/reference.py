@@ -1,8 +1,7 @@
 """What the value of each config key may be, in a few words: the types and ranges of the config
 reference.
 
-Reads the JSON schema of the sections, so that nothing is said twice. Must stay importable without
-torch.
+Reads the JSON schema of the sections. Must stay importable without torch.
 """
 
 from functools import cache

@@ -4,13 +4,12 @@ The functions are in rewards/. Must stay importable without torch.
 """
 
 import re
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from lightrl.config.sections import Names, Place, Positive, Seconds, Section
-from lightrl.config.values import VERIFIERS, not_plain, one_or_many
+from lightrl.config.values import VERIFIERS, one_or_many
 
 Form = Literal["auto", "verl", "verl_batch", "verl_sequence", "trl", "verifiers"]
 Places = Annotated[tuple[Place, ...], BeforeValidator(one_or_many)]
@@ -125,54 +124,6 @@ class Reward(Section):
         """Variables that workers see beside the usual ones."""
         return (*self.env, self.judge.key_env) if self.judge.key_env else self.env
 
-    def require_use(self, functions: Collection[str]) -> None:
-        """`functions`: of all sets of prompts. Raises ValueError for keys that cannot act or do not
-        suffice."""
-        weights, ours = self.weights, self.functions
-        if weights and len(weights) != len(ours):
-            raise ValueError(
-                f"reward.weights: {len(weights)} weights for {len(ours)} reward.functions"
-            )
-        if not ours:
-            raise ValueError("reward.functions: at least one is needed")
-        if not any(map(is_own_function, functions)):
-            defaults = type(self)()
-            for key in OF_OWN_FUNCTIONS:
-                if getattr(self, key) != getattr(defaults, key):
-                    raise ValueError(
-                        f'reward.{key}: is for functions of your own, and no "path.py:function" is '
-                        "among reward.functions"
-                    )
-        if problem := not_plain(self.kwargs):
-            raise ValueError(f"reward.kwargs: {problem}")
-        if "regex" in functions and not self.regex:
-            raise ValueError(
-                "reward.regex: is needed for the reward 'regex', e.g. '#### (.+)': its first group "
-                "is compared with the answer"
-            )
-        if "code" in functions and self.timeout_s < LONGEST_TEST_S:
-            raise ValueError(
-                f'reward.timeout_s = {self.timeout_s:g}: a single test of the reward "code" may '
-                f"take {LONGEST_TEST_S:g} s, and all tests of a response count: set it to 60 or "
-                "more"
-            )
-        if "judge" in functions and not (self.judge.url and self.judge.model):
-            raise ValueError(
-                'reward.functions = "judge": needs reward.judge.url and reward.judge.model'
-            )
-        if "judge" in functions and self.judge.concurrency < self.workers:
-            raise ValueError(
-                f"reward.judge.concurrency = {self.judge.concurrency}: is less than reward.workers "
-                f"= {self.workers}, each of which makes a call at a time"
-            )
-        for name, section in (("code", self.code), ("judge", self.judge)):
-            if name not in functions and section != type(section)():
-                defaults = type(section)()
-                key = next(k for k, v in section if v != getattr(defaults, k))
-                raise ValueError(
-                    f'reward.{name}.{key}: cannot act without "{name}" in reward.functions'
-                )
-
     @field_validator("regex")
     @classmethod
     def _compiles(cls, value: str) -> str:
@@ -185,7 +136,7 @@ class Reward(Section):
 
 def with_environment(tree: dict[str, Any]) -> dict[str, Any]:
     """A config whose reward is an environment of `verifiers` has the environment's data, unless it
-    says otherwise."""
+    names other data."""
     reward, data = tree.get("reward"), tree.get("data", {})
     functions = cast("Any", reward).get("functions") if isinstance(reward, dict) else None
     names = cast("list[Any] | None", one_or_many(functions))

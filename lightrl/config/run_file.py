@@ -1,7 +1,7 @@
 """The run's TOML file: read with dotted overrides, checked, written. One line for everything that
 is wrong.
 
-Owns the syntax; which keys there are and what they may hold is said in schema.py.
+Owns the syntax; the keys and their values are in schema.py.
 """
 
 import datetime

@@ -1,14 +1,14 @@
 """The sections of what nodes cost, how many preemptible ones are asked for, and when shared devices
 change sides.
 
-Owns what can be said of these keys; knows nothing of the decisions (core/worth.py, core/sides.py).
+Owns these keys; the decisions are in core/.
 Must stay importable without torch.
 """
 
 import shlex
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from lightrl.config.sections import NotNegative, Seconds, Section
 
@@ -34,19 +34,6 @@ class Prices(Section):
         default=None, description="US$ of a node that joined with --preemptible; likewise"
     )
 
-    @model_validator(mode="after")
-    def _both(self) -> Self:
-        for key, other in (
-            ("reserved_per_hour", "preemptible_per_hour"),
-            ("preemptible_per_hour", "reserved_per_hour"),
-        ):
-            if getattr(self, key) is not None and getattr(self, other) is None:
-                raise ValueError(
-                    f"prices.{key} = {getattr(self, key):g}: no cost can be told without "
-                    f"prices.{other}; give it, too (0 = free)"
-                )
-        return self
-
 
 class ScaleSection(Section):
     max: int = Field(
@@ -68,32 +55,18 @@ class ScaleSection(Section):
         default=False, description="true: preemptible nodes beyond that number are sent away"
     )
 
-    @model_validator(mode="after")
-    def _acts(self) -> Self:
-        if self.command and not self.words:
-            raise ValueError(f"scale.command = {self.command!r}: names no program")
-        fields = type(self).model_fields
-        for key in ("command", "drain"):
-            if getattr(self, key) and not self.max:
-                raise ValueError(
-                    f"scale.{key} = {getattr(self, key)!r}: no number of nodes is ever wanted with "
-                    "scale.max = 0; raise it"
-                )
-        for key in ("every_s", "timeout_s"):
-            if getattr(self, key) != fields[key].default and not self.command:
-                raise ValueError(
-                    f"scale.{key} = {getattr(self, key):g}: there is no scale.command to run"
-                )
-        if self.max and not (self.command or self.drain):
-            raise ValueError(
-                f"scale.max = {self.max}: nobody acts on it without scale.command or scale.drain"
-            )
-        return self
+    @field_validator("command")
+    @classmethod
+    def _is_command(cls, value: str) -> str:
+        try:
+            words = shlex.split(value)
+        except ValueError as e:
+            raise ValueError(f"scale.command = {value!r}: {str(e).lower()}") from None
+        if value and not words:
+            raise ValueError(f"scale.command = {value!r}: names no program")
+        return value
 
     @property
     def words(self) -> list[str]:
-        """The command's, split as a shell would. Raises ValueError, one line."""
-        try:
-            return shlex.split(self.command)
-        except ValueError as e:
-            raise ValueError(f"scale.command = {self.command!r}: {str(e).lower()}") from None
+        """The command's, split as a shell would."""
+        return shlex.split(self.command)

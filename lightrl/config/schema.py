@@ -16,14 +16,21 @@ from lightrl.config.algorithm import UNGROUPED, AlgorithmSection
 from lightrl.config.data import Data
 from lightrl.config.evaluation import Eval, EvalSampling, EvalSet
 from lightrl.config.logging import Logging
-from lightrl.config.model import Lora, Model
 from lightrl.config.parallel import num_parts, why_no_sizes
-from lightrl.config.reward import Reward, with_environment
+from lightrl.config.reward import (
+    LONGEST_TEST_S,
+    OF_OWN_FUNCTIONS,
+    Reward,
+    is_own_function,
+    with_environment,
+)
 from lightrl.config.scale import Offload, Prices, ScaleSection
 from lightrl.config.sections import (
     AsyncSection,
     Checkpoint,
     Journal,
+    Lora,
+    Model,
     NodeSection,
     Rollout,
     RoundSection,
@@ -69,227 +76,26 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.run.name == "latest":
-            raise ValueError(
-                "run.name = 'latest': is the link to the newest run; choose another name"
-            )
-        if problem := not_plain(self.rollout.engine_args):
-            raise ValueError(f"rollout.engine_args: {problem}")
-        if self.rollout.engine_args.get("trust_remote_code"):
-            raise ValueError(
-                "rollout.engine_args: trust_remote_code: LightRL runs no code of a model directory"
-            )
-        if self.node.lease_s < 2 * self.node.heartbeat_s:
-            raise ValueError(
-                f"node.lease_s = {self.node.lease_s}: must be at least twice "
-                f"node.heartbeat_s = {self.node.heartbeat_s}, or healthy nodes are lost"
-            )
+        for rules in RULES:
+            for key, why in rules(self):
+                raise ValueError(f"{self.key_value(key)}: {why}")
         return self
 
-    @model_validator(mode="after")
-    def _data(self) -> Self:
-        data = self.data
-        if not data.all_sets and not self.eval.checkpoint:
-            raise ValueError("data.path: is required, or at least one [[data.sets]]")
-        if problem := not_plain(data.chat_template_kwargs):
-            raise ValueError(f"data.chat_template_kwargs: {problem}")
-        if not all(self.rollout.stop):
-            raise ValueError("rollout.stop = '': is in every text; leave it out")
-        self.reward.require_use(self.reward_functions)
-        return self
-
-    @model_validator(mode="after")
-    def _in_turn(self) -> Self:
-        """Devices that sample and train, or those of engines of several sizes."""
-        ahead, rule = self.async_.max_staleness, self.offload.rule
-        if problem := why_no_sizes(self.rollout, ahead, self.run.deterministic):
-            raise ValueError(f"rollout.parallel = {list(self.rollout.parallel)}: {problem}")
-        if ahead and self.rollout.placement == "shared":
-            raise ValueError(
-                f"rollout.placement = 'shared': with async.max_staleness = {ahead} nodes sample "
-                "while the trainer trains, and both need the devices; leave one of them out"
-            )
-        if rule != "foreseen" and self.rollout.placement == "own":
-            raise ValueError(
-                f"offload.rule = {rule!r}: with rollout.placement = 'own' no devices change sides; "
-                "leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compatible(self) -> Self:
-        prompts, responses = self.train.prompts_per_step, self.rollout.group_size
-        mode = self.round.tail_batching
-        if mode != "off" and self.launched == (prompts, responses):
-            raise ValueError(
-                f"round.eta = {self.round.eta}: with round.tail_batching = {mode!r} this "
-                f"over-provisions nothing: {prompts} prompts x {responses} responses are needed "
-                "and launched; raise it"
-            )
-        if self.train.engine == "emulated" and self.rollout.engine != "emulated":
-            raise ValueError(
-                f"rollout.engine = {self.rollout.engine!r}: only 'emulated' can load what "
-                "train.engine = 'emulated' publishes, which is no model"
-            )
-        if self.weights.broadcast == "always" and self.rollout.engine == "emulated":
-            raise ValueError(
-                "weights.broadcast = 'always': rollout.engine = 'emulated' has no memory to "
-                "receive weights in; leave it out"
-            )
-        every, interval = self.checkpoint.keep_every, self.checkpoint.interval
-        if every and (not interval or every % interval):
-            raise ValueError(
-                f"checkpoint.keep_every = {every}: there are no checkpoints of these steps with "
-                f"checkpoint.interval = {interval}; give a multiple of it"
-            )
-        is_held_to_own = self.algorithm.old_logprobs == "trainer"
-        if self.continues and self.algorithm.tis_bounds == "off" and is_held_to_own:
-            raise ValueError(
-                "algorithm.tis_bounds = 'off': deferred responses continue with tokens of older "
-                "versions, which is biased without importance weights; leave it out, or set "
-                "round.deferred = 'restart'"
-            )
-        if self.async_.max_staleness and self.algorithm.tis_bounds == "off" and is_held_to_own:
-            raise ValueError(
-                "algorithm.tis_bounds = 'off': async.max_staleness = "
-                f"{self.async_.max_staleness} trains tokens of older versions, which is biased "
-                "without importance weights; leave it out"
-            )
-        limit = self.rollout.max_response_length
-        has_memory = self.train.engine != "emulated"
-        if has_memory and self.max_trained_length > self.train.max_tokens_per_gpu:
-            raise ValueError(
-                f"train.max_tokens_per_gpu = {self.train.max_tokens_per_gpu}: is less than one "
-                f"sequence, data.max_prompt_length + rollout.max_response_length = "
-                f"{self.data.max_prompt_length} + {limit}"
-            )
-        if self.algorithm.overlong_buffer > limit:
-            raise ValueError(
-                f"algorithm.overlong_buffer = {self.algorithm.overlong_buffer}: is more than "
-                f"rollout.max_response_length = {limit}"
-            )
-        if self.algorithm.dynamic_sampling and responses == 1:
-            raise ValueError(
-                "algorithm.dynamic_sampling = true: with rollout.group_size = 1 the rewards of a "
-                "group are always equal, so that every group would be replaced"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _algorithm(self) -> Self:
-        algorithm = self.algorithm
-        if self.rollout.group_size == 1 and algorithm.name not in UNGROUPED:
-            raise ValueError(
-                f"rollout.group_size = 1: algorithm.name = {algorithm.name!r} compares the "
-                "responses to a prompt with each other; raise it, or choose "
-                f"{' or '.join(sorted(UNGROUPED))}"
-            )
-        if algorithm.name == "rloo" and algorithm.loss_norm not in (None, "sequence"):
-            raise ValueError(
-                f"algorithm.loss_norm = {algorithm.loss_norm!r}: to rloo a response is one action "
-                "with one loss, whatever its length; leave it out"
-            )
-        if algorithm.overlong_penalty != 1 and not algorithm.overlong_buffer:
-            raise ValueError(
-                f"algorithm.overlong_penalty = {algorithm.overlong_penalty:g}: penalises nothing "
-                "with algorithm.overlong_buffer = 0"
-            )
-        bounds = algorithm.tis_bounds
-        if algorithm.old_logprobs == "rollout" and isinstance(bounds, tuple):
-            raise ValueError(
-                f"algorithm.tis_bounds = {list(bounds)}: with algorithm.old_logprobs = 'rollout' "
-                "the ratios themselves are to what engines sampled from, and nothing is left to "
-                "weigh; leave it out"
-            )
-        if self.tis_bounds(is_float32=False) is None:
-            for key, default in (("tis_level", "token"), ("tis_mode", "truncate")):
-                if (value := getattr(algorithm, key)) != default:
-                    raise ValueError(
-                        f"algorithm.{key} = {value!r}: there are no weights with "
-                        "algorithm.tis_bounds = 'off' or algorithm.old_logprobs = 'rollout'"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _lora(self) -> Self:
-        lora = self.model.lora
-        given: dict[str, object] = {"alpha": lora.alpha, "targets": lora.targets}
-        for key, value in given.items():
-            if not lora.rank and value != getattr(Lora(), key):
-                raise ValueError(
-                    f"model.lora.{key} = {value}: there are no adapters with model.lora.rank = 0"
-                )
-        if lora.rank and "emulated" in (self.train.engine, self.rollout.engine):
-            which = "train" if self.train.engine == "emulated" else "rollout"
-            raise ValueError(
-                f"model.lora.rank = {lora.rank}: {which}.engine = 'emulated' has no model that "
-                "could have adapters; leave it out"
-            )
-        if lora.rank and (args := sorted(LORA_ARGS.intersection(self.rollout.engine_args))):
-            raise ValueError(
-                f"rollout.engine_args: {args[0]}: follows from model.lora.rank = {lora.rank}; "
-                "leave it out"
-            )
-        for target in lora.targets:
-            if "," in target:
-                names = [name.strip() for name in target.split(",")]
-                raise ValueError(
-                    f"model.lora.targets = {target!r}: is one name; several are a list: "
-                    f"{json.dumps(names)}"
-                )
-        if lora.rank and self.weights.broadcast == "always":
-            raise ValueError(
-                f"weights.broadcast = 'always': with model.lora.rank = {lora.rank} a version is "
-                "small and pulled by every node; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _divided(self) -> Self:
-        ranks, replicas = self.train.world, self.train.replicas
-        if ranks % replicas:
-            raise ValueError(
-                f"train.replicas = {replicas}: must divide train.nodes x train.ranks = {ranks}: "
-                "each replica lies on as many ranks"
-            )
-        groups = self.train.prompts_per_step // self.train.mini_batches
-        if replicas > groups:
-            raise ValueError(
-                f"train.replicas = {replicas}: each accumulates whole groups, and an update has "
-                f"train.prompts_per_step / train.mini_batches = {groups} of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _devices(self) -> Self:
-        for key, devices in (
-            ("train.devices", self.train.devices),
-            ("rollout.devices", self.rollout.devices),
-        ):
-            twice = [d for d in devices if devices.count(d) > 1]
-            if twice:
-                raise ValueError(f"{key} = {list(devices)}: names GPU {twice[0]} twice")
-        if self.train.devices and len(self.train.devices) != self.train.ranks:
-            raise ValueError(
-                f"train.devices = {list(self.train.devices)}: one GPU for each of train.ranks = "
-                f"{self.train.ranks} is needed"
-            )
-        if self.rollout.placement == "shared" and not self.rollout.nodes:
-            raise ValueError(
-                "rollout.placement = 'shared': no engine is started with rollout.nodes = 0 that "
-                "could use the trainer's devices; leave it out"
-            )
-        size = self.gpus_per_engine
-        if len(self.rollout.devices) % size:
-            raise ValueError(
-                f"rollout.devices = {list(self.rollout.devices)}: an engine takes {size} GPUs "
-                "(tensor_parallel_size of rollout.engine_args), so a multiple of that is needed"
-            )
-        return self
+    def key_value(self, key: str) -> str:
+        """A dotted key with its value, as in messages. Example: "train.ranks = 2"."""
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, "async_" if part == "async" else part)
+        if isinstance(value, dict) or value == "":
+            return key
+        text = f"{value:g}" if isinstance(value, float) else repr(value)
+        if isinstance(value, tuple):
+            text = repr(list(cast("tuple[Any, ...]", value)))
+        return f"{key} = {str(value).lower() if isinstance(value, bool) else text}"
 
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:
-        """All sets to evaluate on, with nothing left empty that `eval_sampling` does not say."""
+        """All sets to evaluate on, with the defaults of all keys but those of `eval_sampling`."""
         return self.eval.all_sets(self.data)
 
     def eval_sampling(self, one: EvalSet) -> EvalSampling:
@@ -400,6 +206,223 @@ class Config(Section):
         """Tokens that an engine must have room for: an evaluation may allow more than training."""
         _, evaluated = self.eval.longest(self.rollout.max_response_length)
         return max(self.max_trained_length, self.data.max_prompt_length + evaluated)
+
+
+Conflicts = Iterator[tuple[str, str]]  # a key, and why its value is refused
+
+
+def _general(c: Config) -> Conflicts:
+    if c.run.name == "latest":
+        yield "run.name", "is the link to the newest run; choose another name"
+    if problem := not_plain(c.rollout.engine_args):
+        yield "rollout.engine_args", problem
+    if c.rollout.engine_args.get("trust_remote_code"):
+        yield (
+            "rollout.engine_args",
+            "trust_remote_code: LightRL runs no code of a model directory",
+        )
+    if c.node.lease_s < 2 * c.node.heartbeat_s:
+        needed = f"twice node.heartbeat_s = {c.node.heartbeat_s:g}"
+        yield "node.lease_s", f"must be at least {needed}, or healthy nodes are lost"
+    if not c.data.all_sets and not c.eval.checkpoint:
+        yield "data.path", "is required, or at least one [[data.sets]]"
+    if problem := not_plain(c.data.chat_template_kwargs):
+        yield "data.chat_template_kwargs", problem
+    if not all(c.rollout.stop):
+        yield "rollout.stop", "an empty text is in every text; leave it out"
+    if c.train.engine == "emulated" and c.rollout.engine != "emulated":
+        published = "what train.engine = 'emulated' publishes, which is no model"
+        yield "rollout.engine", f"only 'emulated' can load {published}"
+    if c.weights.broadcast == "always" and c.rollout.engine == "emulated":
+        why = "rollout.engine = 'emulated' has no memory to receive weights in"
+        yield "weights.broadcast", f"{why}; leave it out"
+    interval = c.checkpoint.interval
+    if c.checkpoint.keep_every and (not interval or c.checkpoint.keep_every % interval):
+        yield "checkpoint.keep_every", f"must be a multiple of checkpoint.interval = {interval}"
+
+
+def _shared_devices(c: Config) -> Conflicts:
+    """Devices that sample and train, or those of engines of several sizes."""
+    ahead = c.async_.max_staleness
+    if problem := why_no_sizes(c.rollout, ahead, c.run.deterministic):
+        yield "rollout.parallel", problem
+    if ahead and c.rollout.placement == "shared":
+        yield (
+            "rollout.placement",
+            f"with async.max_staleness = {ahead} nodes sample while the trainer trains, and both "
+            "need the devices; leave one of them out",
+        )
+    if c.offload.rule != "foreseen" and c.rollout.placement == "own":
+        yield "offload.rule", "acts on rollout.placement = 'shared' only; leave it out"
+    if c.rollout.placement == "shared" and not c.rollout.nodes:
+        yield "rollout.placement", "rollout.nodes = 0 starts no engine that could use the devices"
+
+
+def _rounds(c: Config) -> Conflicts:
+    prompts, responses, limit = c.train.prompts_per_step, c.rollout.group_size, c.max_trained_length
+    if c.round.tail_batching != "off" and c.launched == (prompts, responses):
+        yield (
+            "round.eta",
+            f"over-provisions nothing: {prompts} prompts x {responses} responses are needed and "
+            "launched; raise it",
+        )
+    if c.train.engine != "emulated" and limit > c.train.max_tokens_per_gpu:
+        yield (
+            "train.max_tokens_per_gpu",
+            "is less than one sequence, data.max_prompt_length + rollout.max_response_length = "
+            f"{c.data.max_prompt_length} + {c.rollout.max_response_length}",
+        )
+    if c.algorithm.overlong_buffer > c.rollout.max_response_length:
+        most = f"rollout.max_response_length = {c.rollout.max_response_length}"
+        yield "algorithm.overlong_buffer", f"is more than {most}"
+    if c.algorithm.dynamic_sampling and responses == 1:
+        yield (
+            "algorithm.dynamic_sampling",
+            "with rollout.group_size = 1 the rewards of a group are always equal, so that every "
+            "group would be replaced",
+        )
+
+
+def _algorithm(c: Config) -> Conflicts:
+    algorithm, bounds, ahead = c.algorithm, c.algorithm.tis_bounds, c.async_.max_staleness
+    if bounds == "off" and algorithm.old_logprobs == "trainer" and (c.continues or ahead):
+        what = f"async.max_staleness = {ahead} trains" if ahead else "deferred responses have"
+        leave = "leave it out" if ahead else "leave it out, or set round.deferred = 'restart'"
+        biased = "tokens of older versions, which is biased without importance weights"
+        yield "algorithm.tis_bounds", f"{what} {biased}; {leave}"
+    if c.rollout.group_size == 1 and algorithm.name not in UNGROUPED:
+        yield (
+            "rollout.group_size",
+            f"algorithm.name = {algorithm.name!r} compares the responses to a prompt with each "
+            f"other; raise it, or choose {' or '.join(sorted(UNGROUPED))}",
+        )
+    if algorithm.name == "rloo" and algorithm.loss_norm not in (None, "sequence"):
+        yield (
+            "algorithm.loss_norm",
+            "to rloo a response is one action with one loss, whatever its length; leave it out",
+        )
+    if algorithm.overlong_penalty != 1 and not algorithm.overlong_buffer:
+        yield "algorithm.overlong_penalty", "penalises nothing with algorithm.overlong_buffer = 0"
+    if algorithm.old_logprobs == "rollout" and isinstance(bounds, tuple):
+        yield (
+            "algorithm.tis_bounds",
+            "with algorithm.old_logprobs = 'rollout' the ratios themselves are to what engines "
+            "sampled from, and nothing is left to weigh; leave it out",
+        )
+    if c.tis_bounds(is_float32=False) is None:
+        off = "algorithm.tis_bounds = 'off' or algorithm.old_logprobs = 'rollout'"
+        for key, default in (("tis_level", "token"), ("tis_mode", "truncate")):
+            if getattr(algorithm, key) != default:
+                yield f"algorithm.{key}", f"there are no weights with {off}"
+
+
+def _lora(c: Config) -> Conflicts:
+    lora = c.model.lora
+    for key in ("alpha", "targets"):
+        if not lora.rank and getattr(lora, key) != getattr(Lora(), key):
+            yield f"model.lora.{key}", "there are no adapters with model.lora.rank = 0"
+    for target in lora.targets:
+        if "," in target:
+            names = json.dumps([name.strip() for name in target.split(",")])
+            yield "model.lora.targets", f"{target!r} is one name; several are a list: {names}"
+    if not lora.rank:
+        return
+    if "emulated" in (c.train.engine, c.rollout.engine):
+        which = "train" if c.train.engine == "emulated" else "rollout"
+        why = f"{which}.engine = 'emulated' has no model that could have adapters"
+        yield "model.lora.rank", f"{why}; leave it out"
+    for key in sorted(LORA_ARGS.intersection(c.rollout.engine_args)):
+        yield (
+            "rollout.engine_args",
+            f"{key}: follows from {c.key_value('model.lora.rank')}; leave it out",
+        )
+    if c.weights.broadcast == "always":
+        small = f"with {c.key_value('model.lora.rank')} a version is small and pulled by every node"
+        yield "weights.broadcast", f"{small}; leave it out"
+
+
+def _devices(c: Config) -> Conflicts:
+    train, groups = c.train, c.train.prompts_per_step // c.train.mini_batches
+    if train.world % train.replicas:
+        ranks = f"train.nodes x train.ranks = {train.world}"
+        yield "train.replicas", f"must divide {ranks}: each replica lies on as many ranks"
+    if train.replicas > groups:
+        yield (
+            "train.replicas",
+            "each accumulates whole groups, and an update has train.prompts_per_step / "
+            f"train.mini_batches = {groups} of them",
+        )
+    for key in ("train", "rollout"):
+        devices: tuple[int, ...] = getattr(c, key).devices
+        if twice := [d for d in devices if devices.count(d) > 1]:
+            yield f"{key}.devices", f"names GPU {twice[0]} twice"
+    if train.devices and len(train.devices) != train.ranks:
+        yield "train.devices", f"one GPU for each of train.ranks = {train.ranks} is needed"
+    if len(c.rollout.devices) % (size := c.gpus_per_engine):
+        engine = f"an engine takes {size} GPUs (tensor_parallel_size of rollout.engine_args)"
+        yield "rollout.devices", f"{engine}, so a multiple of that is needed"
+
+
+def _rewards(c: Config) -> Conflicts:
+    reward, functions, defaults = c.reward, c.reward_functions, Reward()
+    if reward.weights and len(reward.weights) != len(reward.functions):
+        num = f"{len(reward.weights)} weights for {len(reward.functions)}"
+        yield "reward.weights", f"{num} reward.functions"
+    if not reward.functions:
+        yield "reward.functions", "at least one is needed"
+    for key in OF_OWN_FUNCTIONS:
+        is_given = getattr(reward, key) != getattr(defaults, key)
+        if is_given and not any(map(is_own_function, functions)):
+            own = 'and no "path.py:function" is among reward.functions'
+            yield f"reward.{key}", f"is for functions of your own, {own}"
+    if problem := not_plain(reward.kwargs):
+        yield "reward.kwargs", problem
+    if "regex" in functions and not reward.regex:
+        compared = "its first group is compared with the answer"
+        yield "reward.regex", f"is needed for the reward 'regex', e.g. '#### (.+)': {compared}"
+    if "code" in functions and reward.timeout_s < LONGEST_TEST_S:
+        yield (
+            "reward.timeout_s",
+            f'a single test of the reward "code" may take {LONGEST_TEST_S:g} s, and all tests of a '
+            "response count: set it to 60 or more",
+        )
+    if "judge" in functions and not (reward.judge.url and reward.judge.model):
+        yield "reward.functions", '"judge" needs reward.judge.url and reward.judge.model'
+    if "judge" in functions and reward.judge.concurrency < reward.workers:
+        workers = c.key_value("reward.workers")
+        yield (
+            "reward.judge.concurrency",
+            f"is less than {workers}, each of which makes a call at a time",
+        )
+    for name in ("code", "judge"):
+        section: Section = getattr(reward, name)
+        for key, value in section:
+            if name not in functions and value != getattr(getattr(defaults, name), key):
+                yield f"reward.{name}.{key}", f'cannot act without "{name}" in reward.functions'
+
+
+def _cost(c: Config) -> Conflicts:
+    prices, scale = c.prices, c.scale
+    for key, other in (
+        ("reserved_per_hour", "preemptible_per_hour"),
+        ("preemptible_per_hour", "reserved_per_hour"),
+    ):
+        if getattr(prices, key) is not None and getattr(prices, other) is None:
+            yield (
+                f"prices.{key}",
+                f"no cost is known without prices.{other}; give it, too (0 = free)",
+            )
+    for key in ("command", "drain"):
+        if getattr(scale, key) and not scale.max:
+            yield f"scale.{key}", "no number of nodes is ever wanted with scale.max = 0; raise it"
+    for key in ("every_s", "timeout_s"):
+        if getattr(scale, key) != getattr(ScaleSection(), key) and not scale.command:
+            yield f"scale.{key}", "there is no scale.command to run"
+    if scale.max and not (scale.command or scale.drain):
+        yield "scale.max", "has no effect without scale.command or scale.drain"
+
+
+RULES = (_general, _shared_devices, _rounds, _algorithm, _lora, _devices, _rewards, _cost)
 
 
 SECTIONS = tuple(info.alias or name for name, info in Config.model_fields.items())

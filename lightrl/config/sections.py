@@ -1,8 +1,7 @@
 """The sections of a run's config: every key with its default, meaning and allowed values.
 
-Owns what can be said of one key alone; which of them go together is in schema.py. The section of
-the algorithm is in algorithm.py. Must stay
-importable without torch.
+Owns single keys; which of their values go together is in schema.py. The section of the algorithm
+is in algorithm.py. Must stay importable without torch.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +12,7 @@ from lightrl.config.values import eta_or_pair, expanded, not_greedy, one_or_many
 
 
 class Section(BaseModel):
-    # The config travels as JSON, which knows neither infinity nor NaN.
+    # The config travels as JSON, which has neither infinity nor NaN.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -55,6 +54,34 @@ class Run(Section):
         description="sum gradients in a fixed order, whatever arrived first: a run repeats bit "
         "for bit",
     )
+
+
+class Lora(Section):
+    rank: int = Field(
+        default=0,
+        ge=0,
+        le=512,  # the largest that vLLM serves
+        description="of the adapters that are trained in place of the model; 0 = it is itself",
+    )
+    alpha: float = Field(
+        default=32.0, gt=0, description="what adapters add is scaled by alpha / rank"
+    )
+    targets: Names = Field(
+        default=(),
+        description="linear layers that get one, by the ends of their names; default: all but "
+        "the head",
+    )
+
+
+class Model(Section):
+    path: str = Field(description="HF model directory or hub id")
+    dtype: Dtype = Field(
+        default="auto",
+        description="of the engines and of what is published for them; auto = as stored on "
+        "CPU, bfloat16 on GPU",
+    )
+
+    lora: Lora = Lora()
 
 
 class Rollout(Section):
@@ -359,7 +386,7 @@ class Weights(Section):
     )
     broadcast: Literal["auto", "always", "off"] = Field(
         default="auto",
-        description="auto: new weights are sent at once to all idle nodes of other machines that "
+        description="auto: new weights are broadcast to all idle nodes of other machines that "
         "are not preemptible, unless the run is asynchronous; always: to busy nodes and those of "
         "the trainer's machine, too; off: every node pulls them",
     )

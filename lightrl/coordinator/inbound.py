@@ -98,11 +98,11 @@ class Inbound:
         if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
             self._peers.send(node, self._hello_again)
         elif isinstance(message, Checkpointed):
-            stands_at = self._core.trainer_feed.stands_at
+            trained_step = self._core.trainer_feed.trained_step
             if (
                 node == self._core.fleet.trainer
-                and stands_at is not None
-                and message.step <= stands_at
+                and trained_step is not None
+                and message.step <= trained_step
             ):
                 self._journaling.drop_before(message.oldest)
                 self._feed(CheckpointWritten(message.step))

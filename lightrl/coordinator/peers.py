@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightrl.coordinator.descriptors import Descriptors
-from lightrl.core.fleet import Fleet
+from lightrl.core.nodes.fleet import Fleet
 from lightrl.errors import PeerUnreachable
 from lightrl.keys import Access
 from lightrl.messages.message import Message

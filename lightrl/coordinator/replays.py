@@ -1,6 +1,6 @@
 """Send the shards of a step that is trained again from the journal to the trainer.
 
-Limits the shards in flight. core/trainer_feed.py decides which step is trained again.
+Limits the shards in flight. core/training/trainer_feed.py decides which step is trained again.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from lightrl.coordinator.journaling import Journaling
 from lightrl.core.commands import ReplayShards
-from lightrl.core.trainer_feed import Window
+from lightrl.core.training.trainer_feed import Window
 from lightrl.errors import JournalError
 from lightrl.messages.training import ShardsTaken, TrainShard
 

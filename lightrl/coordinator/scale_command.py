@@ -1,13 +1,12 @@
 """Runs `scale.command` with the number of preemptible nodes that the run wants.
 
-Owns when it runs, and that nothing it does harms the run: it may be missing, hang, fail, print
-without end, or start other nodes than it should, and costs one line of the log. How many nodes are
-wanted is decided in core/scaling.py.
+Owns when it runs. The command may be missing, hang, fail, print without end, or start other nodes
+than it should: that costs one line of the log. How many nodes are wanted is decided in
+core/nodes/scaling.py.
 """
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -25,11 +24,11 @@ from lightrl.system.output import plain
 logger = logging.getLogger(__name__)
 
 WANTED = "LIGHTRL_WANTED"
-MAX_LINE = 300  # characters of what it says, in a warning
-MAX_KEPT = 8 << 10  # bytes of its output that go into the log, of each time: the last,
+MAX_LINE = 300  # characters of its output, in a warning
+MAX_KEPT = 8 << 10  # bytes, the last of its output, that go into the log,
 MAX_LINES = 50  # in so many lines
-PIPE_BYTES = 1 << 20
-READ_S = 0.01  # between two reads: what prints without end takes no more of the loop than this
+CHUNK_BYTES = 1 << 16
+LAST_OUTPUT_S = 0.2  # after its end
 
 
 class ScaleCommand:
@@ -52,7 +51,7 @@ class ScaleCommand:
 
     async def run(self) -> None:
         """Until cancelled; what runs then is killed. What failed is tried again after
-        `scale.every_s`, and said again if the reason is another one."""
+        `scale.every_s`, and reported again if the reason is another one."""
         every_s, said = self._settings.every_s, None
         while True:
             await self._is_new.wait()
@@ -77,24 +76,27 @@ class ScaleCommand:
         """Why it did not work, in one line."""
         words = [*self._settings.words, str(wanted)]
         logger.info("runs %s", words)
+        kept: bytearray = bytearray()
         try:
             ours, theirs = os.pipe()
-        except OSError as e:
-            return f"cannot be started: {e.strerror}"
-        output = None
-        try:
-            process = await self._start(words, wanted, theirs)
-            output = _Output(ours)
-            return await self._watch(process, output)
+            tail = asyncio.create_task(_keep_tail(ours, kept))
+            try:
+                process = await self._start(words, wanted, theirs)
+            finally:
+                os.close(theirs)
+            problem = await self._watch(process)
+            # what it leaves running may still hold the pipe
+            await asyncio.wait({tail}, timeout=LAST_OUTPUT_S)
+            tail.cancel()
         except (OSError, RuntimeError, ValueError) as e:
             if isinstance(e, RuntimeError) and not is_for_lack(e):
                 raise
             return f"cannot be started: {getattr(e, 'strerror', None) or e}"
-        finally:
-            os.close(theirs)
-            if output is not None:
-                output.close()
-            os.close(ours)
+        lines = kept.decode(errors="replace").splitlines()
+        said = [plain(line) for line in lines if line.strip()][-MAX_LINES:]
+        for line in said:
+            logger.info("scale.command: %s", line)
+        return f"{problem}: {said[-1][:MAX_LINE]}" if problem and said else problem
 
     async def _start(self, words: Sequence[str], wanted: int, out: int) -> Process:
         kept = {k: v for k, v in os.environ.items() if not fnmatchcase(k, NEVER)}
@@ -109,65 +111,32 @@ class ScaleCommand:
         open_files.restore_for(process.pid)
         return process
 
-    async def _watch(self, process: Process, output: "_Output") -> str | None:
-        """Until it has ended. What it leaves behind in order goes on: it may be nodes."""
-        problem, limit_s = None, self._settings.timeout_s
+    async def _watch(self, process: Process) -> str | None:
+        """Wait for its end. What it leaves running in order continues: it may be nodes."""
+        limit_s = self._settings.timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 code = await process.wait()
-            if code:
-                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-                problem = f"failed ({how})"
         except TimeoutError:
-            problem = f"was killed: it had not ended after scale.timeout_s = {limit_s:g}"
+            return f"was killed: it had not ended after scale.timeout_s = {limit_s:g}"
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-        said = output.close()
-        for line in said:
-            logger.info("scale.command: %s", line)
-        return f"{problem}: {said[-1][:MAX_LINE]}" if problem and said else problem
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+        return f"failed ({how})" if code else None
 
 
-class _Output:
-    """The last of what a command prints. It is read as fast as PIPE_BYTES each READ_S: one that
-    prints for ever takes neither memory nor the event loop."""
-
-    def __init__(self, pipe: int) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # a small one does, too
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        os.set_blocking(pipe, False)
-        self._pipe = pipe
-        self._kept = bytearray()
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._listen()
-
-    def _listen(self) -> None:
-        self._loop.add_reader(self._pipe, self._read)
-
-    def _read(self) -> None:
-        self._loop.remove_reader(self._pipe)
-        if self._take():
-            self._timer = self._loop.call_later(READ_S, self._listen)
-
-    def _take(self) -> int:
-        """What is there now; 0: nothing, and nothing will be."""
-        try:
-            data = os.read(self._pipe, PIPE_BYTES)
-        except OSError:
-            return 0
-        self._kept += data
-        del self._kept[:-MAX_KEPT]
-        return len(data)
-
-    def close(self) -> list[str]:
-        """The last lines, at most MAX_LINES. Nothing is read any more; the pipe stays open."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._loop.remove_reader(self._pipe)
-        self._take()
-        lines = self._kept.decode(errors="replace").splitlines()
-        return [plain(line) for line in lines if line.strip()][-MAX_LINES:]
+async def _keep_tail(pipe: int, kept: bytearray) -> None:
+    """Read a pipe to its end; keep the last bytes. Closes it."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    file = os.fdopen(pipe, "rb")
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    try:
+        while data := await reader.read(CHUNK_BYTES):
+            kept += data
+            del kept[:-MAX_KEPT]
+    finally:
+        transport.close()

@@ -2,26 +2,19 @@
 
 Owns which part an event is for, and that waiting work goes to nodes that have room. The parts: who
 takes part is kept in `fleet`, where every response is in `table`, its tokens come in by `arrivals`,
-what becomes of it is up to `judge`; `balance` moves running work, `steps` keeps the order of rounds
-and steps, `ending` the end of the run. All of them add what is to be done to one outbox. Decisions
-are pure functions: what a round holds in `rounds`, who wins it in `race`, who generates a response
-in `placement`. How a core is made again from a journal: `recovery`. Must not await, read a clock or
-touch a socket: time is an argument.
+what becomes of it is up to `group_filter`; `balance` moves running work, `steps` keeps the order of
+rounds and steps, `shutdown` the end of the run. All of them add what is to be done to one outbox.
+Decisions are pure functions: what a round holds in `rounds`, who wins it in `race`, who generates a
+response in `placement`. How a core is made again from a journal: `recovery`. Must not await, read a
+clock or touch a socket: time is an argument.
 """
 
 import math
 from typing import assert_never
 
-from lightrl.core import placement
-from lightrl.core.arrivals import Arrivals
-from lightrl.core.backlog import Backlog
-from lightrl.core.balance import Balance
 from lightrl.core.commands import Command, Outbox
-from lightrl.core.deadlines import earliest
-from lightrl.core.ending import Ending
-from lightrl.core.engine_sizes import EngineSizes
 from lightrl.core.events import (
-    BroadcastHeard,
+    BroadcastReported,
     CheckpointWritten,
     DrainRequested,
     EndpointOpened,
@@ -46,17 +39,24 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.fleet import Fleet
-from lightrl.core.handover import Handover
-from lightrl.core.judge import Judge
-from lightrl.core.length_predictor import LengthPredictor
-from lightrl.core.responses import ResponseTable
-from lightrl.core.round_scheduler import RoundScheduler
-from lightrl.core.scaling import Scaling
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.nodes.scaling import Scaling
+from lightrl.core.responses import placement
+from lightrl.core.responses.arrivals import Arrivals
+from lightrl.core.responses.balance import Balance
+from lightrl.core.responses.length_predictor import LengthPredictor
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds.backlog import Backlog
+from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.rounds.round_scheduler import RoundScheduler
+from lightrl.core.rounds.shutdown import Shutdown
 from lightrl.core.settings import Settings
-from lightrl.core.sides import Sides
-from lightrl.core.state import Node, NodeState, Response, RunState
-from lightrl.core.versions import Versions
+from lightrl.core.sharing.colocation import Colocation
+from lightrl.core.sharing.device_turns import DeviceTurns
+from lightrl.core.sharing.engine_sizes import EngineSizes
+from lightrl.core.sharing.sharing_policy import SharingPolicy
+from lightrl.core.state import Node, NodeState, RunState
+from lightrl.core.training.versions import Versions
 from lightrl.messages.nodes import ENDING, Drain, Hello, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
 from lightrl.messages.weights import WeightsFailed, WeightsReady
@@ -71,28 +71,28 @@ class Coordinator:
         self._expect = expect = predictor.expect if settings.foresight else predictor.expect_longest
         self.fleet = fleet = Fleet(settings, out)
         self.table = table = ResponseTable(settings, fleet, expect, out)
-        self.judge = judge = Judge(settings, table, self.backlog, out)
+        self.group_filter = group_filter = GroupFilter(settings, table, self.backlog, out)
         self.balance = Balance(settings, fleet, table, expect, now)
-        self.arrivals = Arrivals(settings, fleet, table, judge, out)
+        self.arrivals = Arrivals(settings, fleet, table, group_filter, out)
         self.scaling = Scaling(settings, fleet, expect, out, now)
         self.steps = RoundScheduler(
-            settings, fleet, table, judge, self.backlog, predictor, self.scaling, out, now
+            settings, fleet, table, group_filter, self.backlog, predictor, self.scaling, out, now
         )
         self.trainer_feed = self.steps.trainer_feed
-        self.ending = ending = Ending(settings, fleet, self.steps, out)
-        self.versions = Versions(settings, fleet, self.steps, ending, out)
-        self.sides = sides = Sides(settings, fleet, table, predictor)
-        self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
-        next_kind = self.steps.next_kind
-        self.sizes = EngineSizes(
-            settings, fleet, table, self.backlog, predictor, ending, next_kind, self.outbox
+        self.shutdown = shutdown = Shutdown(settings, fleet, self.steps, out)
+        self.versions = Versions(settings, fleet, self.steps, shutdown, out)
+        self.policy = policy = SharingPolicy(settings, fleet, table, predictor)
+        self.turns = turns = DeviceTurns(settings, fleet, table, out)
+        self.colocation = Colocation(
+            settings, fleet, table, self.steps, shutdown, turns, policy, out
         )
+        self.sizes = EngineSizes(settings, fleet, table, turns, self.steps.next_kind, out)
         self.started_at = now
         self._state = RunState.STARTING  # until the run ends
 
     @property
     def state(self) -> RunState:
-        return self.ending.state if self.ending.has_begun else self._state
+        return self.shutdown.state if self.shutdown.has_begun else self._state
 
     @property
     def step(self) -> int:
@@ -101,20 +101,21 @@ class Coordinator:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Everything to do because of `event`, in order. InvariantViolation: the core is broken."""
-        if self.ending.is_over:
+        if self.shutdown.is_over:
             return []
         self.scaling.advance(now)
         self.fleet.now = now
         self._take(event, now)
         self._advance(now)
-        self.handover.update(now)  # who is released by it, gets no work any more
-        self.sizes.update(now)
+        self.colocation.update(now)  # a node that is ordered to sleep gets no more work
+        if not self.shutdown.has_begun:
+            self.sizes.update(now)
         self._dispatch()
-        while self.judge.settled and not self.ending.has_begun:
+        while self.group_filter.settled and not self.shutdown.has_begun:
             self._advance(now)  # what waited for a slot had lost meanwhile
             self._dispatch()
-        self.balance.plan(now, self.ending.has_begun)
-        self.handover.update(now, decides=False)
+        self.balance.plan(now, self.shutdown.has_begun)
+        self.colocation.update(now, decides=False)
         self.fleet.trainers.tell()
         return self.outbox.drain()
 
@@ -123,11 +124,10 @@ class Coordinator:
             case TokensArrived(name, chunk):
                 self._accept(name, chunk, now)
             case ResponseScored():
-                if not self.ending.has_begun:
-                    self.judge.score(event)
+                if not self.shutdown.has_begun:
+                    self.group_filter.score(event)
             case NodeHeard(name, heartbeat):
                 self.fleet.on_heartbeat(name, heartbeat, now)
-                self.sizes.heard_load(name, heartbeat.load, now)
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -146,8 +146,8 @@ class Coordinator:
                 self.fleet.open_endpoint(name, endpoint)
             case SourceReported(name, report):
                 self.fleet.report_bad_source(name, report)
-            case BroadcastHeard(name, message):
-                self.fleet.on_broadcast(name, message)
+            case BroadcastReported(name, status):
+                self.fleet.on_broadcast(name, status)
             case WeightsConfirmed(name, ready):
                 self._confirm(name, ready)
             case WeightsRefused(name, failed):
@@ -155,20 +155,20 @@ class Coordinator:
             case StepTrained(name, done):
                 if name == self.fleet.trainer:
                     self.steps.on_step_done(done)
-                    self.handover.step_trained(done, now)
+                    self.colocation.on_step_done(done, now)
             case NodeReleased(name, message):
-                self.handover.released(name, message)
+                self.turns.on_asleep(name, message)
             case TrainerParked(name, message):
-                self.handover.parked(name, message)
+                self.colocation.on_trainer_suspended(name, message)
             case CheckpointWritten(step):
                 self.trainer_feed.has_finished |= step == self.settings.num_steps
             case ShardsDelivered(name, taken):
                 if name == self.fleet.trainer:
-                    self.ending.hand_on(lambda: self.steps.shards_taken(taken.step, taken.index))
+                    self.shutdown.flush(lambda: self.steps.shards_taken(taken.step, taken.index))
             case ShardLeft(step, index):
-                self.ending.hand_on(lambda: self.steps.shard_left(step, index))
+                self.shutdown.flush(lambda: self.steps.shard_left(step, index))
             case ShellFailed(reason):
-                self.ending.begin(RunState.FAILED, reason)
+                self.shutdown.begin(RunState.FAILED, reason)
             case TimerFired():
                 self._on_timer(now)
             case _:
@@ -176,10 +176,10 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
-        fleet, ends_at = self.fleet, self.ending.patience_ends_at
+        fleet, ends_at = self.fleet, self.shutdown.patience_ends_at
         of_fleet = fleet.lease_check_at, fleet.broadcasts.deadline
-        of_sides = self.handover.deadline, self.sizes.deadline
-        return earliest(*of_fleet, self.balance.deadline, ends_at, *of_sides)
+        of_turns = self.turns.deadline, self.colocation.deadline, self.sizes.deadline
+        return earliest(*of_fleet, self.balance.deadline, ends_at, *of_turns)
 
     # Weights
 
@@ -205,18 +205,19 @@ class Coordinator:
             self.outbox.send(name, Abort(attempts))
             self.table.requeue_all(node)
         self.fleet.refuse(name, failed)
-        self.handover.refused(name)
+        self.turns.on_refused(name)
 
     # Responses
 
     def _accept(self, name: str, chunk: TokenChunk, now: float) -> None:
         node = self.fleet.nodes.get(name)
-        if node is None or self.ending.has_begun:
+        if node is None or self.shutdown.has_begun:
             return
         node.heard_at = now
         if (problem := self.arrivals.accept(node, chunk, now)) is not None:
             self._lose(name, problem, now)
-        self.sizes.heard(node)
+        if node.parallel:
+            self.sizes.on_tokens()
 
     def _dispatch(self) -> None:
         """Sends waiting responses to nodes with room.
@@ -225,28 +226,14 @@ class Coordinator:
         node to load would take the work of all the others. But a node that has nothing to do does
         not wait for one that is slow to load.
         """
-        if self.ending.has_begun:
+        if self.shutdown.has_begun:
             return
         self.balance.relieve()
         if nodes := self.table.nodes_with_room():
-            room, most = sum(n.room for n in nodes), self._num_unreserved(nodes)
-            if most <= room and self.handover.may_leave:
-                placed = self._place_apart(nodes, most)
-            else:
-                waiting = self.judge.pop_waiting(min(room, most))
-                placed = placement.assign(waiting, nodes, self._expect)
+            room = sum(n.room for n in nodes)
+            waiting = self.group_filter.pop_waiting(min(room, self._num_unreserved(nodes)))
+            placed = placement.assign(waiting, nodes, self._expect)
             self.table.generate(placed)
-
-    def _place_apart(self, nodes: list[Node], count: int) -> list[tuple[Response, Node]]:
-        """There is room for all, and some nodes will leave the rollout before it is over: they take
-        the shortest responses, the others the longest, so that few have to move. All have equally
-        many: that is the throughput until then."""
-        taken = placement.slots_by_pace(nodes, count)
-        leaving = [node for node in taken if node.shares]
-        staying = [node for node in taken if not node.shares]
-        longest = self.judge.pop_waiting(len(staying))
-        shortest = self.judge.pop_waiting(len(leaving), shortest=True)
-        return [*zip(longest, staying, strict=False), *zip(shortest, leaving, strict=False)]
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Waiting responses that are not the share of nodes that still load."""
@@ -264,9 +251,9 @@ class Coordinator:
         if (hello.node, hello.incarnation) in self.fleet.stale:
             self.outbox.send(hello.node, Welcome("", refused="another process has this name now"))
             return
-        is_awaited = "trainer" in hello.roles and self.ending.awaits_trainer
+        is_awaited = "trainer" in hello.roles and self.shutdown.awaits_trainer
         reason = self.fleet.why_refused(hello)
-        if self.ending.has_begun and not is_awaited:
+        if self.shutdown.has_begun and not is_awaited:
             reason = ENDING
         if reason is not None:
             self.outbox.warn(f"{hello.node} refused: {reason}")
@@ -278,10 +265,10 @@ class Coordinator:
             self._lose(hello.node, "restarted", now)
         self.fleet.add(hello, now)
         self._reconcile(hello)
-        self.handover.greeted(hello)
+        self.colocation.on_hello(hello)
         if "trainer" in hello.roles:
             self.trainer_feed.joined(hello.node)
-            for name, why in self.handover.strangers():
+            for name, why in self.colocation.without_trainer():
                 self._remove(name, f"{name} refused: {why}", now)
                 self.outbox.send(name, Welcome(run="", refused=why))
 
@@ -306,16 +293,16 @@ class Coordinator:
     def _leave(self, name: str, reason: str, ok: bool, now: float) -> None:
         """A trainer that says that it failed, would fail again."""
         is_trainer = name in self.fleet.trainers
-        is_last = self.trainer_feed.stands_at == self.settings.num_steps
+        is_last = self.trainer_feed.trained_step == self.settings.num_steps
         if not ok and name in self.fleet.nodes and "rollout" in self.fleet.nodes[name].roles:
             self.fleet.failed[name] = reason
         self.trainer_feed.has_finished |= ok and is_last and name == self.fleet.trainer
         text = f"{name} left ({reason})" if ok else f"{name} failed: {reason}"
         self._remove(name, text, now, ok, may_return=ok)
         if is_trainer:
-            self.handover.trainer_left(name)
+            self.colocation.on_trainer_left(name)
         if is_trainer and not ok:
-            self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")
+            self.shutdown.begin(RunState.FAILED, f"trainer node {name}: {reason}")
 
     def _remove(
         self, name: str, text: str, now: float, is_orderly: bool = False, may_return: bool = True
@@ -330,10 +317,10 @@ class Coordinator:
         report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
-            if may_return and not self.ending.has_begun:
-                self.outbox.report(self.fleet.trainers.patience(self.settings.patience_s))
-        if not self.ending.has_begun and (why := self.fleet.why_no_rollout_node()) is not None:
-            self.ending.begin(RunState.FAILED, why)
+            if may_return and not self.shutdown.has_begun:
+                self.outbox.report(self.fleet.trainers.lost_message(self.settings.patience_s))
+        if not self.shutdown.has_begun and (why := self.fleet.why_no_rollout_node()) is not None:
+            self.shutdown.begin(RunState.FAILED, why)
 
     def _drain(self, name: str, reason: str) -> None:
         node = self.fleet.nodes.get(name)
@@ -345,7 +332,7 @@ class Coordinator:
 
     def _request_drain(self, name: str, reason: str) -> None:
         if name == "*":
-            self.ending.begin(RunState.STOPPED, reason or "stopped by an operator")
+            self.shutdown.begin(RunState.STOPPED, reason or "stopped by an operator")
         elif name in self.fleet.nodes:
             self.outbox.send(name, Drain(name, reason))
         else:
@@ -357,29 +344,34 @@ class Coordinator:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
                 self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
-        for node in (*self.handover.late(now), *self.sizes.late(now)):
-            reason = f"kept its devices for {self.handover.limit_s(node):g} s"
+        for node in self.turns.late(now):
+            reason = f"kept its devices for {self.turns.limit_s(node):g} s"
             self._lose(node.name, reason, now)
         self.fleet.expire_broadcast()
-        patience_ends_at = self.ending.patience_ends_at
+        patience_ends_at = self.shutdown.patience_ends_at
         if patience_ends_at is not None and now >= patience_ends_at:
-            self.ending.begin(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")
-        if not self.ending.has_begun:
+            self.shutdown.begin(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")
+        if not self.shutdown.has_begun:
             self.balance.look(now)
 
     # The run
 
     def _advance(self, now: float) -> None:
         """Closes and opens what can be; the run is over when all nodes have left after its end."""
-        if not self.ending.has_begun:
+        if not self.shutdown.has_begun:
             self.steps.advance(now)
             if self.table.rounds:
                 is_eval = self.table.is_evaluating
                 self._state = RunState.EVALUATING if is_eval else RunState.RUNNING
-            if (trouble := self.judge.unscored.trouble) is not None:
-                self.ending.begin(RunState.FAILED, trouble)
+            if (trouble := self.group_filter.unscored.trouble) is not None:
+                self.shutdown.begin(RunState.FAILED, trouble)
             elif self.steps.finished:
-                self.ending.begin(RunState.FINISHED, f"{self.step} steps done")
+                self.shutdown.begin(RunState.FINISHED, f"{self.step} steps done")
         else:
             self.steps.finish_step(now)
-            self.ending.conclude()
+            self.shutdown.conclude()
+
+
+def earliest(*times: float | None) -> float | None:
+    """Return the first of several deadlines. Example: earliest(None, 3.0, 2.0) == 2.0"""
+    return min((time for time in times if time is not None), default=None)

@@ -4,15 +4,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightrl.core.state import DrawnPrompt
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-)
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
-from lightrl.messages.sharing import Parked, Released
+from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import (
     BadSource,
@@ -118,15 +113,12 @@ class SourceReported:
     report: BadSource
 
 
-BroadcastNews: TypeAlias = BroadcastOpened | BroadcastJoined | BroadcastSums | BroadcastFailed
-
-
 @dataclass(frozen=True, slots=True)
-class BroadcastHeard:
-    """What the trainer or a member says of a broadcast group."""
+class BroadcastReported:
+    """The trainer or a member reports on a broadcast."""
 
     node: str
-    message: BroadcastNews
+    status: BroadcastStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +181,7 @@ class NodeReleased:
     """A rollout node has given back the devices that it shares."""
 
     node: str
-    message: Released
+    message: EngineAsleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +189,7 @@ class TrainerParked:
     """The ranks of a trainer node have given back its devices, or had before it publishes."""
 
     node: str
-    message: Parked
+    message: TrainerSuspended
 
 
 Event: TypeAlias = (
@@ -213,7 +205,7 @@ Event: TypeAlias = (
     | WeightsPublished
     | EndpointOpened
     | SourceReported
-    | BroadcastHeard
+    | BroadcastReported
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained

@@ -9,17 +9,89 @@ and when, is the shell's business.
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
-from lightrl.core.backlog import PutOff
-from lightrl.core.counters import Counters
 from lightrl.core.events import PromptsDrawn, ResponseScored
-from lightrl.core.length_predictor import Memory
-from lightrl.core.planner import PlannerMemory
-from lightrl.core.sides_memory import SidesMemory
+from lightrl.core.nodes.cost_model import Observed
+from lightrl.core.nodes.curve import LineFit
+from lightrl.core.responses.length_predictor import Memory
+from lightrl.core.rounds.backlog import Deferred
+from lightrl.core.sharing.planner import PlannerMemory
 from lightrl.core.state import DrawnPrompt, RoundKind
-from lightrl.core.worth import Learned
 from lightrl.messages.responses import ResponseTokens
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import Canary, WeightsBase
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened in the run so far; all of it is shown to operators."""
+
+    nodes_lost: int = 0
+    # of nodes that served the newest version
+    engines_lost: int = 0
+    # resumed elsewhere from their tokens
+    responses_moved: int = 0
+    # of these, because another node is faster
+    migrations: int = 0
+    # of attempts given up
+    chunks_ignored: int = 0
+    # chunks with tokens missing before them
+    holes: int = 0
+    # wrong version, digest or size; the sender is lost
+    bad_chunks: int = 0
+    rewards_failed: int = 0
+    groups_dropped: int = 0
+    # of these, without signal: replaced by dynamic sampling
+    groups_flat: int = 0
+    # a prompt at most once in an epoch
+    prompts_put_off: int = 0
+    # accepted for training rounds
+    rollout_tokens: int = 0
+    eval_tokens: int = 0
+    # accepted from nodes, but never trained
+    aborted_tokens: int = 0
+    groups_trained: int = 0
+    trained_responses: int = 0
+
+    def count_tokens(self, num_tokens: int, are_for_eval: bool) -> None:
+        if are_for_eval:
+            self.eval_tokens += num_tokens
+        else:
+            self.rollout_tokens += num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """The lengths of a round's responses, and when its groups were complete; in tokens."""
+
+    # raw int32
+    lengths: bytes = b""
+    ends: tuple[int, ...] = ()
+    # of what was trained
+    longest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMemory:
+    """What the rule "window" remembers, by kind of round."""
+
+    seeds: dict[str, float] = field(default_factory=dict[str, float])
+    # (nodes that share nothing, kind of round, seconds)
+    known: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharingMemory:
+    """Example: SharingMemory((0.6, 0.7), rounds={"short": RoundShape(...)})"""
+
+    # seconds of the last switches
+    switches: tuple[float, ...] = ()
+    # seconds of the trainer, by tokens of a step
+    training: LineFit = field(default_factory=LineFit)
+    # the last ones, by kind
+    rounds: dict[str, RoundShape] = field(default_factory=dict[str, RoundShape])
+    # (seconds of all nodes that sampled, of training) of the last steps, by kind
+    work: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    window: WindowMemory = field(default_factory=WindowMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +127,9 @@ class SnapshotBegan:
     # of lengths
     memory: Memory = field(default_factory=Memory)
     # of what nodes are worth
-    learned: Learned = field(default_factory=Learned)
+    learned: Observed = field(default_factory=Observed)
     # of devices that change sides
-    sides: SidesMemory = field(default_factory=SidesMemory)
+    sharing: SharingMemory = field(default_factory=SharingMemory)
     # of engines of several sizes
     planner: PlannerMemory = field(default_factory=PlannerMemory)
     # as Judge has it
@@ -76,7 +148,7 @@ class RoundSnapshot:
     kind: RoundKind
     prompts_launched: int
     # in the order of their groups, without what is held of them
-    prompts: tuple[PutOff, ...]
+    prompts: tuple[Deferred, ...]
     is_closed: bool
 
 
@@ -160,7 +232,7 @@ class ShellNote:
 
 LogEntry: TypeAlias = (
     SnapshotBegan
-    | PutOff
+    | Deferred
     | RoundSnapshot
     | SnapshotEnded
     | RoundOpened

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, assert_never
 
-from lightrl.core import rounds
 from lightrl.core.arrays import encode
-from lightrl.core.backlog import PutOff
 from lightrl.core.commands import CloseRound, Command, DrawPrompts
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import PromptsDrawn, ResponseScored
@@ -28,6 +26,8 @@ from lightrl.core.log_entries import (
     VersionPublished,
     VersionRetrained,
 )
+from lightrl.core.rounds import rounds
+from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.state import (
     Group,
     Response,
@@ -36,7 +36,7 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
 )
-from lightrl.core.weight_sources import PublishedVersion
+from lightrl.core.weights.weight_sources import PublishedVersion
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.messages.training import StepDone
@@ -81,9 +81,9 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         counters=replace(core.table.counters),
         memory=core.predictor.memory(),
         learned=core.scaling.learned.copy(),
-        sides=core.sides.memory(),
+        sharing=core.policy.memory(),
         planner=core.sizes.memory(),
-        slowest_s=dict(core.judge.slowest_s),
+        slowest_s=dict(core.group_filter.slowest_s),
     )
     before: list[LogEntry] = [stood, *notes, *backlog.put_off]
     return RunSnapshot(before, [_snapshot_of(round) for round in core.table.rounds])
@@ -107,7 +107,7 @@ class _Recovery:
         self._core = core
         self._now = now
         self._began = SnapshotBegan()
-        self._put_off: list[PutOff] = []  # when the segment began
+        self._put_off: list[Deferred] = []  # when the segment began
         self._closed: list[Round] = []  # of those restated
         # tokens of responses that are not there yet: a journal that is read merged has all tokens
         # before the scores, and a score may bring the prompt that replaces a group without signal
@@ -121,7 +121,7 @@ class _Recovery:
             case SnapshotBegan():
                 self._began = entry
                 self._restore()
-            case PutOff():
+            case Deferred():
                 self._hold(entry)
             case RoundSnapshot():
                 self._set_up(entry)
@@ -185,7 +185,7 @@ class _Recovery:
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
         core.table.was_recovered = True
-        core.judge.unscored.forgive()
+        core.group_filter.unscored.forgive()
         core.scaling.forget_open()
         core.scaling.announce()
         return [*closed, *core.outbox.drain()]
@@ -199,9 +199,9 @@ class _Recovery:
         core.table.counters = replace(stood.counters)
         core.predictor.recall(stood.memory)
         core.scaling.learned = stood.learned.copy()
-        core.sides.recall(stood.sides)
+        core.policy.recall(stood.sharing)
         core.sizes.recall(stood.planner)
-        core.judge.slowest_s = dict(stood.slowest_s)
+        core.group_filter.slowest_s = dict(stood.slowest_s)
         core.fleet.digests.update(stood.digests)
         core.fleet.canaries.update(stood.canaries)
         if (version := stood.version) is not None:
@@ -222,7 +222,7 @@ class _Recovery:
         if entry.is_closed:
             self._closed.append(round)
 
-    def _hold(self, entry: PutOff) -> None:
+    def _hold(self, entry: Deferred) -> None:
         """A group that waits; behind a RoundSnapshot, what an earlier round held of one of its
         groups."""
         if not self._core.table.rounds:
@@ -257,7 +257,7 @@ class _Recovery:
         response = core.table.responses.get(entry.response)
         if response is not None:
             response.attempt = max(response.attempt, entry.attempt)
-            core.judge.score(replace(entry, attempt=response.attempt))
+            core.group_filter.score(replace(entry, attempt=response.attempt))
 
 
 class _HeldTokens(NamedTuple):
@@ -276,7 +276,7 @@ class _RoundCopy:
     """A round at one moment. Nothing here changes, but for the ends of the responses' arrays."""
 
     stood: RoundSnapshot
-    put_off: list[PutOff]
+    put_off: list[Deferred]
     held: list[_HeldTokens]
     scores: list[LogEntry]
 
@@ -299,12 +299,12 @@ class _RoundCopy:
 def _snapshot_of(round: Round) -> _RoundCopy:
     """Quick, however long the responses are: the event loop waits for it."""
     groups: list[Group] = list(round.groups.values())
-    prompts = tuple(PutOff(g.prompt, g.attempts, g.since) for g in groups)
+    prompts = tuple(Deferred(g.prompt, g.attempts, g.since) for g in groups)
     is_closed = round.state is RoundState.CLOSED
     default = ((round.step, 0),)
     return _RoundCopy(
         RoundSnapshot(round.step, round.kind, round.prompts_launched, prompts, is_closed),
-        [PutOff(g.prompt, g.attempts, g.since, g.held) for g in groups if g.held],
+        [Deferred(g.prompt, g.attempts, g.since, g.held) for g in groups if g.held],
         [
             _HeldTokens(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
             for g in groups

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightrl.core.worth import Prices
+from lightrl.core.nodes.cost_model import Prices
 from lightrl.errors import InvariantViolation
 from lightrl.messages.responses import Sampling
 
@@ -102,9 +102,9 @@ class Settings:
     num_rollouts: int = 0
     # nodes that train together
     num_trainers: int = 1
-    # of the one that leads, the first members of each broadcast group
+    # of the one that leads
     num_ranks: int = 1
-    # after which a member of such a group gives up
+    # without progress, after which a member of a broadcast group gives up
     weights_timeout_s: float = 60.0
     # running responses may move inside a step; off only for comparison
     migration: bool = True

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.chunk_window import ChunkWindow
-from lightrl.core.gain import Gain
-from lightrl.core.speed import Speed
+from lightrl.core.nodes.chunk_stats import ChunkWindow, Gain
+from lightrl.core.nodes.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import Role
@@ -36,7 +35,7 @@ class GroupState(StrEnum):
     ACCEPTED = "accepted"
     TRAINED = "trained"
     # lost the race of its round; its prompt waits for a long one
-    PUT_OFF = "put off"
+    DEFERRED = "deferred"
     # too few scores, or no signal
     DROPPED = "dropped"
 
@@ -93,11 +92,11 @@ EDGES: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         R.ABORTED: frozenset(),
     },
     G: {
-        G.OPEN: frozenset({G.COMPLETE, G.PUT_OFF, G.DROPPED}),
-        G.COMPLETE: frozenset({G.ACCEPTED, G.PUT_OFF, G.DROPPED}),
+        G.OPEN: frozenset({G.COMPLETE, G.DEFERRED, G.DROPPED}),
+        G.COMPLETE: frozenset({G.ACCEPTED, G.DEFERRED, G.DROPPED}),
         G.ACCEPTED: frozenset({G.TRAINED}),
         G.TRAINED: frozenset(),
-        G.PUT_OFF: frozenset(),
+        G.DEFERRED: frozenset(),
         G.DROPPED: frozenset(),
     },
     N: {
@@ -371,6 +370,7 @@ class Node:
     weights_failures: int = 0
     has_file: bool = True  # of its policy_version: others can pull from it
     receives: bool = False  # the version on its way, by broadcast
+    broadcast_failures: int = 0  # in a row
     # of its engine, each a member of a broadcast group; 0 = none that can receive
     num_workers: int = 0
     is_preemptible: bool = False  # may be taken away at any moment
@@ -386,6 +386,7 @@ class Node:
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""  # "" until its engine, or its ranks, have started
+    has_reported: bool = False  # a heartbeat has come
     is_saving: bool = False  # its ranks stand until a checkpoint is written
     # accepted from it
     num_tokens: int = 0

@@ -101,7 +101,7 @@ def decide(core: Coordinator, scoring: Scoring) -> Wait | None:
     """What the run waits for; None: nothing, all nodes are at work, or it is over."""
     if core.state in OVER:
         return None
-    if core.ending.has_begun:
+    if core.shutdown.has_begun:
         return _end(core)
     if (away := _trainer_away(core)) is not None:
         return away
@@ -113,7 +113,7 @@ def decide(core: Coordinator, scoring: Scoring) -> Wait | None:
 
 
 def _end(core: Coordinator) -> Wait:
-    if core.ending.awaits_trainer:
+    if core.shutdown.awaits_trainer:
         return _trainer_away(core) or Wait(K.LAST_CHECKPOINT, step=core.step)
     return Wait(K.LEAVING, nodes=_names(core.fleet.nodes.values()))
 
@@ -122,7 +122,7 @@ def _trainer_away(core: Coordinator) -> Wait | None:
     trainers, since = core.fleet.trainers, core.trainer_feed.missing_since
     missing, needed = trainers.num_missing, trainers.num_needed
     if since is not None and missing:
-        ends_at = core.ending.patience_ends_at
+        ends_at = core.shutdown.patience_ends_at
         return Wait(K.TRAINER_LOST, since, missing, needed, ends_at=ends_at)
     return Wait(K.TRAINER, num=missing, of=needed) if missing else None
 
@@ -130,16 +130,16 @@ def _trainer_away(core: Coordinator) -> Wait | None:
 def _training(core: Coordinator, round: Round) -> Wait:
     """All samples of the step are there."""
     feed, devices = core.trainer_feed, core.fleet.devices
-    if feed.stands_at is None:
+    if feed.trained_step is None:
         return _ranks(core)
     trainer = core.fleet.nodes.get(core.fleet.trainer or "")
     if trainer is not None and trainer.is_saving:
-        return Wait(K.CHECKPOINT, step=feed.stands_at)
+        return Wait(K.CHECKPOINT, step=feed.trained_step)
     moving = [n for n in devices.nodes.values() if not n.is_asleep]
     if moving and not devices.are_training and feed.is_owed(round):
         return Wait(K.DEVICES, min(n.since for n in moving), step=round.step, nodes=_names(moving))
     if feed.is_behind:  # steps are trained again
-        return Wait(K.TRAINING, step=feed.stands_at, usual_s=core.steps.usual_train_s)
+        return Wait(K.TRAINING, step=feed.trained_step, usual_s=core.steps.usual_train_s)
     since = core.steps.train_began(round)
     return Wait(K.TRAINING, since, step=round.step, usual_s=core.steps.usual_train_s)
 

@@ -36,22 +36,20 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class DaemonOptions:
     """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that
-    role.
-
-    `slots` 0 = as the run's config says.
-    """
+    role."""
 
     name: str
     roles: tuple[Role, ...]
     run_dir: Path | None = None
     config: Config | None = None
-    join: str | None = None
+    join: str = ""
+    # 0 = as the config of the run says
     slots: int = 0
     # of the run, as text
     key: str = ""
-    # the coordinator goes on from the journal in `run_dir`
+    # the coordinator continues from the journal in `run_dir`
     resume: bool = False
-    # settled by who started this daemon; None: it looks for itself
+    # assigned by the process that started this daemon; None: it asks the driver
     gpus: Part | None = None
     # may be taken away at any moment
     is_preemptible: bool = False
@@ -127,19 +125,11 @@ def _coordinator(options: DaemonOptions) -> "CoordinatorDaemon":
 
 def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | None":
     """None if there is no other role than the coordinator's."""
-    roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
-    if not roles:
+    if options.roles == ("coordinator",):
         return None
     from lightrl.daemon.worker import Worker
 
-    place = (options.run_dir, options.slots, is_alone, options.gpus)
-    return Worker(
-        *(options.name, roles, address, options.key, *place),
-        is_preemptible=options.is_preemptible,
-        shares=options.shares,
-        part=options.part,
-        parallel=options.parallel,
-    )
+    return Worker(options, address, is_alone)
 
 
 async def _work(worker: "Worker", beside: "CoordinatorDaemon | None") -> None:

@@ -14,25 +14,19 @@ from lightrl.config.schema import Config
 from lightrl.daemon.admission import require_shared, require_size, write_model_files
 from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
-from lightrl.messages.broadcasts import (
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
-    VersionTaken,
-)
+from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello, Role
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import Give, Park, Release, Wake
+from lightrl.messages.sharing import AssignDevices, SleepEngine, SuspendTrainer, WakeEngine
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.system.addresses import WILDCARD, own_host, split_address
-from lightrl.trainer.nodes.follower import Follower
-from lightrl.trainer.nodes.node import TrainerNode
+from lightrl.trainer.nodes.node import Follower, TrainerNode
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
@@ -131,21 +125,14 @@ class Roles:
             if config.train.nodes > 1 and host == WILDCARD:
                 host = own_host()
 
+            place = Place(run_dir, published, gpus.ranks, host)
+
             def new_trainer() -> Trainer:
-                return Trainer(
-                    config,
-                    run_dir,
-                    published,
-                    ServedVersions(weights.server, weights.store.point),
-                    self._send,
-                    self._on_restart,
-                    gpus.ranks,
-                    host,
-                    self._relay,
-                )
+                versions = ServedVersions(weights.server, weights.store.point)
+                return Trainer(config, place, versions, self._send, self._on_restart, self._relay)
 
             if config.train.nodes > 1:
-                follower = Follower(config, run_dir, self._relay, gpus.ranks, host, self._send)
+                follower = Follower(config, place, self._relay, self._send)
                 self._trainer = TrainerNode(self._node, follower, new_trainer, self._drain)
             else:
                 self._trainer = new_trainer()
@@ -159,29 +146,12 @@ class Roles:
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it. In a
-        broadcast group the trainer's ranks come first."""
+        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
         match message:
-            case (
-                TrainShard()
-                | Give()
-                | Park()
-                | VersionTaken()
-                | OpenBroadcast()
-                | SendBroadcast()
-                | JoinBroadcast(rank=0)
-            ):
+            case TrainShard() | AssignDevices() | SuspendTrainer() | VersionTaken():
                 if self._trainer is not None:
                     self._trainer.handle(message)
-            case (
-                Generate()
-                | Abort()
-                | PublishWeights()
-                | JoinBroadcast()
-                | BroadcastSums()
-                | Release()
-                | Wake()
-            ):
+            case Generate() | Abort() | PublishWeights() | SleepEngine() | WakeEngine():
                 if self._rollout is not None:
                     self._rollout.handle(message)
             case TrainerSet() | TrainerRelay():
@@ -200,7 +170,7 @@ class Roles:
     def on_lost_messages(self) -> None:
         """Break off exchanges with other trainer nodes: messages may be lost in both directions."""
         if isinstance(self._trainer, TrainerNode):
-            self._trainer.break_off()
+            self._trainer.disconnect()
 
     def on_welcome(self) -> None:
         """Send what the coordinator may have missed while it was disconnected."""

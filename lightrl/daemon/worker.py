@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightrl import log
 from lightrl.config.schema import Config
@@ -28,7 +28,7 @@ from lightrl.daemon.parent import end_by_force
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
-from lightrl.devices.assign import Assignment, Part
+from lightrl.devices.assign import Assignment
 from lightrl.devices.plan import for_daemon
 from lightrl.devices.sizes import slots_of
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
@@ -44,6 +44,9 @@ from lightrl.system.threads import in_thread
 from lightrl.transport.link import Link
 from lightrl.weights.machine.scratch import scratch_dir_in_thread
 
+if TYPE_CHECKING:
+    from lightrl.daemon.main import DaemonOptions
+
 logger = logging.getLogger(__name__)
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
@@ -53,46 +56,34 @@ TAKEN_S = 120.0
 
 
 class Worker:
-    def __init__(
-        self,
-        name: str,
-        roles: tuple[Role, ...],
-        address: str,
-        key: str,
-        run_dir: Path | None = None,
-        slots: int = 0,
-        is_alone: bool = True,
-        gpus: Part | None = None,
-        is_preemptible: bool = False,
-        shares: str = "",
-        part: int = 0,
-        parallel: int = 0,
-    ) -> None:
-        """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
-        `gpus`: of its ranks, or of its engine; None: the driver is asked. All after that are said
-        in its hello."""
+    def __init__(self, options: "DaemonOptions", address: str, is_alone: bool = True) -> None:
+        """`is_alone`: this process has no other purpose, and may end when a role cannot be
+        ended."""
+        name = options.name
         self._name = name
-        self._role_names = roles
+        self._role_names: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
         self._address = address
-        self._key = key
+        self._key = options.key
         self._is_alone = is_alone
-        self._gpus = gpus
+        self._gpus = options.gpus
+        shares, parallel = options.shares, options.parallel
         self._hello = Hello(
             node=name,
             incarnation=time.time_ns(),
-            roles=roles,
+            roles=self._role_names,
             protocol=PROTOCOL,
             pid=os.getpid(),
             host=socket.gethostname(),
-            slots=slots,
-            is_preemptible=is_preemptible,
+            slots=options.slots,
+            is_preemptible=options.is_preemptible,
             shares=shares,
-            part=part,
+            part=options.part,
             is_released=bool(shares or parallel),
             parallel=parallel,
         )
         callbacks = (self._send, self._restarted, self._relay, self.drain, self._rejoin)
-        self._roles = Roles(name, roles, address, run_dir, *callbacks, shares, parallel)
+        place = (name, self._role_names, address, options.run_dir)
+        self._roles = Roles(*place, *callbacks, shares, parallel)
         self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
         self._state = ConnectionState.DISCONNECTED

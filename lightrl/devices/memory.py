@@ -226,7 +226,7 @@ def _trained(shape: Shape, how: Training) -> int:
 
 def parked_bytes(shape: Shape, how: Training) -> int:
     """Of one rank, on its host between steps, on top of what is there anyway: trainer/learner/
-    parking.py. With AdamW 12 bytes a parameter, divided by the ranks of a replica."""
+    offload.py. With AdamW 12 bytes a parameter, divided by the ranks of a replica."""
     ranks, trained = how.world // how.replicas, _trained(shape, how)
     if how.offload == "all":
         return 0

@@ -19,11 +19,7 @@ from lightrl.messages.responses import (
     TokenChunk,
 )
 from lightrl.messages.weights import Canary
-from lightrl.weights.broadcast.rendezvous import (
-    GroupJoined,
-    IsUnwanted,
-    JoinGroup,
-)
+from lightrl.weights.broadcast.membership import IsUnwanted, Membership
 from lightrl.weights.version.manifest import VersionFile
 
 Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
@@ -95,25 +91,21 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveWeights:
-    """As LoadWeights, from the training ranks: of `file` only the manifest is on this machine.
+    """As LoadWeights, from training rank 0: of `file` only the manifest is on this machine.
 
-    Nothing is generated until ProveWeights, which is answered by EngineLoaded or EngineFailed;
-    EngineFailed may come before, if the group is over. There is one answer to each.
+    The engine joins the group first unless it is a member, and generates nothing until the answer,
+    EngineLoaded or EngineFailed.
     """
 
     file: VersionFile
-    # the name of the group
-    group: str
+    # of the engine's first worker, the others follow it
+    membership: Membership
     canary: Canary | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ProveWeights:
-    """What the training ranks sent, see weights/broadcast/proof.py: what was received is served if
-    it is the same. () = it is not wanted any more, and dropped; the engine leaves its group, so
-    that others do not wait for it, whether or not it receives anything."""
-
-    sums: tuple[int, ...]
+class LeaveGroup:
+    """Leave the broadcast group, and drop a version that is being received: that then fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,25 +173,10 @@ class EngineFailed:
 
 
 EngineCommand: TypeAlias = (
-    EngineSpec
-    | Generate
-    | Abort
-    | LoadWeights
-    | JoinGroup
-    | ReceiveWeights
-    | ProveWeights
-    | Sleep
-    | Wake
+    EngineSpec | Generate | Abort | LoadWeights | ReceiveWeights | LeaveGroup | Sleep | Wake
 )
 EngineEvent: TypeAlias = (
-    EngineStarted
-    | TokenChunk
-    | EngineLoaded
-    | EngineFailed
-    | GroupJoined
-    | Load
-    | EngineSlept
-    | EngineWoken
+    EngineStarted | TokenChunk | EngineLoaded | EngineFailed | Load | EngineSlept | EngineWoken
 )
 
 
@@ -261,19 +238,13 @@ class Engine(Protocol):
         """
         ...
 
-    def join_group(self, command: JoinGroup) -> None:
-        """All workers become members. Raises WeightsError (OutOfReach); none is one then that
-        matters."""
-        ...
-
     def leave_group(self, why: str) -> None:
-        """All workers do, and with them the group ends for all others. Not an error without
-        one."""
+        """All workers leave their broadcast group, if they have one."""
         ...
 
-    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
-        """As `load_weights`, by a broadcast: the sums over what all workers have received. Where
-        it can, it gives up as soon as that is `is_unwanted`, with WeightsError."""
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
+        """As `load_weights`, by a broadcast, in which all workers are members. Raises WeightsError
+        as well when the group fails, and where it can, as soon as `is_unwanted`."""
         ...
 
     def sleep(self) -> int:

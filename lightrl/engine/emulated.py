@@ -23,7 +23,7 @@ from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
 from lightrl.messages.load import Load
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 
 _RUNAWAY_SALT = 0x7A11
@@ -149,13 +149,10 @@ class EmulatedEngine:
             time.sleep(self._load_s)
         self._digest, self._salt = file.digest, int(file.digest[:15], 16)
 
-    def join_group(self, command: JoinGroup) -> None:
-        raise WeightsError("an emulated engine has no weights to receive")
-
     def leave_group(self, why: str) -> None:
         """It is in none."""
 
-    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
         raise WeightsError("an emulated engine has no weights to receive")
 
     def sleep(self) -> int:

@@ -1,4 +1,4 @@
-"""What an engine process is told, in order, with a look ahead while it does something long."""
+"""The commands to an engine process, in order, with a look ahead while one takes long."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -7,8 +7,8 @@ from typing import TypeAlias
 from lightrl.engine.base import (
     EngineCommand,
     EngineEvent,
+    LeaveGroup,
     LoadWeights,
-    ProveWeights,
     ReceiveWeights,
 )
 from lightrl.system.child import Pipe
@@ -25,20 +25,18 @@ class Inbox:
         self._commands = deque(commands)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether there is a command; waits so long for one (None: for ever)."""
+        """Wait so long for a command (None: without limit). Returns whether there is one."""
         self._commands += self._pipe.receive(0.0 if self._commands else timeout_s)
         return bool(self._commands)
 
     def take_all(self) -> Iterator[EngineCommand]:
-        """Those that are here, each when the one before has been performed."""
+        """The commands that are here, each when the one before has been performed."""
         while self._commands:
             yield self._commands.popleft()
 
     def is_unwanted(self) -> bool:
-        """Whether what is received by broadcast now is of no use: somebody has said so, or that
-        another version be loaded, while it comes."""
+        """Whether the version that is being received is of no use: a command is here to drop it, or
+        to load another one."""
         self.wait(0.0)
-        return any(
-            isinstance(command, LoadWeights | ReceiveWeights) or command == ProveWeights(())
-            for command in self._commands
-        )
+        ending = LoadWeights | ReceiveWeights | LeaveGroup
+        return any(isinstance(command, ending) for command in self._commands)

@@ -11,7 +11,7 @@ from lightrl.engine.base import ReceiveWeights
 from lightrl.engine.checkpoint import Layouts, tensor_targets
 from lightrl.engine.member import Member
 from lightrl.system import pages
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import map_tensors
@@ -39,9 +39,11 @@ class LiveTensors:
         self._copy(file, tensors)
 
     def receive(
-        self, command: ReceiveWeights, tensors: tuple[TensorSpec, ...], is_unwanted: IsUnwanted
-    ) -> tuple[int, ...]:
-        return self.member.load(command, tensors, self._targets, is_unwanted)
+        self, command: ReceiveWeights, device: torch.device | str, is_unwanted: IsUnwanted
+    ) -> None:
+        """Copies a version that was checked, as it arrives by broadcast."""
+        for name, tensor in self.member.receive(command, 0, device, is_unwanted):
+            self._targets[name].copy_(tensor)
 
     def give_back(self) -> int:
         """Free the memory of all tensors, which remain as objects, and return its bytes."""

@@ -1,22 +1,20 @@
-"""An engine's worker as a member of a broadcast group: weights straight from the training ranks.
+"""An engine's worker as a member of a broadcast group: weights straight from training rank 0.
 
-Owns the group that this process is in, one at a time, and the sums over what it got. Where the
-tensors go, and whether the sums are right, is the engine's business. Imports torch.
+Owns the group that this process is in, one at a time. Where the tensors go is the engine's
+business. Imports torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from lightrl.engine.base import ReceiveWeights
 from lightrl.errors import WeightsError
-from lightrl.system.addresses import split_address
 from lightrl.weights.broadcast.group import Group, form
-from lightrl.weights.broadcast.proof import Proof, proof_seed
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.broadcast.transfer import receive
-from lightrl.weights.version.layout import TensorSpec
+from lightrl.weights.version.manifest import read_manifest
 
 
 class Member:
@@ -24,48 +22,29 @@ class Member:
         self._group: Group | None = None
         self._name = ""
 
-    def join(self, command: JoinGroup, worker: int, device: torch.device | str) -> None:
-        """Leaves the group before. `worker`: the number of this worker among its engine's, which
-        are members one after the other. Raises WeightsError, at the latest after the time limit;
-        OutOfReach if it is no use to try again at that address."""
-        self.leave("another group forms")
-        address = split_address(command.address)
-        if address is None:
-            raise WeightsError(f"{command.address}: not an address")
-        place = replace(command.place, rank=command.place.rank + worker)
-        self._group = form(address, place, device if place.backend == "nccl" else "cpu")
-        self._name = place.name
-
     def leave(self, why: str) -> None:
         if self._group is not None:
-            self._group.abandon(why)
+            self._group.abort(why)
             self._group = None
 
     def receive(
         self,
         command: ReceiveWeights,
-        tensors: Sequence[TensorSpec],
-        sums: list[int],
+        worker: int,
+        device: torch.device | str,
         is_unwanted: IsUnwanted | None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, in order; after the last one adds the sums over them to `sums`, which the
-        caller compares. Raises WeightsError, and the group is over."""
-        if self._group is None or self._name != command.group:
-            raise WeightsError("broadcast: not a member of this group")
-        seed = proof_seed(command.group, command.file.policy_version)
-        proof = Proof(seed, self._group.device)
-        yield from receive(self._group, tensors, proof, is_unwanted)
-        sums += proof.sums()
+        """All tensors, in order; joins the group first unless this is the one at hand.
 
-    def load(
-        self,
-        command: ReceiveWeights,
-        tensors: Sequence[TensorSpec],
-        targets: dict[str, torch.Tensor],
-        is_unwanted: IsUnwanted,
-    ) -> tuple[int, ...]:
-        """Copies all tensors to where they are served from; the sums over them."""
-        sums: list[int] = []
-        for name, tensor in self.receive(command, tensors, sums, is_unwanted):
-            targets[name].copy_(tensor)
-        return tuple(sums)
+        `worker`: the number of this worker among its engine's. Raises WeightsError, and the group
+        is over; which tensors the file must have, the caller has checked.
+        """
+        place = command.membership.group
+        if self._group is None or self._name != place.name:
+            self.leave("another group forms")
+            mine = replace(command.membership, group=replace(place, rank=place.rank + worker))
+            on = device if place.backend == "nccl" else "cpu"
+            self._group, self._name = form(mine, on, is_unwanted=is_unwanted), place.name
+        if self._group.over is not None:
+            raise WeightsError(f"broadcast: {self._group.over}")
+        yield from receive(self._group, read_manifest(command.file), is_unwanted)

@@ -25,8 +25,8 @@ from lightrl.engine.base import (
     EngineSpec,
     EngineStarted,
     EngineWoken,
+    LeaveGroup,
     LoadWeights,
-    ProveWeights,
     ReceiveWeights,
     Sleep,
     Wake,
@@ -40,7 +40,7 @@ from lightrl.messages.responses import Abort, FinishReason, Generate, ResponseTo
 from lightrl.messages.weights import Canary
 from lightrl.system.child import Pipe
 from lightrl.system.process import importing
-from lightrl.weights.broadcast.rendezvous import UNWANTED, GroupJoined, JoinGroup, OutOfReach
+from lightrl.weights.broadcast.membership import UNWANTED
 from lightrl.weights.canary import compare, tolerance
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32
@@ -107,18 +107,6 @@ class UnsentTokens:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """What has come by broadcast and is in the engine, but yet to be proved."""
-
-    command: ReceiveWeights
-    sums: tuple[int, ...]
-    # of time.perf_counter()
-    begun_at: float
-    # until then somebody must have said what was sent, whatever else is ordered meanwhile
-    until: float
-
-
 class Server:
     """Drives one engine from one pipe. Blocking; `serve` raises EOFError when the pipe closes."""
 
@@ -141,8 +129,6 @@ class Server:
         self._is_served = False  # that version; else nothing is generated, whatever runs
         self._can_sleep = spec.can_sleep
         self._is_asleep = False
-        self._received: Received | None = None
-        self._group_timeout_s = 0.0
         self._outboxes: dict[str, UnsentTokens] = {}  # by response; one for each that runs
         self._flushed_at = 0.0  # when all outboxes were last empty
         self._finished_at: float | None = None  # when the first unsent finish happened
@@ -161,8 +147,7 @@ class Server:
                 # what finished waits for another step; after an abort none comes
                 self._send(self._outboxes)
                 self._report_load(time.perf_counter(), 0.0)
-                if not self._inbox.wait(self._proof_due_s()):
-                    self._drop("nobody has said what was sent")
+                self._inbox.wait(None)
 
     def _perform(self, command: EngineCommand) -> None:
         match command:
@@ -174,10 +159,8 @@ class Server:
                 self._load_weights(command)
             case ReceiveWeights():
                 self._receive_weights(command)
-            case ProveWeights(sums):
-                self._prove(sums)
-            case JoinGroup(place=place):
-                self._join(command, place.name)
+            case LeaveGroup():
+                self._engine.leave_group(UNWANTED)
             case Sleep():
                 self._sleep()
             case Wake():
@@ -222,18 +205,7 @@ class Server:
                 aborted.append(response)
         self._send(aborted)
 
-    def _join(self, command: JoinGroup, name: str) -> None:
-        self._send(self._outboxes)
-        self._group_timeout_s = command.place.timeout_s
-        try:
-            self._require_awake()
-            self._engine.join_group(command)
-            self._pipe.send(GroupJoined(name))
-        except LightRLError as e:
-            self._pipe.send(GroupJoined(name, str(e), isinstance(e, OutOfReach)))
-
     def _load_weights(self, command: LoadWeights) -> None:
-        self._drop("another version is loaded")
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()
@@ -246,20 +218,18 @@ class Server:
         self._confirm(command.file, command.canary, begun_at)
 
     def _receive_weights(self, command: ReceiveWeights) -> None:
-        """What runs has to wait until ProveWeights; if that fails, until another load."""
-        self._drop("another version comes")
+        """What runs waits; if this fails, until another load."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()
         try:
             self._require_awake()
-            sums = self._engine.receive_weights(command, self._inbox.is_unwanted)
+            self._engine.receive_weights(command, self._inbox.is_unwanted)
         except (LightRLError, OSError) as e:
             self._fail(command.file, e, is_dropped=True)
-            self._engine.leave_group("what was sent could not be received")
+            self._engine.leave_group("the version could not be received")
             return
-        until = time.perf_counter() + self._group_timeout_s
-        self._received = Received(command, sums, begun_at, until)
+        self._confirm(command.file, command.canary, begun_at)
 
     def _sleep(self) -> None:
         if self._is_asleep or not self._can_sleep:
@@ -267,7 +237,6 @@ class Server:
             self._pipe.send(EngineFailed(f"the engine cannot sleep: {why}"))
             return
         begun_at = time.perf_counter()
-        self._drop("the engine goes to sleep")
         self._abort([(response, outbox.attempt) for response, outbox in self._outboxes.items()])
         self._version, self._is_served, self._is_asleep = None, False, True
         num_bytes = self._engine.sleep()
@@ -290,30 +259,6 @@ class Server:
     def _require_awake(self) -> None:
         if self._is_asleep:
             raise EngineError("the engine sleeps: Wake must come first")
-
-    def _proof_due_s(self) -> float | None:
-        """In what time what was received must be proved, if something was."""
-        received = self._received
-        return None if received is None else max(0.0, received.until - time.perf_counter())
-
-    def _prove(self, sums: tuple[int, ...]) -> None:
-        """What has failed to come has been answered already."""
-        received = self._received
-        if not sums:
-            self._drop(UNWANTED)
-            self._engine.leave_group(UNWANTED)
-        elif received is not None and sums != received.sums:
-            self._drop("broadcast: it is not what the ranks sent")
-        elif received is not None:
-            self._received = None
-            self._confirm(received.command.file, received.command.canary, received.begun_at)
-
-    def _drop(self, why: str) -> None:
-        """What was received, if anything, is not served."""
-        received, self._received = self._received, None
-        if received is not None:
-            self._fail(received.command.file, why, is_dropped=True)
-            self._engine.leave_group(why)
 
     def _confirm(self, file: VersionFile, canary: Canary | None, begun_at: float) -> None:
         """It is in the engine, and right. What runs goes on under it."""

@@ -34,7 +34,7 @@ from lightrl.history.draft import Drafter
 from lightrl.messages.load import Load
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.rope import settle
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile
 
 PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS  # of one pass, padding included; bounds its activations
@@ -153,17 +153,14 @@ class TorchEngine:
         if self.device == "cuda":  # the time is that of the load
             torch.cuda.synchronize()
 
-    def join_group(self, command: JoinGroup) -> None:
-        self._tensors.member.join(command, 0, self.device)
-
     def leave_group(self, why: str) -> None:
         self._tensors.member.leave(why)
 
     @torch.inference_mode()
-    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
-        tensors = self._tensors.check(command.file, None)
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
+        self._tensors.check(command.file, None)
         self._requeue()
-        return self._tensors.receive(command, tensors, is_unwanted)
+        self._tensors.receive(command, self.device, is_unwanted)
 
     def sleep(self) -> int:
         return self._cache.give_back() + self._tensors.give_back()

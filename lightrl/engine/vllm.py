@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
 from lightrl.engine import vllm_lora
 from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
-from lightrl.engine.group_answers import askable, common_sums, require_joined
 from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm_memory import left_on_gpu, shared_memory_args
 from lightrl.engine.vllm_score import computing_dtype, score
@@ -27,13 +26,13 @@ from lightrl.engine.vllm_versions import (
     outside,
     why_not_batch_invariant,
 )
-from lightrl.errors import EngineError, EngineUnusable
+from lightrl.errors import EngineError, EngineUnusable, WeightsError
 from lightrl.log import environment as log_environment
 from lightrl.messages.load import Load
 from lightrl.messages.responses import FinishReason, PromptHistory, ResponseRequest, Sampling
 from lightrl.rope import settle, settled
 from lightrl.system.process import importing
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.version.manifest import VersionFile
 
@@ -229,18 +228,18 @@ class VllmEngine:
         if self._sleeps:
             self._core.collective_rpc("lightrl_wake", args=("weights",))
 
-    def join_group(self, command: JoinGroup) -> None:
-        require_joined(self._core.collective_rpc("lightrl_join", args=(command,)))
-
     def leave_group(self, why: str) -> None:
         self._core.collective_rpc("lightrl_leave", args=(why,))
 
-    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
         self._layouts.read(command.file)
-        args = command, askable(self._core.vllm_config.parallel_config, is_unwanted)
-        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=args))
+        # a worker in another process than its engine cannot ask, and ends by itself
+        is_here = self._core.vllm_config.parallel_config.distributed_executor_backend == "uni"
+        args = command, is_unwanted if is_here else None
+        for failure in self._core.collective_rpc("lightrl_receive", args=args):
+            if failure:
+                raise WeightsError(failure)
         self._requeue()
-        return sums
 
     def score(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)

@@ -26,7 +26,7 @@ from lightrl.engine.sampling import keys, sample
 from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup, OutOfReach
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import map_tensors
 
@@ -151,39 +151,27 @@ class WorkerExtension:
         """Allocate "weights", with arbitrary values; when they are loaded, "kv_cache"."""
         self.wake_up(tags=[tag])
 
-    def lightrl_join(self, command: JoinGroup) -> tuple[str, bool]:
-        """As one of its engine's workers. Why it is no member, or "", and whether that is because
-        the ranks cannot be reached: what a worker in another process raises ends the engine."""
-        try:
-            _member.join(command, self.rank, self.device)
-        except WeightsError as e:
-            return str(e), isinstance(e, OutOfReach)
-        return "", False
-
     def lightrl_leave(self, why: str) -> None:
         _member.leave(why)
 
-    def lightrl_receive(
-        self, command: ReceiveWeights, is_unwanted: IsUnwanted | None
-    ) -> tuple[tuple[int, ...], str]:
-        """As `lightrl_load`, by a broadcast: the sums over it, and why it must not be served, or
-        "".
+    def lightrl_receive(self, command: ReceiveWeights, is_unwanted: IsUnwanted | None) -> str:
+        """As `lightrl_load`, by a broadcast. Returns why the version must not be served, or "": an
+        exception of a worker in another process would end the engine.
 
         A reload that an exception ends leaves layers behind that count what they have got so far
         as part of the next one, which would be served with holes. So it is brought to its end.
         """
-        sums: list[int] = []
         failures: list[str] = []
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             try:
-                layout = _layouts.read(command.file)
-                yield from _member.receive(command, layout, sums, is_unwanted)
+                _layouts.read(command.file)
+                yield from _member.receive(command, self.rank, self.device, is_unwanted)
             except (WeightsError, OSError) as e:
                 failures.append(str(e))
 
         self._reload(tensors())
-        return tuple(sums), failures[0] if failures else ""
+        return failures[0] if failures else ""
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         # layers look up there how their weights are laid out

@@ -1,4 +1,4 @@
-"""`lightrl compare`: what runs were told differently, and what came of each.
+"""`lightrl compare`: how the settings of runs differ, and the results of each.
 
 Reads run directories; starts nothing and needs no run to be alive.
 """
@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
+from lightrl.client.address import relative
 from lightrl.config.values import flat
 from lightrl.errors import ConfigError
 from lightrl.metrics.sinks import read
@@ -50,16 +51,12 @@ def result_of(run_dir: Path) -> RunResult:
 
 
 def with_distinct_names(runs: Sequence[RunResult], folders: Sequence[Path]) -> list[RunResult]:
-    """Runs of one name with as much of the path in front as tells them apart."""
-    paths = [folder.resolve().parts for folder in folders]
-    names = [run.name for run in runs]
-    for length in range(2, max(map(len, paths)) + 1):
-        repeated = {name for name, count in Counter(names).items() if count > 1}
-        names = [
-            "/".join(path[-length:]).replace("//", "/") if name in repeated else name
-            for name, path in zip(names, paths, strict=True)
-        ]
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    """Runs with the same name by their path."""
+    count = Counter(run.name for run in runs)
+    return [
+        replace(run, name=relative(folder.resolve())) if count[run.name] > 1 else run
+        for run, folder in zip(runs, folders, strict=True)
+    ]
 
 
 def differences(runs: Sequence[RunResult]) -> dict[str, list[Any]]:
@@ -80,8 +77,8 @@ def as_json(runs: Sequence[RunResult]) -> str:
 
 
 def as_table(runs: Sequence[RunResult]) -> Table:
-    """A column for each run: what it was told differently, then what came of it. What is too long
-    for its column goes on below: cut off, two names or paths may look alike."""
+    """A column for each run: the settings that differ, then the results. Long texts are folded: cut
+    off, two names or paths may look alike."""
     names = ("", *(run.name for run in runs))
     # as Text: what a user wrote may look like rich's markup
     columns = (Column(Text(name), overflow="fold") for name in names)
@@ -135,7 +132,7 @@ def _evaluations(records: Sequence[dict[str, float]]) -> dict[str, float | str |
     found = [{k: v for k, v in r.items() if OF_A_SET.fullmatch(k)} for r in records]
     averages = [[v for k, v in r.items() if "/avg@" in k] for r in found]
     scores = [statistics.fmean(each) for each in averages if each]
-    told: dict[str, float | str | None] = {
+    figures: dict[str, float | str | None] = {
         "evaluation, first": scores[0] if scores else None,
         "evaluation, last": scores[-1] if scores else None,
         "evaluation, best": max(scores, default=None),
@@ -145,8 +142,8 @@ def _evaluations(records: Sequence[dict[str, float]]) -> dict[str, float | str |
         names = [name for name in names if "/pass@" in name]
     for name in names:
         values = [r[name] for r in found if name in r]
-        told |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
-    return told
+        figures |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
+    return figures
 
 
 def _shown(value: float | str | None) -> str:

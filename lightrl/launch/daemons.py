@@ -1,6 +1,7 @@
-"""One daemon of a run as a child process: started, its end judged, signalled.
+"""Daemons of a run as child processes: started, started again when they crash, signalled, awaited.
 
-Owns how a process ended and what that means; whether it is started again is decided in local.py.
+Owns how a process ended and what that means. Which daemons a run needs is decided in local.py and
+slurm/sharing.py.
 """
 
 import asyncio
@@ -10,26 +11,38 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightrl.client.address import relative
 from lightrl.errors import LightRLError
 from lightrl.log import configure, inherited, last_line
 from lightrl.log import environment as log_environment
 from lightrl.messages.nodes import Role
+from lightrl.system.child import retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
 
-# Exit statuses: of a coordinator whose run has ended in order, but stopped or failed; of any daemon
-# that ended by an error whose reason is the last line of its log. 1 is that of a crash.
+# Exit statuses: of a coordinator whose run was stopped or has failed; of any daemon that ended with
+# an error whose reason is the last line of its log. 1 is that of a crash.
 NOT_FINISHED = 3
-GAVE_A_REASON = 4
+USER_ERROR = 4
+# In a row: without progress. What would follow the last crash would end the same.
+RESTARTS = RestartPolicy(max_restarts=5, first_pause_s=0.2, growth=2.0, longest_pause_s=5.0)
 
 logger = logging.getLogger(__name__)
 
 
 class RunFailed(LightRLError):
-    """A daemon that the run needs has ended; the text says which, why, and where its log is."""
+    """A daemon that the run needs has ended. The text states which, why, and where its log is;
+    `reason` is why alone, if the daemon gave one."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -40,37 +53,28 @@ class Daemon:
     role: Role
     process: asyncio.subprocess.Process
     log: Path
-    # bytes that were in its log already: words of the one that it replaces
-    said_before: int
+    # bytes that an earlier process left in the log
+    log_offset: int
     ended: "asyncio.Task[int]"
 
     @classmethod
     async def start(cls, name: str, role: Role, run_dir: Path, *options: str) -> "Daemon":
         """`lightrl daemon` in a session of its own, which leaves when this process ends.
 
-        Raises OSError, also for want of a thread to wait for it: it then leaves at once.
+        Raises OSError, also for want of a thread to wait for it: it then leaves.
         """
         log = run_dir / "logs" / f"{name}.log"
-        command = (
-            "daemon",
-            "--name",
-            name,
-            "--role",
-            role,
-            "--run-dir",
-            str(run_dir),
-            "--tied",
-            *options,
-        )
+        command = ("daemon", "--name", name, "--role", role, "--run-dir", str(run_dir), "--tied")
         with log.open("ab") as out:
             before = out.tell()
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    "-P",  # a queue.py, or another lightrl/, where the user stands is not ours
+                    "-P",  # no module of the user's directory replaces ours
                     "-m",
                     "lightrl.cli",
                     *command,
+                    *options,
                     stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it does
                     stdout=out,
                     stderr=out,
@@ -89,28 +93,31 @@ class Daemon:
 
     @property
     def has_crashed(self) -> bool:
-        """Killed, or ended by an unexpected error: the next one may have better luck."""
+        """Killed, or ended by an unexpected error: another start may succeed."""
         code = self.ended.result() if self.ended.done() else 0
-        return code not in {0, NOT_FINISHED, GAVE_A_REASON}
+        return code not in {0, NOT_FINISHED, USER_ERROR}
 
     @property
-    def gave_a_reason(self) -> bool:
-        """Its last word was an error for the user: it would fail again in the same way."""
-        return self.ended.done() and self.ended.result() == GAVE_A_REASON
+    def is_user_error(self) -> bool:
+        """It ended with an error for the user: another start would fail in the same way."""
+        return self.ended.done() and self.ended.result() == USER_ERROR
 
     def last_line(self) -> str:
-        return last_line(self.log, self.said_before)[:400]
+        return last_line(self.log, self.log_offset)[:400]
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         code = self.ended.result()
-        if code < 0:  # its last line says nothing of that
+        if code < 0:  # its last line does not mention that
             why = f"was killed by {signal.Signals(-code).name}"
-        elif self.gave_a_reason:
+        elif self.is_user_error:
             why = f"failed: {self.last_line()}"
         else:
             last = self.last_line()
             why = f"ended with exit status {code}" + (f": {last}" if last else "")
         return f"{self.name} {why} (log: {relative(self.log)})"
+
+    def failure(self, more: str = "") -> RunFailed:
+        return RunFailed(self.exit_reason() + more, self.last_line() if self.is_user_error else "")
 
     def signal(self, number: signal.Signals) -> None:
         """To all of its session, unless it has ended."""
@@ -119,11 +126,92 @@ class Daemon:
                 os.killpg(self.process.pid, number)
 
 
+class Daemons:
+    """The daemons that one process has started, by name. `report` gets a line for each restart."""
+
+    def __init__(
+        self, run_dir: Path, report: Callable[[str], None], restarts: RestartPolicy = RESTARTS
+    ) -> None:
+        self.by_name: dict[str, Daemon] = {}
+        self.over = asyncio.Event()  # set: no daemon is started again
+        self._run_dir = run_dir
+        self._report = report
+        self._restarts = restarts
+
+    async def start(self, name: str, role: Role, *options: str) -> Daemon:
+        """Start one, as soon as the machine has what a process needs. Raises OSError."""
+        start = partial(Daemon.start, name, role, self._run_dir, *options)
+        daemon = self.by_name[name] = await retry_on_resource_limit(start, name, self.report)
+        logger.info("%s started, pid %d", name, daemon.process.pid)
+        if self.over.is_set():
+            daemon.signal(signal.SIGTERM)
+        return daemon
+
+    async def keep(
+        self,
+        daemon: Daemon,
+        restart: Callable[[], Coroutine[Any, Any, Daemon]],
+        may_restart: Callable[[Daemon], Coroutine[Any, Any, bool]],
+        progressed: Callable[[], bool] = lambda: False,
+    ) -> Daemon:
+        """Restart a daemon whenever it ends and `may_restart`, until it crashes too often in a row
+        or all is over; `progressed` ends a row. Returns the last one."""
+        crashes = CrashCounter(self._restarts)
+        while True:
+            began = time.monotonic()
+            await self.unless_over(daemon.ended)
+            if self.over.is_set() or not await may_restart(daemon):
+                return daemon
+            if progressed():
+                crashes.progressed()
+            if (pause_s := crashes.crashed(time.monotonic() - began)) is None:
+                return daemon
+            self.report(f"{daemon.exit_reason()}; starting it again")
+            await self.unless_over(asyncio.create_task(asyncio.sleep(pause_s)))
+            starting = asyncio.create_task(restart())
+            await self.unless_over(starting)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait([starting])
+            if starting.cancelled():
+                return daemon
+            daemon = starting.result()
+
+    async def unless_over(self, task: "asyncio.Task[Any]") -> None:
+        """Return when the task is done, or when all is over."""
+        over = asyncio.create_task(self.over.wait())
+        try:
+            await asyncio.wait({over, task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+
+    def report(self, line: str) -> None:
+        """To the user, and to the log."""
+        self._report(line)
+        logger.warning(line)
+
+    def send(self, number: signal.Signals) -> None:
+        for daemon in self.by_name.values():
+            daemon.signal(number)
+
+    async def wait(self, timeout_s: float) -> None:
+        alive = [d.ended for d in self.by_name.values() if not d.ended.done()]
+        if alive:
+            await asyncio.wait(alive, timeout=timeout_s)
+
+    async def end(self, *steps: tuple[signal.Signals, float]) -> None:
+        """Send each signal to those that are left, and wait so many seconds for them."""
+        self.over.set()
+        for number, wait_s in steps:
+            self.send(number)
+            await self.wait(wait_s)
+
+
 def run_child(work: Callable[[], int]) -> int:
-    """In the child: does its `work`; the exit status. An error's reason is the last line logged."""
+    """Do the work of a child; return its exit status. The last line logged is an error's reason."""
     configure(inherited())
     try:
         return work()
     except LightRLError as e:
         logger.error(" ".join(str(e).split()))
-        return GAVE_A_REASON
+        return USER_ERROR

@@ -1,5 +1,5 @@
-"""What `lightrl data` says: the sets of a config, how long their prompts are, and some of them as
-the model sees them.
+"""`lightrl data`: the sets of a config, how long their prompts are, and some of them as the model
+sees them.
 
 Reads every row, as a run does. Runs no user code but that of an environment of `verifiers`.
 """
@@ -80,17 +80,16 @@ def _reports(config: Config, num: int) -> list[SetReport]:
 def _reports_of(config: Config, num: int) -> list[SetReport]:
     tokenizer = load_tokenizer(config.model.path)
 
-    def opened(sets: Sequence[DataSet]) -> list[PromptSet]:
-        return [PromptSet(one, config.data, tokenizer) for one in sets]
+    def opened(one: DataSet) -> PromptSet:
+        return PromptSet(one, config.data, tokenizer)
 
-    train, evaluation = opened(config.data.all_sets), opened(config.eval_sets)
-    weights = [one.weight or len(one) for one in train]
-    shares = [weight / sum(weights) for weight in weights]
-    reports = [_report(one, s, None, num, tokenizer) for one, s in zip(train, shares, strict=True)]
-    samplings = map(config.eval_sampling, config.eval_sets)
-    return reports + [
-        _report(one, None, sampling, num, tokenizer)
-        for one, sampling in zip(evaluation, samplings, strict=True)
+    train = list(map(opened, config.data.all_sets))
+    total = sum(one.weight or len(one) for one in train)
+    shares = ((one, (one.weight or len(one)) / total) for one in train)
+    samplings = ((opened(one), config.eval_sampling(one)) for one in config.eval_sets)
+    return [
+        *(_report(one, share, None, num, tokenizer) for one, share in shares),
+        *(_report(one, None, sampling, num, tokenizer) for one, sampling in samplings),
     ]
 
 

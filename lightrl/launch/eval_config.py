@@ -1,5 +1,4 @@
-"""The config of an evaluation alone: that of a run, without what trains, asks for nodes or tells
-others of it.
+"""The config of an evaluation alone: that of a run, without training and without trackers.
 
 Owns what stays of the user's config and what does not. Starts nothing.
 """
@@ -15,7 +14,7 @@ from lightrl.errors import ConfigError
 from lightrl.launch.eval_target import EvalTarget
 
 NAME = "eval"  # of the run
-# Sections that begin anew: nothing is saved, nobody is paid or asked to come, all is on-policy.
+# Sections that have their defaults: nothing is saved or paid for, all is on-policy.
 _DROPPED = ("checkpoint", "prices", "scale", "async", "round", "offload")
 
 
@@ -88,6 +87,6 @@ def _model(config: Config, target: EvalTarget) -> dict[str, Any]:
 
 
 def _untrained(train: dict[str, Any]) -> dict[str, Any]:
-    """One process reads the weights; what rewards may be told of training stays."""
+    """One process reads the weights; the other keys stay, for reward functions that read them."""
     alone = {"nodes": 1, "ranks": 1, "replicas": 1, "devices": [], "offload": "none"}
     return train | alone | {"optim": train["optim"] | {"name": "adamw"}}

@@ -1,23 +1,20 @@
-"""What `lightrl eval` says: progress while it goes on, a table for people, JSON for machines.
+"""The result of `lightrl eval`: a table for people, JSON for machines.
 
-Reads snapshots and what the run has left; starts and stops nothing.
+Reads what the run has left; starts and stops nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightrl.config.schema import Config
-from lightrl.core.state import OVER, RunState
 from lightrl.errors import LightRLError
 from lightrl.launch.eval_target import EvalTarget
-from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
-from lightrl.metrics.display import aligned, count, duration
+from lightrl.metrics.display import aligned
 from lightrl.wire import from_json, to_json
 
-LINE_EVERY_S, SAME_EVERY_S = 2.0, 20.0
 EVAL_SECONDS = "eval/seconds"
 COLUMNS = "SET PROMPTS SAMPLES AVG@K PASS@1 PASS@K LENGTH CLIP_RATIO FAILURES"
 INDENT = "  "  # of a source of the set above
@@ -61,44 +58,6 @@ def result_of(target: EvalTarget, config: Config, run_dir: Path) -> EvalResult:
     return EvalResult(target, config, figures, summary["eval_prompts"], seconds, summary)
 
 
-def how_far(s: Snapshot) -> str:
-    """In one line; "" = there is nothing to be said any more."""
-    if s.state in OVER or s.state == RunState.FINISHING or s.evals:
-        return ""
-    if s.round_kind != "eval":
-        engines = [node for node in s.nodes if "rollout" in node.roles]
-        if s.policy_version is None:
-            return "reading the weights"
-        ready = sum(node.state == "ready" for node in engines)
-        return f"loading the weights: {ready} of {len(engines)} engines are ready"
-    done = s.responses_done
-    total = done + s.responses_running + s.responses_queued
-    speed = f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else ""
-    scored = f"  {s.round_accepted:,} of {s.round_needed:,} prompts are scored"
-    waits = scored if done == total else ""
-    return f"{done:,} of {total:,} responses{waits}{speed}  {duration(s.elapsed_s)}"
-
-
-class Progress:
-    """What has been said: a line every few seconds, or more rarely where it says the same."""
-
-    def __init__(self) -> None:
-        self.last = ""  # of the responses; "" = they had not begun
-        self._said = ""
-        self._said_at = float("-inf")
-
-    def line(self, s: Snapshot, now: float) -> str:
-        """The next line; "" = none is due."""
-        line = how_far(s)
-        if s.round_kind == "eval" and line:
-            self.last = line
-        every_s = SAME_EVERY_S if line == self._said else LINE_EVERY_S
-        if not line or now - self._said_at < every_s:
-            return ""
-        self._said, self._said_at = line, now
-        return line
-
-
 def table(result: EvalResult) -> list[str]:
     """A line for each set, and below it one for each of its sources."""
     return aligned([COLUMNS.split(), *_rows(result)], bool)
@@ -126,7 +85,7 @@ def _cells(figures: Mapping[str, float], prefix: str, k: int) -> Iterator[str]:
 
 
 def last_lines(result: EvalResult, file: Path | None) -> list[str]:
-    """What stands below the table."""
+    """The lines below the table."""
     target, version = result.target, result.summary.get("weights_digest")
     total_s = float(result.summary["total_wall_s"])
     took = f"{result.seconds:.1f} s, {total_s:.1f} s with start-up"
@@ -139,17 +98,14 @@ def last_lines(result: EvalResult, file: Path | None) -> list[str]:
 
 def as_json(result: EvalResult, file: Path | None) -> str:
     """One line. Figures have the names that they have in metrics.jsonl of a run."""
-    config, settings = result.config, {}
-    for one in config.eval_sets:
-        how = config.eval_sampling(one)
-        settings[one.name] = {
+    settings = {
+        one.name: {
             "path": one.path,
             "prompts": result.num_prompts[one.name],
-            "samples": how.samples,
-            "temperature": how.temperature,
-            "top_p": how.top_p,
-            "max_response_length": how.max_response_length,
+            **asdict(result.config.eval_sampling(one)),
         }
+        for one in result.config.eval_sets
+    }
     return to_json(
         {
             "checkpoint": result.target.path,

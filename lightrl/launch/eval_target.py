@@ -30,7 +30,7 @@ _OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modu
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """As `model.lora` has them. `base`: the model for which they were made, by its own word."""
+    """As `model.lora` has them. `base`: the model for which they were made, as their file says."""
 
     rank: int
     alpha: float
@@ -58,41 +58,31 @@ class EvalTarget:
 def find_target(text: str) -> EvalTarget:
     """Raises ConfigError, one line, if there is nothing that could be evaluated."""
     try:
-        return _find_target(text)
+        if (folder := run_folder(text)) is not None:
+            return _of_folder(text, folder)
+        given = Path(text)
+        is_path = given.exists() or (given.parent.is_dir() and given.parent != Path())
     except OSError as e:
         raise ConfigError(f"{text}: {e.strerror}") from None
-
-
-def _find_target(text: str) -> EvalTarget:
-    if (folder := run_folder(text)) is not None:
-        return _of_folder(text, folder)
-    given = Path(text)
-    if (
-        given.exists()
-        or (given.parent.is_dir() and given.parent != Path())
-        or not HUB_ID.fullmatch(text)
-    ):
-        raise ConfigError(
-            f"{text}: no such checkpoint"
-            + (
-                those_beside(given)
-                or those_beside(Path("runs", text))
-                or "; give RUN/checkpoints/step_N, a run's name or directory, a model directory, "
-                "or a hub id (org/name)"
-            )
+    if is_path or not HUB_ID.fullmatch(text):
+        others = those_beside(given) or those_beside(Path("runs", text))
+        hint = (
+            "; give RUN/checkpoints/step_N, a run's name or directory, a model directory, or a hub "
+            "id (org/name)"
         )
+        raise ConfigError(f"{text}: no such checkpoint{others or hint}")
     return EvalTarget(text, model=text)
 
 
 def _of_folder(text: str, folder: Path) -> EvalTarget:
     """Raises ConfigError."""
     path = str(folder.absolute())
-    if (folder / ADAPTER_CONFIG).is_file():
-        return EvalTarget(path, adapters=_adapters(folder / ADAPTER_CONFIG))
+    if (file := folder / ADAPTER_CONFIG).is_file():
+        return EvalTarget(path, adapters=_adapters(file, read_table(file)))
     if (folder / "config.json").is_file():
         return EvalTarget(path, model=path)
     if (checkpoint := newest_in(folder)) is not None:
-        return _of_checkpoint(checkpoint)
+        return _of_checkpoint(checkpoint.absolute())
     if (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir():
         raise ConfigError(f"{text}: this run has no checkpoint yet")
     raise ConfigError(
@@ -102,15 +92,12 @@ def _of_folder(text: str, folder: Path) -> EvalTarget:
 
 
 def _of_checkpoint(folder: Path) -> EvalTarget:
-    folder = folder.absolute()
     try:
         saved = read_step(folder)
     except (OSError, ProtocolError) as e:
         raise ConfigError(f"{relative(folder)}: is no complete checkpoint: {e}") from None
     config = folder.parent.parent / CONFIG_FILE
-    layout = folder / LAYOUT_FILE
-    adapter = _table(layout).get("adapter") if layout.is_file() else None
-    adapters = _settings(layout, _parsed(layout, str(adapter))) if adapter else None
+    adapters = saved_adapters(folder)
     return EvalTarget(
         str(folder),
         saved.step,
@@ -121,11 +108,14 @@ def _of_checkpoint(folder: Path) -> EvalTarget:
     )
 
 
-def _adapters(file: Path) -> Adapters:
-    return _settings(file, _table(file))
+def saved_adapters(checkpoint: Path) -> Adapters | None:
+    """Of a checkpoint of LightRL, if it has some. Raises ConfigError."""
+    layout = checkpoint / LAYOUT_FILE
+    text = read_table(layout).get("adapter") if layout.is_file() else None
+    return _adapters(layout, read_table(layout, str(text))) if text else None
 
 
-def _settings(file: Path, table: dict[str, Any]) -> Adapters:
+def _adapters(file: Path, table: dict[str, Any]) -> Adapters:
     """Raises ConfigError for adapters that are others than LoRA as LightRL has it."""
     kind = table.get("peft_type")
     others = [f"{key} = {table[key]!r}" for key in _OTHER_KINDS if table.get(key)]
@@ -139,22 +129,15 @@ def _settings(file: Path, table: dict[str, Any]) -> Adapters:
     try:
         rank, alpha = int(table["r"]), float(table["lora_alpha"])
     except (KeyError, TypeError, ValueError) as e:
-        raise ConfigError(f"{relative(file)}: says neither r nor lora_alpha: {e}") from None
+        raise ConfigError(f"{relative(file)}: has no valid r or lora_alpha: {e}") from None
     return Adapters(rank, alpha, tuple(named), str(table.get("base_model_name_or_path") or ""))
 
 
-def _table(file: Path) -> dict[str, Any]:
+def read_table(file: Path, text: str | None = None) -> dict[str, Any]:
+    """The JSON object in a file, or in a `text` of it. Raises ConfigError."""
     try:
-        data = file.read_bytes()
-    except OSError as e:
-        raise ConfigError(f"{relative(file)}: cannot be read: {e}") from None
-    return _parsed(file, data)
-
-
-def _parsed(file: Path, data: bytes | str) -> dict[str, Any]:
-    try:
-        table: Any = json.loads(data)
-    except ValueError as e:
+        table: Any = json.loads(file.read_bytes() if text is None else text)
+    except (OSError, ValueError) as e:
         raise ConfigError(f"{relative(file)}: cannot be read: {e}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{relative(file)}: is not a JSON object")

@@ -12,8 +12,8 @@ from pathlib import Path
 from lightrl.client.address import run_folder
 from lightrl.config.sections import Checkpoint
 from lightrl.errors import LightRLError
+from lightrl.trainer.checkpoint.checksums import find_corruption
 from lightrl.trainer.checkpoint.saved import STEP_FILE, newest_in, those_beside
-from lightrl.trainer.checkpoint.seal import damage
 
 MB = 1_000_000
 
@@ -61,7 +61,7 @@ def _require_whole(checkpoint: Path) -> None:
     if not (checkpoint / STEP_FILE).is_file():
         raise LightRLError(f"{checkpoint}: is no complete checkpoint")
     try:
-        problem = damage(checkpoint)
+        problem = find_corruption(checkpoint)
     except OSError as e:
         raise LightRLError(f"{e.filename or checkpoint}: {e.strerror or e}") from None
     if problem:

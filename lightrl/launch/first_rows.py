@@ -4,14 +4,13 @@ The rows, the worker process and the conclusions are those of a run.
 """
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 from lightrl.config.schema import Config
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.scoring import require_whole_groups
-from lightrl.errors import DataUnreachable, RewardError, first_error
+from lightrl.errors import DataUnreachable, first_error
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials, Tried
 from lightrl.system.temporary import temporary_folder
@@ -45,13 +44,3 @@ async def _try_rows(config: Config, prompts: Prompts, folder: Path) -> list[Trie
     finally:
         await pool.stop()
     return tried
-
-
-def describe(config: Config) -> Iterator[str]:
-    """Lines of a dry run with labels. Raises as `try_rewards`, and RewardError after all lines."""
-    tried, notes = try_rewards(config)
-    yield from (f"{'rewards':12}{each.line}" for each in tried)
-    notes += [each.note for each in tried if each.verdict == "warn"]
-    yield from (f"{'note':12}{note}" for note in notes)
-    if failed := [each.note for each in tried if each.verdict == "fail"]:
-        raise RewardError(failed[0])

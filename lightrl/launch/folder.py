@@ -40,7 +40,7 @@ def create_run_dir(config: Config) -> Path:
         (run_dir / "logs").mkdir()
         files.write_whole(run_dir / CONFIG_FILE, to_toml(config).encode())
         write_keys(run_dir)
-        if is_elsewhere:  # whoever looks for them in the run directory finds them there, too
+        if is_elsewhere:  # they are found in the run directory, too
             (run_dir / CHECKPOINTS).symlink_to(checkpoints)
     except OSError as e:
         where = f"run.dir = {config.run.dir!r}, run.name = {config.run.name!r}"
@@ -60,17 +60,17 @@ def is_new(run_dir: Path) -> bool:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is something that a run can go on from: a checkpoint, or a journal that says
-    anything."""
+    """Whether there is something that a run can continue from: a checkpoint, or a journal with
+    entries."""
     from lightrl.journal.read import is_blank  # numpy comes with it
 
     return any((run_dir / CHECKPOINTS).glob("*")) or not is_blank(run_dir / FOLDER)
 
 
 def remove_run_dir(run_dir: Path) -> None:
-    """What a run that never began has left; what its batch job says stays readable.
+    """Remove what a run that never began has left, except the output of its batch job.
 
-    A directory with something to go on from stays as it is, whoever asks.
+    A directory that a run could continue from stays as it is.
     """
     if has_begun(run_dir):
         return

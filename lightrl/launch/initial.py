@@ -1,20 +1,19 @@
 """`lightrl up --from RUN|CHECKPOINT`: which checkpoint of another run one begins with, and whether
 it fits.
 
-Reads small files alone: whether all of it is as it was saved the trainer looks when it takes it
-over (trainer/checkpoint/initial.py). Starts nothing, changes nothing, and must not import torch.
+Reads small files alone: the trainer verifies the checksums when it loads the checkpoint
+(trainer/checkpoint/initial.py). Must not import torch.
 """
 
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from lightrl.client.address import relative, run_folder
-from lightrl.config.model import Lora
 from lightrl.config.schema import Config
 from lightrl.data.template import DATE
 from lightrl.errors import ConfigError, ProtocolError
+from lightrl.launch.eval_target import Adapters, read_table, saved_adapters
 from lightrl.launch.folder import CONFIG_FILE
 from lightrl.trainer.checkpoint.saved import (
     LAYOUT_FILE,
@@ -25,7 +24,6 @@ from lightrl.trainer.checkpoint.saved import (
     read_step,
     those_beside,
 )
-from lightrl.wire import from_json
 
 KEY = "checkpoint.initial_load_path"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -122,46 +120,41 @@ def _require_fit(config: Config, checkpoint: Path) -> None:
     has_model = (checkpoint / LAYOUT_FILE).is_file()
     if has_model != (config.train.engine == "torch"):
         how = "of a model" if has_model else f"of no model: it has no {LAYOUT_FILE}"
-        raise ConfigError(f"train.engine = {config.train.engine!r}: {what} is {how}")
+        raise ConfigError(f"{config.key_value('train.engine')}: {what} is {how}")
     if not has_model:
         return
-    _require_adapters(config.model.lora, _table(checkpoint / LAYOUT_FILE), what, checkpoint)
+    export = f"lightrl export {relative(checkpoint)} OUT"  # which makes a model of it
+    adapters, rank = saved_adapters(checkpoint), config.key_value("model.lora.rank")
+    if adapters is None and config.model.lora.rank:
+        raise ConfigError(
+            f"{rank}: {what} has no adapters; to put some beside its model: {export}, and "
+            "model.path = OUT"
+        )
+    if adapters is not None and not config.model.lora.rank:
+        raise ConfigError(
+            f"{rank}: {what} has adapters of rank {adapters.rank}; to train the whole model: "
+            f"{export} --merge, and model.path = OUT"
+        )
+    if adapters is not None:
+        _require_same(config, adapters, what)
     _require_shapes(config.model.path, checkpoint, what)
-    name = config.train.optim.name
-    if saved.has_optimizer and saved.optimizer not in {"", name}:
+    if saved.has_optimizer and saved.optimizer not in {"", config.train.optim.name}:
         raise ConfigError(
-            f"train.optim.name = {name!r}: {what} has the state of {saved.optimizer!r}, which "
-            f"cannot become that; to begin without it: {_export(checkpoint)}"
+            f"{config.key_value('train.optim.name')}: {what} has the state of {saved.optimizer!r}, "
+            f"which cannot become that; to begin without it: {export}, and model.path = OUT"
         )
 
 
-def _require_adapters(lora: Lora, layout: dict[str, Any], what: str, checkpoint: Path) -> None:
+def _require_same(config: Config, adapters: Adapters, what: str) -> None:
     """Raises ConfigError."""
-    if not (text := str(layout.get("adapter") or "")):
-        if lora.rank:
-            raise ConfigError(
-                f"model.lora.rank = {lora.rank}: {what} has no adapters; to put some beside its "
-                f"model: {_export(checkpoint)}"
-            )
-        return
-    try:
-        table: dict[str, Any] = from_json(text.encode(), dict[str, Any])
-    except ProtocolError:
-        raise ConfigError(f"{KEY} = {checkpoint}: {LAYOUT_FILE}: damaged") from None
-    there = {"rank": table.get("r"), "alpha": table.get("lora_alpha")}
-    if not lora.rank:
+    lora = config.model.lora
+    for key in ("rank", "alpha"):
+        if (value := getattr(adapters, key)) != getattr(lora, key):
+            raise ConfigError(f"{config.key_value(f'model.lora.{key}')}: in {what} it is {value:g}")
+    if lora.targets and not all(_ends_with(n, lora.targets) for n in adapters.targets):
+        leaves = sorted({name.rpartition(".")[2] for name in adapters.targets})
         raise ConfigError(
-            f"model.lora.rank = 0: {what} has adapters of rank {there['rank']}; to train the whole "
-            f"model: {_export(checkpoint, ' --merge')}"
-        )
-    for key, value in there.items():
-        if (given := getattr(lora, key)) != value:
-            raise ConfigError(f"model.lora.{key} = {given:g}: in {what} it is {value}")
-    names = [str(name) for name in table.get("target_modules") or ()]
-    if lora.targets and not all(_ends_with(n, lora.targets) for n in names):
-        leaves = sorted({name.rpartition(".")[2] for name in names})
-        raise ConfigError(
-            f"model.lora.targets = {list(lora.targets)}: in {what} these have adapters: "
+            f"{config.key_value('model.lora.targets')}: in {what} these have adapters: "
             f"{', '.join(leaves)}"
         )
 
@@ -175,7 +168,7 @@ def _require_shapes(model_path: str, checkpoint: Path, what: str) -> None:
     folder = Path(model_path) if Path(model_path).is_dir() else _cached(model_path)
     if folder is None or not (checkpoint / MODEL / "config.json").is_file():
         return
-    then, now = _table(checkpoint / MODEL / "config.json"), _table(folder / "config.json")
+    then, now = (read_table(f / "config.json") for f in (checkpoint / MODEL, folder))
     for key in SHAPES:
         if then.get(key) != now.get(key):
             raise ConfigError(
@@ -189,16 +182,3 @@ def _cached(name: str) -> Path | None:
 
     found = try_to_load_from_cache(name, "config.json")
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _table(file: Path) -> dict[str, Any]:
-    """Raises ConfigError, OSError."""
-    try:
-        return from_json(file.read_bytes(), dict[str, Any])
-    except ProtocolError as e:
-        raise ConfigError(f"{file}: {e}") from None
-
-
-def _export(checkpoint: Path, option: str = "") -> str:
-    """Which command makes a model of it."""
-    return f"lightrl export {relative(checkpoint)} OUT{option}, and model.path = OUT"

@@ -1,8 +1,7 @@
-"""All daemons of a run as child processes of this one: started, started again when they crash,
-stopped.
+"""All daemons of a run as child processes of this one.
 
-Owns which daemon is replaced and when the run cannot go on; knows no protocol but "drain, then
-signals". The daemons are ordinary `lightrl daemon` processes that talk over sockets, as on a
+Owns which of them are restarted and when the run cannot continue; knows no protocol but "drain,
+then signals". The daemons are ordinary `lightrl daemon` processes that connect by sockets, as on a
 cluster.
 """
 
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightrl.client.address import (
     accepts,
@@ -34,17 +32,15 @@ from lightrl.devices.sizes import sized_options
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.joining import join_command, reachable, why_here_only
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
-from lightrl.launch.daemons import Daemon, RunFailed
+from lightrl.launch.daemons import RESTARTS, Daemon, Daemons, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.messages.nodes import Role
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
-from lightrl.system.child import retry_on_resource_limit
-from lightrl.system.restart import CrashCounter, RestartPolicy
 
 logger = logging.getLogger(__name__)
 
-RESUMED = "resumed at step "  # how the event begins that tells so
+RESUMED = "resumed at step "  # the beginning of the coordinator's event
 # from its start to the coordinator's address; it imports and reads the data
 LISTENS_WITHIN_S = 180.0  # reward workers may take 120 to import what they need
 # other daemons may end for the same reason: wait so long for the first cause
@@ -53,8 +49,6 @@ FOLLOWS_WITHIN_S = 1.0
 AWAY_S = 20.0
 DRAIN_ASKED_S = 3.0
 TERM_S = 3.0  # from SIGTERM to SIGKILL, after the grace time
-# In a row: without a step done. What would follow the last crash would end the same.
-RESTARTS = RestartPolicy(max_restarts=5, first_pause_s=0.2, growth=2.0, longest_pause_s=5.0)
 LOOK_S = 0.1  # between two looks at whether the coordinator listens again
 
 
@@ -68,25 +62,23 @@ class LocalRun:
         report: Callable[[str], None],
         gpus: Assignment = NO_GPUS,
     ) -> None:
-        """`resume`: the run directory is there, with a journal. `report` hears of daemons
-        started again."""
+        """`resume`: the run directory exists, with a journal. `report` gets a line for each daemon
+        that is started again."""
         self.config = config
         self.run_dir = config.run_dir.resolve()
-        self.daemons: dict[str, Daemon] = {}  # the head first
+        self.daemons = Daemons(self.run_dir, report)  # the head first
         self.address = ""
         self.key = ""
-        self.lost: list[str] = []  # daemons that failed while the run went on
+        self.lost: list[str] = []  # daemons that failed while the run continued
         self._gpus = gpus
         self._sized = sized_options(config, gpus)
         self._resume = resume
-        self._report = report
-        self._over = asyncio.Event()  # nothing is started again
         self._ended: set[str] = set()  # daemons that are not started again
-        self._revived_at = float("-inf")  # when the head was started again
+        self._restarted_at = float("-inf")  # of the head
 
     @property
     def _head(self) -> Daemon:
-        return self.daemons["head"]
+        return self.daemons.by_name["head"]
 
     async def start(self) -> None:
         """Returns when the coordinator listens and the other daemons are started.
@@ -102,11 +94,11 @@ class LocalRun:
         try:
             self.address = await self._listening(before)
         except RunFailed:
-            if self._head.gave_a_reason:
+            if self._head.is_user_error:
                 line = self._head.last_line()
                 if not self._resume:
                     remove_run_dir(self.run_dir)
-                raise RunFailed(line) from None
+                raise RunFailed(line, line) from None
             raise
         point_latest(self.run_dir)
         for k in range(self.config.train.nodes):
@@ -115,21 +107,16 @@ class LocalRun:
         for name in self._sized or one_size:
             await self._start(name, "rollout")
 
-    async def what_was_found(self) -> list[str]:
-        """What the coordinator of a resumed run says of where it goes on."""
+    async def resumed_line(self) -> list[str]:
+        """The coordinator's line on where a resumed run continues."""
         if not self._resume or (snapshot := await self._snapshot()) is None:
             return []
         return [text for _, text in snapshot.events if text.startswith(RESUMED)][:1]
 
-    def _tell(self, line: str) -> None:
-        """To the person who looks on, and to the launcher's log."""
-        self._report(line)
-        logger.warning(line)
-
     async def until_over(self) -> None:
-        """Returns when the run is over, finished or stopped. Raises RunFailed when it cannot go
-        on."""
-        keepers = {name: asyncio.create_task(self._keep(d)) for name, d in self.daemons.items()}
+        """Returns when the run is finished or stopped. Raises RunFailed when it cannot continue."""
+        daemons = self.daemons.by_name.values()
+        keepers = {d.name: asyncio.create_task(self._keep(d)) for d in daemons}
         pending = set(keepers.values())
         try:
             while not keepers["head"].done():
@@ -138,32 +125,27 @@ class LocalRun:
                 self._ended |= {daemon.name for daemon in ended}
                 for daemon in ended:
                     if daemon.has_failed and daemon.role != "coordinator":
-                        await self._bury(daemon)
+                        await self._on_failed(daemon)
             if self._head.has_failed:
                 await self._give_up(self._head)
         finally:
-            self._over.set()
+            self.daemons.over.set()
             # the first cause is known
             await asyncio.gather(*keepers.values(), return_exceptions=True)
 
     async def stop(self, reason: str) -> None:
-        """Asks the run to stop, waits the grace time, then ends what is left by its process id."""
-        self._over.set()
-        head = self.daemons.get("head")
+        """Ask the run to stop, wait the grace time, then end what is left by its process id."""
+        self.daemons.over.set()
+        head = self.daemons.by_name.get("head")
         if head is not None and not head.ended.done():
             await self._ask_to_drain(head, reason)
-        elif head is not None and (head.has_crashed or head.gave_a_reason):
-            for daemon in self.daemons.values():  # nobody else tells them; they would wait for it
-                daemon.signal(signal.SIGTERM)
-        await self._wait_all(self.config.node.grace_s)
-        for number, wait_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
-            for daemon in self.daemons.values():
-                daemon.signal(number)
-            await self._wait_all(wait_s)
+        elif head is not None and (head.has_crashed or head.is_user_error):
+            self.daemons.send(signal.SIGTERM)  # without a coordinator they would wait for it
+        await self.daemons.wait(self.config.node.grace_s)
+        await self.daemons.end((signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S))
 
     async def _start(self, name: str, role: Role, *options: str) -> Daemon:
-        """`lightrl daemon --name NAME --role ROLE`, as a process. Raises RunFailed if nothing is to
-        be waited for that would make it possible."""
+        """Raises RunFailed if this machine can never start it."""
         if self.address and role != "coordinator":
             given = self._sized.get(name) or self._gpus.options(name)
             options = ("--join", self.address, *options, *given)
@@ -172,27 +154,10 @@ class LocalRun:
             options = (*options, "--shares", shared_with(self.config, self._gpus, k))
             part = part_with(self.config, self._gpus, k, self.config.train.nodes)
             options = (*options, *(("--part", str(part)) if part else ()))
-        start = partial(Daemon.start, name, role, self.run_dir, *options)
         try:
-            daemon = self.daemons[name] = await retry_on_resource_limit(start, name, self._tell)
+            return await self.daemons.start(name, role, *options)
         except OSError as e:
             raise RunFailed(f"{name} cannot be started: {e.strerror or e}") from None
-        logger.info("%s started, pid %d", name, daemon.process.pid)
-        return daemon
-
-    async def _start_again(self, daemon: Daemon) -> Daemon | None:
-        """None if the run was over before this machine had what a process needs. Raises
-        RunFailed."""
-        is_head = daemon.role == "coordinator"
-        if is_head:
-            self._revived_at = time.monotonic()
-        options = ("--resume",) if is_head else ()
-        starting = asyncio.create_task(self._start(daemon.name, daemon.role, *options))
-        await self._wait_unless_over(starting)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait([starting])
-        return None if starting.cancelled() else starting.result()
 
     async def _listening(self, before: float | None) -> str:
         """The address that the coordinator leaves once it listens; not the one of `before`."""
@@ -200,7 +165,7 @@ class LocalRun:
         while (address := listening_since(self.run_dir, before)) is None:
             await asyncio.wait([head.ended], timeout=0.05)
             if head.ended.done():
-                raise RunFailed(head.obituary())
+                raise head.failure()
             if time.monotonic() > deadline:
                 said = head.last_line() or "nothing in its log"
                 raise RunFailed(
@@ -209,55 +174,45 @@ class LocalRun:
                 )
         return reachable(address)  # the trainer learns from it under which address others see it
 
-    # Crashes
+    # Restarts
 
     async def _keep(self, daemon: Daemon) -> Daemon:
-        """Starts a daemon again under its name whenever it crashes. Returns the last one, at its
-        end."""
-        crashes, steps = CrashCounter(RESTARTS), _record_of_steps(self.run_dir)
-        while True:
-            await self._wait_unless_over(daemon.ended)
-            if self._over.is_set() or not (
-                self._may_try_again(daemon) or await self._is_missed(daemon)
-            ):
-                return daemon
-            before, steps = steps, _record_of_steps(self.run_dir)
-            if steps != before:
-                crashes.progressed()
-            if (pause_s := crashes.crashed()) is None:
-                return daemon
-            self._tell(f"{daemon.obituary()}; starting it again")
-            await self._wait_unless_over(timeout_s=pause_s)
-            while (
-                not self._over.is_set()
-                and daemon.role != "coordinator"
-                and not accepts(self.address)
-            ):
-                await self._wait_unless_over(timeout_s=LOOK_S)  # whoever keeps the head sees to it
-            if self._over.is_set():
-                return daemon
-            fresh = await self._start_again(daemon)
-            if fresh is None:
-                return daemon
-            daemon = fresh
+        steps = _record_of_steps(self.run_dir)
 
-    def _may_try_again(self, daemon: Daemon) -> bool:
+        def progressed() -> bool:
+            nonlocal steps
+            before, steps = steps, _record_of_steps(self.run_dir)
+            return steps != before
+
+        restart = partial(self._restart, daemon.name, daemon.role)
+        return await self.daemons.keep(daemon, restart, self._may_restart, progressed)
+
+    async def _restart(self, name: str, role: Role) -> Daemon:
+        """Raises RunFailed."""
+        if role == "coordinator":
+            self._restarted_at = time.monotonic()
+            return await self._start(name, role, "--resume")
+        while not accepts(self.address):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(LOOK_S)
+        return await self._start(name, role)
+
+    async def _may_restart(self, daemon: Daemon) -> bool:
         if daemon.role == "coordinator":
             return daemon.has_crashed and self.config.journal.enabled
-        return daemon.has_crashed or (daemon.has_failed and self._head_is_away())
+        if daemon.has_crashed or (daemon.has_failed and self._head_is_away()):
+            return True
+        return daemon.role == "trainer" and not daemon.has_failed and await self._needs_trainer()
 
-    async def _is_missed(self, daemon: Daemon) -> bool:
-        """A trainer was sent away in order, but the run is not over: nothing is trained without
-        one."""
-        if daemon.role != "trainer" or daemon.has_failed or self._head.ended.done():
+    async def _needs_trainer(self) -> bool:
+        """Whether the run continues, though its trainer was sent away in order."""
+        if self._head.ended.done():
             return False
         snapshot = await self._snapshot()
-        going_on = {RunState.STARTING, RunState.RUNNING, RunState.EVALUATING}
-        return snapshot is not None and snapshot.state in going_on
+        continues = {RunState.STARTING, RunState.RUNNING, RunState.EVALUATING}
+        return snapshot is not None and snapshot.state in continues
 
     async def _snapshot(self) -> Snapshot | None:
-        """None if the coordinator does not answer, or ends before it does: as it does after its
-        trainer has left, and nobody waits out its silence."""
+        """None if the coordinator does not answer, or ends before it does."""
         asking = asyncio.create_task(ask(self.address, self.key), name="ask")
         try:
             await asyncio.wait({asking, self._head.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -268,37 +223,28 @@ class LocalRun:
             asking.cancel()
 
     def _head_is_away(self) -> bool:
-        """Then what another daemon gives as its reason may be just that."""
+        """Whether another daemon may have failed because the coordinator was gone."""
         head = self._head
         if head.ended.done():
             return head.has_crashed
-        return time.monotonic() - self._revived_at < AWAY_S
+        return time.monotonic() - self._restarted_at < AWAY_S
 
-    async def _wait_unless_over(
-        self, ended: "asyncio.Task[Any] | None" = None, timeout_s: float | None = None
-    ) -> None:
-        over = asyncio.create_task(self._over.wait())
-        try:
-            waited: set[asyncio.Task[Any]] = {over} if ended is None else {over, ended}
-            await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
+    # Failures
 
-    # Ends
-
-    async def _bury(self, daemon: Daemon) -> None:
-        """A daemon has failed for good. Raises RunFailed if the run cannot go on without it."""
-        if daemon.role != "rollout" or not await self._others_roll_out():
+    async def _on_failed(self, daemon: Daemon) -> None:
+        """Raises RunFailed if the run cannot continue without this daemon."""
+        if daemon.role != "rollout" or not await self._has_rollout_nodes():
             await self._give_up(daemon)
-        self.lost.append(daemon.obituary())
+        self.lost.append(daemon.exit_reason())
 
-    async def _others_roll_out(self) -> bool:
+    async def _has_rollout_nodes(self) -> bool:
         """Whether a rollout node is left, here or elsewhere."""
-        if any(d.role == "rollout" and d.name not in self._ended for d in self.daemons.values()):
+        ours = self.daemons.by_name
+        if any(d.role == "rollout" and d.name not in self._ended for d in ours.values()):
             return True
         snapshot = await self._snapshot()
         return snapshot is not None and any(
-            "rollout" in n.roles and n.state != "gone" and n.name not in self.daemons
+            "rollout" in n.roles and n.state != "gone" and n.name not in ours
             for n in snapshot.nodes
         )
 
@@ -309,7 +255,7 @@ class LocalRun:
         A coordinator that ends because its trainer failed, and the other way round, end within
         moments of each other: the one that is not the coordinator knows the reason.
         """
-        head, daemons = self._head, self.daemons.values()
+        head, daemons = self._head, self.daemons.by_name.values()
         await asyncio.wait(
             [d.ended for d in daemons if d.role != "rollout"], timeout=FOLLOWS_WITHIN_S
         )
@@ -317,15 +263,11 @@ class LocalRun:
             self._was_stopped() or (daemon.role == "rollout" and not head.has_failed)
         ):
             return
-        trainers = [d for d in daemons if d.role == "trainer" and d.gave_a_reason]
+        trainers = [d for d in daemons if d.role == "trainer" and d.is_user_error]
         cause = trainers[0] if daemon is head and trainers else daemon
-        was_revived = cause.role != "coordinator" or self.config.journal.enabled
-        often = (
-            f", {RESTARTS.max_restarts + 1} times without a step done"
-            if cause.has_crashed and was_revived
-            else ""
-        )
-        raise RunFailed(cause.obituary() + often)
+        was_restarted = cause.role != "coordinator" or self.config.journal.enabled
+        often = f", {RESTARTS.max_restarts + 1} times without a step done"
+        raise cause.failure(often if cause.has_crashed and was_restarted else "")
 
     def _was_stopped(self) -> bool:
         last = final_snapshot(self.run_dir)
@@ -338,11 +280,6 @@ class LocalRun:
                     await drain(self.address, "*", reason, self.key)
                 return
         head.signal(signal.SIGTERM)
-
-    async def _wait_all(self, timeout_s: float) -> None:
-        alive = [d.ended for d in self.daemons.values() if not d.ended.done()]
-        if alive:
-            await asyncio.wait(alive, timeout=timeout_s)
 
 
 def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = False) -> int:

@@ -1,9 +1,9 @@
-"""What the headers of a model's files say before any rank has loaded it: whether they are
-quantised, whether it has the layers that `model.lora.targets` names, and whether the torch engine
-can compute its family.
+"""Checks of a model by the headers of its files, before any rank loads it: whether it is quantised,
+has the layers that `model.lora.targets` names, and is of a family that the torch engine can
+compute.
 
 Reads no weights and must not import torch: where files do not settle it, a process asks
-transformers (trainer/model/targets.py, engine/checkpoint.py).
+transformers (trainer/model/lora.py, engine/checkpoint.py).
 """
 
 import importlib.util
@@ -43,7 +43,7 @@ def require_targets(folder: Path, targets: Sequence[str]) -> None:
     layers = {name for name in names if _is_layer(name)}
     is_plain = not any(name.endswith(".c_attn") for name in names)  # GPT-2's own kind of layer
     if not is_plain or not all(any(_is(name, t) for name in layers) for t in targets):
-        _ask("lightrl.trainer.model.targets", folder, *targets)
+        _ask("lightrl.trainer.model.lora", folder, *targets)
 
 
 def _is_layer(name: str) -> bool:

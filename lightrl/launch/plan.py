@@ -3,7 +3,7 @@
 Pure text; reads no more than how many rows the data has.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, inf
 
 from lightrl.config.algorithm import CLIP
@@ -35,45 +35,44 @@ def describe(
     devices: Sequence[str] = (),
     weights: Sequence[str] = (),
     roles: Sequence[Role] = (),
-) -> str:
-    """Several lines, each with a label of twelve columns. `devices`, `weights`: what is to be said
-    of the GPUs, and of moving a version (launch/weights_plan.py). `roles`: see `here`."""
+) -> list[str]:
+    """Lines of the dry run. `devices`, `weights`: lines about the GPUs, and about moving a version
+    (launch/weights_plan.py). `roles`: see `here`."""
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
     num_prompts = count_prompts(config.data.all_sets)
-    lines = [
-        (
-            "run",
-            f"{config.run.name}, in {config.run_dir}; the coordinator listens on {config.run.bind}",
-        ),
-        ("model", f"{config.model.path} ({config.model.dtype})"),
-        *(("" if i else "data", _set(one)) for i, one in enumerate(config.data.all_sets)),
-        (
-            "each step",
-            f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} "
-            f"responses, {_updates(config)}",
-        ),
-        (
-            "",
-            f"at most {responses:,} x {rollout.max_response_length:,} = "
-            f"{responses * rollout.max_response_length:,} generated tokens",
-        ),
-        *(("", line) for line in _mini_batches(config.train)),
-        *_tail_batching(config),
-        ("staleness", _staleness(config)),
-        ("whole run", _whole_run(config, responses, num_prompts)),
-        ("rollout", _rollout(config, slots)),
-        ("speculation", _speculation(config)),
-        ("training", _training(config, responses, roles)),
-        *(("", line) for line in _algorithm(config)),
-        *(("" if i else "devices", line) for i, line in enumerate(devices)),
-        *(("" if i else "weights", line) for i, line in enumerate(weights)),
-        *(("" if i else "evaluation", line) for i, line in enumerate(_evaluation(config))),
-        ("checkpoints", _checkpoints(config)),
-    ]
-    lines += [("note", text) for text in _notes(config, num_prompts, slots)]
-    return "\n".join(f"{label:12}{text}" for label, text in lines)
+    place = f"{config.run.name}, in {config.run_dir}; the coordinator listens on {config.run.bind}"
+    each_step = (
+        f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} "
+        f"responses, {_updates(config)}",
+        f"at most {responses:,} x {rollout.max_response_length:,} = "
+        f"{responses * rollout.max_response_length:,} generated tokens",
+    )
+    sections: dict[str, Iterable[str]] = {
+        "run": [place],
+        "model": [f"{config.model.path} ({config.model.dtype})"],
+        "data": map(_set, config.data.all_sets),
+        "each step": [*each_step, *_mini_batches(train)],
+        "tail": _tail_batching(config),
+        "staleness": [_staleness(config)],
+        "whole run": [_whole_run(config, responses, num_prompts)],
+        "rollout": [_rollout(config, slots)],
+        "speculation": [_speculation(config)],
+        "training": [_training(config, responses, roles), *_algorithm(config)],
+        "devices": devices,
+        "weights": weights,
+        "evaluation": _evaluation(config),
+        "checkpoints": [_checkpoints(config)],
+    }
+    lines = [line for label, some in sections.items() for line in labelled(label, some)]
+    notes = _notes(config, num_prompts, slots)
+    return [*lines, *(line for note in notes for line in labelled("note", [note]))]
+
+
+def labelled(label: str, lines: Iterable[str]) -> list[str]:
+    """Lines after a column of labels; the label stands before the first one."""
+    return [f"{'' if i else label:12}{line}" for i, line in enumerate(lines)]
 
 
 def here(config: Config, roles: Sequence[Role], slots: int) -> Config:
@@ -148,28 +147,25 @@ def _speculation(config: Config) -> str:
     return "off, for run.deterministic" if config.speculation.enabled else "off"
 
 
-def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
+def _tail_batching(config: Config) -> Iterator[str]:
     prompts, responses = config.train.prompts_per_step, config.rollout.group_size
     launched, launched_each = config.launched
     mode = config.round.tail_batching
     if mode == "off":
-        yield "tail", f"no tail batching; length bias: {BIAS[mode]}"
+        yield f"no tail batching; length bias: {BIAS[mode]}"
         return
     yield (
-        "tail",
         f"{mode}: a short round launches {launched:,} prompts x {launched_each} responses = "
         f"{launched * launched_each:,}, keeps the first {prompts:,} x {responses} by "
-        f"{config.round.race}",
+        f"{config.round.race}"
     )
-    put_off = launched - prompts
-    if put_off:
+    if put_off := launched - prompts:
         yield (
-            "",
             f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} short "
             f"rounds + 1 long ({prompts:,} x {responses}, waits for all); the rest at the end of "
-            "an epoch and of the run",
+            "an epoch and of the run"
         )
-    yield "", f"length bias: {BIAS[mode if launched_each > responses else config.deferred]}"
+    yield f"length bias: {BIAS[mode if launched_each > responses else config.deferred]}"
 
 
 def _staleness(config: Config) -> str:
@@ -194,11 +190,8 @@ def _staleness(config: Config) -> str:
 def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]:
     launched, launched_each = config.launched
     if num_prompts and num_prompts < launched:
-        what = (
-            "a short round launches"
-            if launched > config.train.prompts_per_step
-            else "one step takes"
-        )
+        is_short = launched > config.train.prompts_per_step
+        what = "a short round launches" if is_short else "one step takes"
         where = "data.path holds" if config.data.path else "data.sets hold"
         yield f"{where} fewer prompts ({num_prompts:,}) than {what} ({launched:,})"
     if 0 < slots < launched_each:
@@ -206,16 +199,16 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
             f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: "
             "no group runs at once; raise rollout.slots or rollout.nodes"
         )
-    yield from key_notes(config)
-    responses = config.train.prompts_per_step * config.rollout.group_size
-    if config.train.engine != "emulated":
-        yield from _overlap_notes(config, responses)
-    if config.round.tail_batching == "off":
-        for key in sorted(config.round.model_fields_set & {"eta", "race", "deferred"}):
-            if (value := getattr(config.round, key)) != type(config.round).model_fields[
-                key
-            ].default:
-                yield f"round.{key} = {value} has no effect without round.tail_batching"
+    train = config.train
+    if train.engine == "emulated" or config.run.deterministic:
+        return
+    tokens = train.prompts_per_step * config.rollout.group_size * config.max_trained_length
+    if tokens < train.max_tokens_per_gpu * (train.world // train.replicas):
+        yield (
+            f"train.max_tokens_per_gpu = {train.max_tokens_per_gpu:,}: a step has at most "
+            f"{tokens:,} tokens and fills no micro-batch on every rank, so that it is trained when "
+            "its round is over; a smaller one lets both overlap"
+        )
 
 
 def _rollout(config: Config, slots: int) -> str:
@@ -280,105 +273,101 @@ def _optimizer(optim: Optim) -> str:
 def key_notes(config: Config) -> Iterator[str]:
     """Keys that have no effect, or hardly the one that was meant."""
     if config.run.deterministic:
-        yield from _determinism_notes(config)
-    if config.train.engine != "emulated":
-        yield from _algorithm_notes(config)
-        yield from _optimizer_notes(config)
-        yield from _sync_notes(config.train)
+        yield from (f"run.deterministic does not cover {what}" for what in _not_repeated(config))
+    if config.train.deterministic is False and config.run.deterministic:
+        yield "train.deterministic = false cannot act: run.deterministic includes it"
+    if config.train.engine != "emulated" and config.train.optim.lr > HIGH_LR:
+        yield (
+            f"train.optim.lr = {config.train.optim.lr:g}: AdamW moves every weight by about as "
+            "much in one update, which soon destroys a model; 1e-6 is usual, 1e-5 to 1e-4 for "
+            "adapters"
+        )
     if config.rollout.top_p < 1 or config.rollout.top_k:
         yield "rollout.top_p, top_k: tokens that they leave out are never sampled, nor explored"
-    if config.train.mini_batches == 1 and config.train.mini_batch_order != "random":
-        yield (
-            f"train.mini_batch_order = {config.train.mini_batch_order!r} cannot act: a step is one "
-            "update with train.mini_batches = 1"
-        )
-    surplus = config.launched[0] - config.train.prompts_per_step
-    steps_left = config.train.steps - 1 - config.async_.max_staleness
-    if surplus > max(0, steps_left) * config.train.prompts_per_step:
-        yield (
-            f"round.tail_batching cannot act: after a short round train.steps = "
-            f"{config.train.steps} are too few to train what it puts off"
-        )
+    for key, why in without_effect(config):
+        yield f"{key} cannot act: {why}"
+
+
+def without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys, with their values, that cannot act, and why."""
+    train, rounds, given = config.train, config.round, config.key_value
+    if train.engine != "emulated":
+        yield from _of_training(config)
+    if train.mini_batches == 1 and train.mini_batch_order != "random":
+        yield given("train.mini_batch_order"), "a step is one update with train.mini_batches = 1"
+    surplus = config.launched[0] - train.prompts_per_step
+    steps_left = train.steps - 1 - config.async_.max_staleness
+    if surplus > max(0, steps_left) * train.prompts_per_step:
+        few = f"{given('train.steps')} are too few to train what it puts off"
+        yield "round.tail_batching", f"after a short round {few}"
+    for key in sorted(rounds.model_fields_set & {"eta", "race", "deferred"}):
+        default = type(rounds).model_fields[key].default
+        if rounds.tail_batching == "off" and getattr(rounds, key) != default:
+            yield given(f"round.{key}"), "there are no short rounds without round.tail_batching"
     for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
+        yield f"rollout.engine_args: {key}", "there are no adapters with model.lora.rank = 0"
+
+
+def _of_training(config: Config) -> Iterator[tuple[str, str]]:
+    train, algorithm, given = config.train, config.algorithm, config.key_value
+    optim = train.optim
+    keys = [k for k in ("clip_low", "clip_high") if getattr(algorithm, k) is not None]
+    keys += ["clip_dual"] if algorithm.clip_dual else []
+    what = f"algorithm.{' and '.join(keys)}" if keys else ""
+    if not keys and algorithm.name in CLIP:  # by which it differs from others
+        what = f"{given('algorithm.name')}: its clipping"
+    if what and train.mini_batches == 1 and algorithm.old_logprobs == "trainer":
         yield (
-            f"rollout.engine_args: {key} cannot act: there are no adapters with model.lora.rank = 0"
+            what,
+            "a step is one update, and its ratios to the weights before it are all 1; raise "
+            "train.mini_batches, or set algorithm.old_logprobs = 'rollout'",
         )
+    if algorithm.clip_dual and algorithm.name == "cispo":
+        yield "algorithm.clip_dual", "cispo clips the weight of a token, not its loss"
+    if algorithm.kl_type != "k3" and not algorithm.kl_coef:
+        yield given("algorithm.kl_type"), "there is no penalty with algorithm.kl_coef = 0"
+    if optim.schedule == "constant" and optim.min_lr_ratio:
+        yield "train.optim.min_lr_ratio", "train.optim.schedule = 'constant'"
+    is_new = not config.checkpoint.initial_load_path
+    if optim.schedule != "constant" and optim.warmup_steps >= train.steps and is_new:
+        why = f"all of {given('train.steps')} are train.optim.warmup_steps"
+        yield given("train.optim.schedule"), why
+    if train.sync == "last" and train.world == 1:
+        yield given("train.sync"), "there is one rank, and nothing to sum over ranks"
+    elif train.sync != "auto" and train.world == train.replicas > 1:
+        each = f"each of {given('train.replicas')} is one rank"
+        yield given("train.sync"), f"{each}, and replicas meet once an update"
 
 
-def _determinism_notes(config: Config) -> Iterator[str]:
-    """What a run that is to repeat bit for bit does not repeat."""
-    but = "run.deterministic does not cover"
+def _not_repeated(config: Config) -> Iterator[str]:
+    """What a run that should repeat bit for bit does not repeat, and why."""
     if config.round.tail_batching != "off" and config.round.race == "clock":
-        yield f"{but} round.race = 'clock': which responses are trained depends on timing"
+        yield "round.race = 'clock': which responses are trained depends on timing"
     if config.continues:
-        yield f"{but} round.deferred = 'continue': how far a response came depends on timing"
-    if most := config.async_.max_staleness:
-        yield f"{but} async.max_staleness = {most}: what samples a token depends on timing"
+        yield "round.deferred = 'continue': how far a response came depends on timing"
+    if config.async_.max_staleness:
+        ahead = config.key_value("async.max_staleness")
+        yield f"{ahead}: what samples a token depends on timing"
     if "judge" in (functions := config.reward_functions):
-        yield f"{but} the reward 'judge': its model may answer the same question differently"
+        yield "the reward 'judge': its model may answer the same question differently"
     tests = f", nor tests of 'code' that take {LONGEST_TEST_S:g} s" if "code" in functions else ""
-    limit = f"reward.timeout_s = {config.reward.timeout_s:g}"
-    yield f"{but} time-outs of rewards ({limit}): a slow call has no score{tests}"
-    if config.train.deterministic is False:
-        yield "train.deterministic = false cannot act: run.deterministic includes it"
+    limit = config.key_value("reward.timeout_s")
+    yield f"time-outs of rewards ({limit}): a slow call has no score{tests}"
 
 
 def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -> Iterator[str]:
-    """Keys that have no effect on the devices here, of which `gpus` says who gets which."""
+    """Keys that have no effect on the devices here. `gpus`: who gets which."""
     train = config.train
     is_on_cpu = not gpus.ranks and (not roles or "trainer" in roles)
+    on_cpu = "cannot act: ranks here have no GPU, and"
     if train.offload != "none" and train.engine != "emulated" and is_on_cpu:
-        yield (
-            f"train.offload = {train.offload!r} cannot act: ranks here have no GPU, and all is in "
-            "the memory of the host"
-        )
+        yield f"{config.key_value('train.offload')} {on_cpu} all is in the memory of the host"
     if train.deterministic is True and (is_on_cpu or train.engine == "emulated"):
-        yield (
-            "train.deterministic = true cannot act: ranks here have no GPU, and sums on a CPU have "
-            "one order"
-        )
-
-
-def _overlap_notes(config: Config, responses: int) -> Iterator[str]:
-    most, budget = responses * config.max_trained_length, config.train.max_tokens_per_gpu
-    ranks = config.train.world // config.train.replicas
-    if most < budget * ranks and not config.run.deterministic:
-        yield (
-            f"train.max_tokens_per_gpu = {budget:,}: a step has at most {most:,} tokens and fills "
-            "no micro-batch on every rank, so that it is trained when its round is over; a smaller "
-            "one lets both go on at once"
-        )
-
-
-def _sync_notes(train: Train) -> Iterator[str]:
-    if train.sync == "last" and train.world == 1:
-        yield "train.sync = 'last' cannot act: there is one rank, and nothing to sum over ranks"
-    elif train.sync != "auto" and train.world == train.replicas > 1:
-        yield (
-            f"train.sync = {train.sync!r} cannot act: each of train.replicas = {train.replicas} is "
-            "one rank, and replicas meet once an update"
-        )
-
-
-def _optimizer_notes(config: Config) -> Iterator[str]:
-    train, optim = config.train, config.train.optim
-    if optim.lr > HIGH_LR:
-        yield (
-            f"train.optim.lr = {optim.lr:g}: AdamW moves every weight by about as much in one "
-            "update, which soon destroys a model; 1e-6 is usual, 1e-5 to 1e-4 for adapters"
-        )
-    if optim.schedule == "constant":
-        if optim.min_lr_ratio:
-            yield "train.optim.min_lr_ratio cannot act: train.optim.schedule = 'constant'"
-    elif optim.warmup_steps >= train.steps and not config.checkpoint.initial_load_path:
-        yield (
-            f"train.optim.schedule = {optim.schedule!r} cannot act: all of train.steps = "
-            f"{train.steps:,} are train.optim.warmup_steps"
-        )
+        yield f"train.deterministic = true {on_cpu} sums on a CPU have one order"
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    """What it does where the config may not say: see config/algorithm.py."""
+    """The clipping and the weights, with the defaults of config/algorithm.py."""
     if config.train.engine == "emulated":
         return
     low, high = config.algorithm.clip
@@ -399,27 +388,6 @@ def _weights(config: Config, is_float32: bool) -> str:
         return "no importance weights"
     low, high = bounds
     return f"importance weights of {f'{low:g} to' if low else 'at most'} {high:g}"
-
-
-def _algorithm_notes(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    keys = [k for k in ("clip_low", "clip_high") if getattr(algorithm, k) is not None]
-    keys += ["clip_dual"] if algorithm.clip_dual else []
-    what = f"algorithm.{' and '.join(keys)}" if keys else ""
-    if not keys and algorithm.name in CLIP:  # by which it differs from others
-        what = f"algorithm.name = {algorithm.name!r}: its clipping"
-    if what and config.train.mini_batches == 1 and algorithm.old_logprobs == "trainer":
-        yield (
-            f"{what} cannot act: a step is one update, and its ratios to the weights before it are "
-            "all 1; raise train.mini_batches, or set algorithm.old_logprobs = 'rollout'"
-        )
-    if algorithm.clip_dual and algorithm.name == "cispo":
-        yield "algorithm.clip_dual cannot act: cispo clips the weight of a token, not its loss"
-    if algorithm.kl_type != "k3" and not algorithm.kl_coef:
-        yield (
-            f"algorithm.kl_type = {algorithm.kl_type!r} cannot act: there is no penalty with "
-            "algorithm.kl_coef = 0"
-        )
 
 
 def _evaluation(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from lightrl.launch.folder import is_new
 from lightrl.launch.model_check import require_dtypes, require_engine, require_targets
 from lightrl.messages.nodes import Role
 from lightrl.metrics.sinks import require_installed
-from lightrl.model_files import require_no_code, require_trainable
+from lightrl.model_files import HUB_ID, require_no_code, require_trainable
 from lightrl.rewards.kept import FOLDER
 from lightrl.system.threads import num_cores
 from lightrl.trainer.checkpoint.saved import MODEL
@@ -118,17 +119,6 @@ def require_new(config: Config) -> None:
     require_weights_port(config.node.weights_port, config.run.bind)
 
 
-def is_hub_id(path: str) -> bool:
-    """Whether a model or data path can only be an id on the Hugging Face hub ("org/name")."""
-    parts = path.split("/")
-    return (
-        len(parts) == 2
-        and all(parts)
-        and parts[0] not in {".", "..", "~"}
-        and not Path(path).exists()
-    )
-
-
 def _require_small_groups(config: Config) -> None:
     """A group is trained, and written down, as a whole."""
     size, length = config.rollout.group_size, config.rollout.max_response_length
@@ -155,9 +145,9 @@ def _require_place(key: str, path: str) -> None:
 def _require_model(config: Config) -> None:
     path = config.model.path
     folder = Path(path)
-    if is_hub_id(path):
+    if HUB_ID.fullmatch(path) and not folder.exists():
         found = _require_on_hub(path)
-        if found is None:  # not here yet: whoever reads it first looks at it
+        if found is None:  # not here yet: the daemon that downloads it checks it
             return
         folder = found
     else:
@@ -212,7 +202,7 @@ def _require_on_hub(name: str) -> Path | None:
 
 def _require_data(key: str, one: DataSet, config: Config) -> None:
     try:
-        if not one.path.startswith(VERIFIERS):  # whether there is such an environment, it says
+        if not one.path.startswith(VERIFIERS):  # checked when its data is read
             require_there(one)
     except DataError as e:
         raise ConfigError(f"{key} = {e}") from None
@@ -232,22 +222,15 @@ def _require_function(key: str, file: Path, name: str) -> None:
     if not file.is_file():
         raise ConfigError(f"{key} = {file}:{name}: no such file {file.name}")
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        source = file.read_bytes()
+        tree = ast.parse(source, filename=str(file))
     except SyntaxError as e:
         raise ConfigError(f"{key}: {file}:{e.lineno}: {e.msg}") from None
     except OSError as e:
         raise ConfigError(f"{key} = {file}:{name}: cannot be read: {e.strerror}") from None
-    names: set[str] = set()
-    functions: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-    if name not in {*names, *functions} and "*" not in names:
-        defined = ", ".join(sorted(functions)) or "none"
-        raise ConfigError(f"{key} = {file}:{name}: no function {name} there; it defines {defined}")
+    # A name that the file mentions, or may import, is looked for by the worker that imports it.
+    if not re.search(rf"\b{re.escape(name)}\b|import \*".encode(), source):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        defined = ", ".join(sorted(node.name for node in tree.body if isinstance(node, kinds)))
+        there = f"no function {name} there; it defines {defined or 'none'}"
+        raise ConfigError(f"{key} = {file}:{name}: {there}")

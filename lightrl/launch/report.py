@@ -31,17 +31,18 @@ from lightrl.metrics.display import (
 from lightrl.metrics.evaluation import Scores, scores_line
 from lightrl.metrics.waits import WaitLines, waiting
 from lightrl.metrics.warned import MAX_REPEATED, kind, last_warnings, warning_text
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS
+from lightrl.trainer.checkpoint.saved import CHECKPOINTS, by_step, step_of
 from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5
 LINE_EVERY_S = 2.0
+EVAL_LINE_EVERY_S = 20.0
 RETRY_S = 1.0
 # that a result must not hide
 TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")
 
 
-async def print_progress(address: str, key: str, tell: Callable[[str], None] = print) -> None:
+async def print_progress(address: str, key: str, report: Callable[[str], None] = print) -> None:
     """One line every few seconds and for every evaluation, until the run is over."""
     progress = Progress()
     while True:
@@ -49,11 +50,11 @@ async def print_progress(address: str, key: str, tell: Callable[[str], None] = p
             async with contextlib.aclosing(ask.watch(address, SNAPSHOT_EVERY_S, key)) as snapshots:
                 async for snapshot in snapshots:
                     for line in progress.lines(snapshot, time.monotonic()):
-                        tell(line)
+                        report(line)
                     if snapshot.state in OVER:
                         return
         except PeerUnreachable:
-            pass  # whoever supervises the coordinator says why
+            pass  # the launcher reports why
         await asyncio.sleep(RETRY_S)
 
 
@@ -61,7 +62,7 @@ class Progress:
     """What has been printed already."""
 
     def __init__(self) -> None:
-        self._said_at = float("-inf")
+        self._said_at = self._eval_said_at = float("-inf")
         self._step = 0
         self._num_evals = 0
         self._state = ""
@@ -75,7 +76,7 @@ class Progress:
         if state != self._state and s.state in {"starting", "finishing", "stopped", "failed"}:
             yield state
         self._state = state
-        if self._is_first and s.step > 0:  # resumed: told before
+        if self._is_first and s.step > 0:  # resumed: printed before
             self._step, self._num_evals = s.step, len(s.evals)
         self._is_first = False
         for row in s.warnings:
@@ -83,6 +84,9 @@ class Progress:
                 self._warned.add(of)
                 yield f"{WARNING}{warning_text(row)}"
         yield from self._waits.lines(s.wait, now)
+        if s.round_kind == "eval" and now - self._eval_said_at >= EVAL_LINE_EVERY_S:
+            self._eval_said_at = now
+            yield f"evaluating: {_evaluated(s)}"
         evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
@@ -96,6 +100,15 @@ class Progress:
                 + f"  {duration(s.elapsed_s)}"
             )
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] >= s.step)
+
+
+def _evaluated(s: Snapshot) -> str:
+    done = s.responses_done
+    total = done + s.responses_running + s.responses_queued
+    speed = f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else ""
+    scored = f"  {s.round_accepted:,} of {s.round_needed:,} prompts are scored"
+    waits = scored if done == total else ""
+    return f"{done:,} of {total:,} responses{waits}{speed}  {duration(s.elapsed_s)}"
 
 
 def _eval_line(num_steps: int, step: int, scores: Scores) -> str:
@@ -142,7 +155,7 @@ def repeated_warnings(run_dir: Path) -> list[str]:
         last = final_snapshot(run_dir)
         return last_warnings(last.warnings, but=stop_reason(run_dir)) if last is not None else []
     except LightRLError:
-        return []  # whoever reads the result says why
+        return []  # the result reports why
 
 
 def stop_reason(run_dir: Path) -> str:
@@ -152,16 +165,10 @@ def stop_reason(run_dir: Path) -> str:
 
 def exported_model(run_dir: Path) -> Path | None:
     """The newest Hugging Face model directory that the run has written."""
-    folders = (run_dir / CHECKPOINTS).glob("step_*/hf")
+    folders = [path / "hf" for path in by_step(run_dir / CHECKPOINTS)]
     names = ("config.json", "adapter_config.json")
     found = [f for f in folders if any((f / name).is_file() for name in names)]
-    return max(found, key=_step_of, default=None)
-
-
-def _step_of(folder: Path) -> int:
-    """Of checkpoints/step_N/hf."""
-    step = folder.parent.name.removeprefix("step_")
-    return int(step) if step.isdecimal() else -1
+    return max(found, key=lambda folder: step_of(folder.parent), default=None)
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

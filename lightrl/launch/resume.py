@@ -1,5 +1,4 @@
-"""`lightrl resume RUN`: whether a run can go on, with which config, and what must be so before it
-starts.
+"""`lightrl resume RUN`: whether a run can continue, and with which config.
 
 Refuses in one line what would lose or falsify something. Starts nothing.
 """
@@ -29,6 +28,7 @@ from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.system.output import print_lines
+from lightrl.trainer.checkpoint.checksums import find_corruption
 from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,
     REWOUND,
@@ -38,7 +38,6 @@ from lightrl.trainer.checkpoint.saved import (
     set_aside,
     step_of,
 )
-from lightrl.trainer.checkpoint.seal import damage
 
 # how a model and its batches lie on devices: the same result, up to rounding
 HOW_IT_LIES = (
@@ -64,7 +63,7 @@ FIXED = ("journal.enabled", "checkpoint.dir", "checkpoint.initial_load_path", "t
 def prepare(
     target: str | None, overrides: Sequence[str] = (), from_checkpoint: bool = False
 ) -> Config:
-    """The config of the run in a directory, of a name, or the latest one, ready to go on.
+    """The config of the run in a directory, of a name, or the latest one, ready to continue.
 
     `from_checkpoint`: what came after the newest checkpoint is forgotten, for a journal or data
     that cannot be trusted. Raises LightRLError, one line; the run is then as it was, but for
@@ -72,9 +71,9 @@ def prepare(
     """
     run_dir = find_folder(target, "resume a run by its directory or name")
     before = load_config(run_dir / CONFIG_FILE)
-    config = _changed(run_dir, before, overrides)
+    config, changed = _changed(run_dir, before, overrides)
     _require_unfinished(run_dir, config)
-    if not from_checkpoint and (change := _rounds_otherwise(before.train, config.train)):
+    if not from_checkpoint and (change := _rounds_otherwise(before.train, config, changed)):
         _require_all_saved(run_dir, change)
     if config.train.steps != before.train.steps:
         _require_steps_left(run_dir, config.train.steps, from_checkpoint)
@@ -91,9 +90,9 @@ def prepare(
         (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
     if from_checkpoint:
         print_lines(_rewind(run_dir))
-    if changed := _other_optim(before.train, config.train):
+    if optim := [config.key_value(key) for key in changed if key.startswith("train.optim.")]:
         done = newest_checkpoint(run_dir) or 0
-        print_lines(f"from step {done + 1} on: {', '.join(changed)}; those before stay as they are")
+        print_lines(f"from step {done + 1} on: {', '.join(optim)}; those before stay as they are")
     try:
         restore_keys(run_dir)
     except OSError as e:
@@ -108,19 +107,23 @@ def has_journal(run_dir: Path) -> bool:
     return bool(segments(run_dir / FOLDER))
 
 
-def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
-    """The config with overrides, of this directory wherever it lies now. Raises ConfigError."""
+def _changed(
+    run_dir: Path, before: Config, overrides: Sequence[str]
+) -> tuple[Config, Sequence[str]]:
+    """The config with overrides, of this directory wherever it lies now, and the keys with other
+    values. Raises ConfigError."""
     after = load_config(run_dir / CONFIG_FILE, overrides)
     old = dict(flat(before.model_dump(mode="json", by_alias=True)))
     new = dict(flat(after.model_dump(mode="json", by_alias=True)))
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and (key in FIXED or not key.startswith(MAY_CHANGE)):
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    for key in changed:
+        if key in FIXED or not key.startswith(MAY_CHANGE):
             may = ", ".join(f"{k}*" if k.endswith(".") else k for k in MAY_CHANGE)
             raise ConfigError(
                 f"{key}: cannot change on a resume; these can: {may} (except {', '.join(FIXED)})"
             )
     place = {"dir": str(run_dir.parent), "name": run_dir.name}
-    return after.model_copy(update={"run": after.run.model_copy(update=place)})
+    return after.model_copy(update={"run": after.run.model_copy(update=place)}), changed
 
 
 def _require_unfinished(run_dir: Path, config: Config) -> None:
@@ -136,23 +139,15 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
         raise ConfigError(f"train.steps = {steps}: {done} steps are done already")
 
 
-def _other_optim(then: Train, now: Train) -> list[str]:
-    """What of the optimizer has changed; none of it is part of its state."""
-    old, new = then.optim.model_dump(mode="json"), now.optim.model_dump(mode="json")
-    return [f"train.optim.{key} = {value}" for key, value in new.items() if value != old[key]]
-
-
-def _rounds_otherwise(then: Train, now: Train) -> str:
-    """What makes other bits of the same steps; "" if nothing does."""
-    if changed := _other_optim(then, now):
-        return changed[0]
-    if now.world != then.world:
-        return f"train.nodes x train.ranks = {now.world}"
-    for key in HOW_IT_LIES:
-        if (value := getattr(now, key)) != getattr(then, key):
-            return f"train.{key} = {value}"
-    if now.steps != then.steps and now.optim.schedule != "constant":
-        return f"train.steps = {now.steps} (train.optim.schedule)"
+def _rounds_otherwise(then: Train, config: Config, changed: Sequence[str]) -> str:
+    """The first change that makes other bits of the same steps; "" if there is none."""
+    rounding = ("train.optim.", *(f"train.{key}" for key in HOW_IT_LIES))
+    if keys := [key for key in changed if key.startswith(rounding)]:
+        return config.key_value(keys[0])
+    if config.train.world != then.world:
+        return f"train.nodes x train.ranks = {config.train.world}"
+    if config.train.steps != then.steps and config.train.optim.schedule != "constant":
+        return f"train.steps = {config.train.steps} (train.optim.schedule)"
     return ""
 
 
@@ -189,7 +184,7 @@ def _require_dead(run_dir: Path) -> None:
         try:
             snapshot = asyncio.run(ask(address, read_key(run_dir / KEY_FILE)))
         except LightRLError:
-            pass  # whoever that is
+            pass  # another program
         else:
             if is_same(snapshot, run_dir):
                 raise LightRLError(alive)
@@ -211,17 +206,17 @@ def _require_free(config: Config, left: str | None) -> None:
     except ConfigError:
         raise ConfigError(
             f"{left}: taken by another program now; run.bind=tcp://HOST:PORT lets the run "
-            "go on elsewhere"
+            "continue elsewhere"
         ) from None
 
 
 def _rewind(run_dir: Path) -> str:
-    """Cuts the journal back to the newest checkpoint that is as it was saved; a line that says to
-    which, and where the rest is."""
+    """Cut the journal back to the newest sound checkpoint. Returns a line that names it, and where
+    the rest is."""
     from lightrl.journal.read import LOG, rewind  # numpy comes with it
 
     try:
-        path = newest_sound(run_dir / CHECKPOINTS, damage, print_lines)
+        path = newest_sound(run_dir / CHECKPOINTS, find_corruption, print_lines)
         if path is None:
             raise LightRLError(f"{relative(run_dir)}: has no undamaged checkpoint")
         step = step_of(path)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,18 @@ from lightrl.client.address import relative
 from lightrl.client.find_run import final_snapshot
 from lightrl.config.schema import Config
 from lightrl.core.state import RunState
-from lightrl.devices.assign import Assignment
-from lightrl.devices.plan import for_run
 from lightrl.errors import ConfigError
+from lightrl.launch.checks import Finding, Setup, judge
 from lightrl.launch.daemons import RunFailed
-from lightrl.launch.initial import begins_with, settled
+from lightrl.launch.initial import begins_with
 from lightrl.launch.local import LocalRun, join_lines
-from lightrl.launch.plan import device_notes, key_notes
-from lightrl.launch.preflight import require_files, require_here, require_new
 from lightrl.launch.report import print_progress, repeated_warnings, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
-from lightrl.launch.weights_plan import notes
 from lightrl.log import LogSettings, configure_file
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import never_fail, print_lines
 from lightrl.system.process import stop_signals
-from lightrl.system.threads import in_thread
+from lightrl.system.threads import cancel, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -39,40 +35,54 @@ logger = logging.getLogger(__name__)
 async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     """The exit status: 0 only if the run finished. Raises LightRLError, one line, if it failed.
 
-    With `resume`, which launch/resume.py has prepared, the run in the directory goes on.
+    With `resume`, which launch/resume.py has prepared, the run in the directory continues.
     """
-    never_fail()
     if config.eval.checkpoint:
         raise ConfigError("eval.checkpoint: is for lightrl eval CHECKPOINT CONFIG; leave it out")
-    if not resume:
-        require_files(config)
-        config = settled(config)
-        require_new(config)
-    require_here(config)
+    setup = Setup(config, starts=True, is_resumed=resume)
+    notes = [finding.text for finding in await judged(setup, print_lines) if finding.is_note]
+    assert setup.config is not None
+    if not resume and (lines := list(begins_with(setup.config))):
+        notes.append("; ".join([f"begins with {lines[0]}", *lines[1:]]))
+    run_dir, interrupted = await run_to_end(setup, notes, print_lines, tui)
+    return _conclude(run_dir, interrupted)
+
+
+async def judged(setup: Setup, report: Callable[[str], None]) -> list[Finding]:
+    """The findings before a start. Raises LightRLError, one line, if it is refused."""
+    never_fail()
+    return await retry_on_resource_limit(
+        lambda: in_thread(lambda: list(judge(setup, "up"))), "the checks before the start", report
+    )
+
+
+async def run_to_end(
+    setup: Setup, notes: Sequence[str], report: Callable[[str], None], tui: bool = False
+) -> tuple[Path, bool]:
+    """Start a run that was judged, and watch it until it is over, or until a signal. Returns its
+    directory, and whether it was interrupted. Raises RunFailed."""
+    config = setup.config
+    assert config is not None
     configure_log(config)
-    gpus = await find_gpus(config, print_lines)
-    said = (*notes(config, gpus), *key_notes(config), *device_notes(config, gpus))
-    for note in (*gpus.notes, *said):
-        print_lines(note)
-    if not resume and (lines := list(begins_with(config))):
-        print_lines("; ".join([f"begins with {lines[0]}", *lines[1:]]))
+    for note in notes:
+        report(note)
     later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, resume, later.append if tui else print_lines, gpus)
+    local = LocalRun(config, setup.is_resumed, later.append if tui else report, setup.gpus)
     try:
-        interrupted = await to_its_end(local, _live(local, tui), print_lines)
+        interrupted = await _to_its_end(local, _live(local, tui, report), report)
     finally:
         for line in (*later, *repeated_warnings(local.run_dir)):
-            print_lines(line)
+            report(line)
     for line in local.lost:
-        print_lines(f"failed during the run: {line}")
-    return _conclude(local.run_dir, interrupted)
+        report(f"failed during the run: {line}")
+    return local.run_dir, interrupted
 
 
-async def to_its_end(
-    local: LocalRun, live: Coroutine[Any, Any, None], tell: Callable[[str], None]
+async def _to_its_end(
+    local: LocalRun, live: Coroutine[Any, Any, None], report: Callable[[str], None]
 ) -> bool:
-    """Has `live` start the daemons and wait for their end, or for a signal; then ends those that
-    are left. Whether it was interrupted. Raises RunFailed."""
+    """Await `live`, or a signal; then end the daemons that are left. Returns whether it was
+    interrupted. Raises RunFailed."""
     stopped = asyncio.Event()
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -84,7 +94,7 @@ async def to_its_end(
         if not living.done():
             reason = "interrupted"
             await cancel(living)  # gives the terminal back first
-            tell("stopping ...")
+            report("stopping ...")
         else:
             living.result()
     except RunFailed as e:
@@ -97,29 +107,23 @@ async def to_its_end(
     return reason == "interrupted"
 
 
-async def find_gpus(config: Config, tell: Callable[[str], None]) -> Assignment:
-    """For all daemons of the run that are to be here. Raises ConfigError, one line."""
-    return await retry_on_resource_limit(
-        lambda: in_thread(for_run, config), "the search for devices", tell
-    )
-
-
 def configure_log(config: Config) -> None:
-    """What a person sees here stays plain; the log tells machines which daemons were started."""
+    """The log of this process: which daemons were started. The user sees plain lines instead."""
     level, as_json = config.logging.level, config.logging.json_
     file = config.run_dir.resolve() / "logs" / "launcher.log"
     configure_file(LogSettings("launcher", socket.gethostname(), level, as_json), file)
 
 
-async def _live(local: LocalRun, tui: bool) -> None:
-    """Starts the daemons and shows the run until it is over."""
-    print_lines(f"run {local.config.run.name} in {local.run_dir}")
+async def _live(local: LocalRun, tui: bool, report: Callable[[str], None]) -> None:
+    """Start the daemons and show the run until it is over."""
+    report(f"run {local.config.run.name} in {local.run_dir}")
     await local.start()
-    for line in await local.what_was_found():
-        print_lines(line)
-    for line in join_lines(local.address, local.config.run.bind, local.run_dir):
-        print_lines(line)
-    watching = asyncio.create_task(_watch(local, tui), name="view")
+    for line in await local.resumed_line():
+        report(line)
+    if not local.config.eval.checkpoint:
+        for line in join_lines(local.address, local.config.run.bind, local.run_dir):
+            report(line)
+    watching = asyncio.create_task(_watch(local, tui, report), name="view")
     try:
         await local.until_over()
         with contextlib.suppress(TimeoutError):
@@ -129,27 +133,27 @@ async def _live(local: LocalRun, tui: bool) -> None:
         await cancel(watching)
 
 
-async def _watch(local: LocalRun, tui: bool) -> None:
+async def _watch(local: LocalRun, tui: bool, report: Callable[[str], None]) -> None:
     """The screen until q, plain lines after that or without a screen."""
     if tui:
         from lightrl.tui.app import watch_live
 
         if await watch_live(local.address, local.key, stay=False):
             return
-        print_lines("the run goes on; ctrl-C stops it")
-    await print_progress(local.address, local.key, print_lines)
+        report("the run continues; ctrl-C stops it")
+    await print_progress(local.address, local.key, report)
 
 
 def _conclude(run_dir: Path, interrupted: bool) -> int:
     last = final_snapshot(run_dir)
     if last is not None and last.state != RunState.FINISHED:
         where = f"{last.state} at step {last.step} of {last.num_steps} ({stop_reason(run_dir)})"
-        print_lines(f"{where}; the run is in {run_dir}{_how_to_go_on(run_dir)}")
+        print_lines(f"{where}; the run is in {run_dir}{_how_to_continue(run_dir)}")
         return 1
     if last is None and interrupted:
         there = run_dir.exists()
         print_lines(
-            f"interrupted; the run is in {run_dir}{_how_to_go_on(run_dir)}"
+            f"interrupted; the run is in {run_dir}{_how_to_continue(run_dir)}"
             if there
             else "interrupted"
         )
@@ -158,11 +162,5 @@ def _conclude(run_dir: Path, interrupted: bool) -> int:
     return 0
 
 
-def _how_to_go_on(run_dir: Path) -> str:
+def _how_to_continue(run_dir: Path) -> str:
     return f"; continue it with: lightrl resume {relative(run_dir)}" if has_journal(run_dir) else ""
-
-
-async def cancel(*tasks: "asyncio.Task[object]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

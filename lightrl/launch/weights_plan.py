@@ -14,7 +14,7 @@ from lightrl.devices.driver import Machine, look
 from lightrl.devices.plan import training
 from lightrl.weights.machine import scratch
 
-LINES_GBIT = (1, 10, 100)  # for which seconds are said
+LINES_GBIT = (1, 10, 100)  # for which seconds are reported
 
 
 def version_size(config: Config, machine: Machine) -> memory.VersionSize | None:
@@ -51,18 +51,17 @@ def describe(config: Config, machine: Machine) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ParkingRoom:
-    """Whether the host has memory for what ranks park there, in words."""
+class Room:
+    """Whether this machine has room for something, and a line about it."""
 
     is_enough: bool
     text: str
 
 
-def room_to_park(
-    config: Config, machine: Machine, available: int | None = None
-) -> ParkingRoom | None:
-    """Of all ranks that `lightrl up` starts here; None where nothing is parked, or nothing is known
-    of the model. `available`: bytes of the host; it is asked by default."""
+def room_to_park(config: Config, machine: Machine, available: int | None = None) -> Room | None:
+    """In the memory of the host, for all ranks that `lightrl up` starts here; None where nothing is
+    parked, or the model is not here. `available`: bytes of the host; default: those that are free
+    now."""
     size, shape = version_size(config, machine), memory.shape_of_folder(Path(config.model.path))
     if config.rollout.placement != "shared" or size is None or shape is None:
         return None
@@ -76,11 +75,11 @@ def room_to_park(
         f"{_bytes(versions)} of versions; {_bytes(more)} more in the middle of a step"
     )
     if not machine.gpus:
-        return ParkingRoom(True, f"{what}; on a CPU that is memory that they had before")
+        return Room(True, f"{what}; on a CPU that is memory that they had before")
     free = scratch.available_memory() if available is None else available
     if free >= parked + versions + more:
-        return ParkingRoom(True, what)
-    return ParkingRoom(
+        return Room(True, what)
+    return Room(
         False,
         f"{what}: it has {_bytes(free)} free; more memory, more trainer nodes, "
         "train.optim.name = 'adamw8bit' or rollout.placement = 'own' helps",
@@ -113,7 +112,7 @@ def notes(config: Config, gpus: Assignment) -> list[str]:
 
 
 def _ways(config: Config, size: memory.VersionSize) -> list[str]:
-    """How nodes get a version, as weights.broadcast says."""
+    """How nodes get a version, by weights.broadcast."""
     mode, num = config.broadcast, config.rollout.nodes
     who = f"the {num} nodes" if num else "nodes"
     maps = (
@@ -148,16 +147,8 @@ def _broadcast_seconds(size: memory.VersionSize) -> str:
     return f"by broadcast at {gbit} Gbit/s: {seconds}, once over each line"
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Where the versions of a run find room on this machine, and what is to be said of that."""
-
-    folder: Path | None
-    text: str
-
-
 def room(config: Config) -> Room | None:
-    """None where nothing is known of the model."""
+    """In shared memory or on disk, for the versions of a run; None where the model is not here."""
     size = version_size(config, look())
     if size is None:
         return None
@@ -168,10 +159,10 @@ def room(config: Config) -> Room | None:
         if num_free >= needed:
             is_slow = root != scratch.roots()[0]
             slower = ": shared memory is too small for them, and the disk slower" if is_slow else ""
-            return Room(root, f"{what} fit into {root}{slower}")
+            return Room(True, f"{what} fit into {root}{slower}")
     found = ", ".join(f"{_bytes(num_free)} in {root}" for root, num_free in free.items())
     return Room(
-        None, f"{what} need {_bytes(needed)}; free are {found}: set TMPDIR to a larger disk"
+        False, f"{what} need {_bytes(needed)}; free are {found}: set TMPDIR to a larger disk"
     )
 
 

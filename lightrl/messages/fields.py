@@ -29,7 +29,6 @@ MAX_DELTAS = 256  # in a chain
 MAX_TRAINERS = 4096  # nodes that train together
 MAX_PARTS = 1 << 16  # of their devices
 MAX_RELAYED_BYTES = 192 << 20  # of a frame from one of them to another
-MAX_SUMS = 16  # of a broadcast
 MAX_METRICS = 4096
 MAX_ROWS = 1 << 16  # of a list that is shown
 MAX_EVALS = 1 << 14  # of a run
@@ -49,7 +48,6 @@ Tokens: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
 Bits: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES // 32)]
 Relayed: TypeAlias = Annotated[bytes, Meta(max_length=MAX_RELAYED_BYTES)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-UInt64: TypeAlias = Annotated[int, Meta(ge=0)]
 # not negative, and written down as int32
 Int32: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]  # of the policy; a step, too

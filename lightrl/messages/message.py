@@ -12,10 +12,8 @@ Senders and receivers (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
-                   BroadcastOpened BroadcastJoined BroadcastSums BroadcastFailed
-                   TrainerRelay Released Parked
+                   BroadcastStatus TrainerRelay Released Parked
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
-                   OpenBroadcast JoinBroadcast SendBroadcast BroadcastSums
                    TrainerSet TrainerRelay Release Wake Give Park
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
@@ -23,19 +21,17 @@ Senders and receivers (node = any daemon, head = the coordinator's daemon):
 
 from typing import TypeAlias
 
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
-    VersionTaken,
-)
+from lightrl.messages.broadcasts import BroadcastStatus, VersionTaken
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate, TokenChunk
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
@@ -64,21 +60,15 @@ Message: TypeAlias = (
     | BadSource
     | WeightsFailed
     | VersionTaken
-    | OpenBroadcast
-    | BroadcastOpened
-    | JoinBroadcast
-    | BroadcastJoined
-    | SendBroadcast
-    | BroadcastSums
-    | BroadcastFailed
+    | BroadcastStatus
     | TrainerSet
     | TrainerRelay
-    | Release
-    | Released
-    | Wake
-    | Give
-    | Park
-    | Parked
+    | SleepEngine
+    | EngineAsleep
+    | WakeEngine
+    | AssignDevices
+    | SuspendTrainer
+    | TrainerSuspended
     | Drain
     | Bye
     | Watch

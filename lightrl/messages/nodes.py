@@ -25,7 +25,7 @@ from lightrl.messages.fields import (
 from lightrl.messages.load import Load
 from lightrl.messages.weights import WeightsProgress
 
-PROTOCOL = 16
+PROTOCOL = 17
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # the refusal of a node that comes too late

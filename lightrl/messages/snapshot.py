@@ -99,7 +99,7 @@ class NodeRow:
     loop_lag_ms: float = 0.0
     # of the version that it pulls
     weights: WeightsProgress | None = None
-    broadcast: Word = ""  # by which its next version comes: forming sending proving
+    broadcast: Word = ""  # by which its next version comes: forming sending
     # None: it shares no devices; else for how long it is in its state, and so on its side
     state_s: float | None = None
     # whose devices those are; which part of them, None: they change sides as a whole

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.messages.fields import (
     MAX_ADDRESSES,
     MAX_DELTAS,
@@ -132,8 +133,8 @@ class PublishWeights:
     # the model each; () = there is one
     portions: Annotated[tuple[Int32, ...], RESPONSES] = ()
     replicas: Annotated[tuple[Int32, ...], RESPONSES] = ()
-    # the broadcast group by which the node gets it; "" = it pulls. Sources have the manifest
-    group: Word = ""
+    # the broadcast group by which the node gets it; None = it pulls. Sources have the manifest
+    group: BroadcastGroup | None = None
     # the version is adapters: only together with this it is weights
     base: WeightsBase | None = None
 
@@ -169,7 +170,7 @@ class WeightsReady:
     delta_bytes: Count = 0
     # largest difference of a logprob to the trainer's; None = not compared
     canary_diff: float | None = None
-    # until it had been received and proved, if it came by broadcast: then there is no file of it
+    # until it had been received, if it came by broadcast: then there is no file of it
     broadcast_s: float | None = None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.worth import Outcome
+from lightrl.core.nodes.cost_model import Outcome
 from lightrl.messages.costs import CostRow, StepForecast
 
 MAX_DEVICE_FIGURES = 512  # of single nodes; the size of a message is limited
@@ -60,7 +60,7 @@ def turns_figures(core: Coordinator, step: int) -> dict[str, float]:
     engines of several sizes, use in turn."""
     figures = {f"planner/{name}": value for name, value in core.sizes.figures(step).items()}
     if core.fleet.devices.nodes:
-        figures |= {f"offload/{name}": value for name, value in core.handover.figures.items()}
-        seconds = islice(core.handover.device_s.items(), MAX_DEVICE_FIGURES)
+        figures |= {f"offload/{name}": value for name, value in core.colocation.figures.items()}
+        seconds = islice(core.colocation.device_s.items(), MAX_DEVICE_FIGURES)
         figures |= {f"device_s/{name}": value for name, value in seconds}
     return figures

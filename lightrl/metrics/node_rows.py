@@ -4,9 +4,9 @@ import os
 import socket
 from dataclasses import replace
 
-from lightrl.core.fleet import Fleet
+from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.state import NodeState
-from lightrl.core.weight_sources import PULLING
+from lightrl.core.weights.weight_sources import PULLING
 from lightrl.messages.snapshot import NodeRow
 
 HALF_LIFE_S = 2.0  # of a rate

@@ -409,8 +409,8 @@ class Records:
             "nodes_joined": core.fleet.num_joined,
             "weights_failed": core.fleet.num_weights_failed,
             "bad_sources": core.fleet.num_bad_sources,
-            "broadcasts": core.fleet.broadcasts.groups.num_sent,
-            "broadcasts_lost": core.fleet.broadcasts.groups.num_lost,
+            "broadcasts": core.fleet.broadcasts.num_sent,
+            "broadcasts_lost": core.fleet.broadcasts.num_lost,
             "bad_frames": self.bad_frames,
         }
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightrl.core.arrays import encode
-from lightrl.core.backlog import Backlog
-from lightrl.core.staleness import staleness
+from lightrl.core.rounds.backlog import Backlog
+from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import DrawnPrompt, GroupState, Response, Round
 
 MIN_AT_RISK = 10  # observations up to whose length a mean is estimated, if some are censored
@@ -182,7 +182,7 @@ class Bias:
                 if continues and r.index in before:
                     state.tally.add(before[r.index], -1)
                 state.tally.add(outcome, is_launched=continues or r.index not in before)
-            if group.state is GroupState.PUT_OFF:
+            if group.state is GroupState.DEFERRED:
                 state.put_off[key] = before | outcomes
         tokens = sum(r.num_new for group in round.groups.values() for r in group.responses)
         state.tokens += tokens
@@ -221,7 +221,7 @@ class Bias:
         since |= {_key(p.prompt): p.since for p in backlog.put_off}
         steps = [round.step - step for step in since.values()]
         for group in round.groups.values():
-            if group.state is not GroupState.PUT_OFF:
+            if group.state is not GroupState.DEFERRED:
                 since.pop(_key(group.prompt), None)
         return max([0, *steps])
 

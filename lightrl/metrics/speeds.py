@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lightrl.core.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow
 from lightrl.core.commands import CloseRound, CloseStep, Command, ScoreResponse, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -22,7 +21,8 @@ from lightrl.core.events import (
     TokensArrived,
     WeightsConfirmed,
 )
-from lightrl.core.speed import size_of
+from lightrl.core.nodes.chunk_stats import ENOUGH_STEPS, MOST, ChunkWindow
+from lightrl.core.nodes.speed import size_of
 from lightrl.core.state import Node
 from lightrl.messages.responses import Abort, Generate, ResponseRequest, TokenChunk
 from lightrl.messages.training import TrainShard

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightrl.core.fleet import Fleet
+from lightrl.core.nodes.fleet import Fleet
 from lightrl.messages.weights import WeightsReady
 
 # names of weights/..., over nodes and over steps

@@ -24,12 +24,11 @@ from lightrl.engine.base import (
 )
 from lightrl.engine.start import EngineChild, resolve_engine, start_engine
 from lightrl.errors import EngineError, EngineUnusable, first_error
-from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
 from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.responses import Abort, Generate, TokenChunk
-from lightrl.messages.sharing import Release, Wake
+from lightrl.messages.sharing import SleepEngine, WakeEngine
 from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsProgress
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.engine_spec import engine_spec
@@ -42,7 +41,6 @@ from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.weights.broadcast.rendezvous import GroupJoined
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 
@@ -189,23 +187,19 @@ class RolloutAgent:
 
     def handle(
         self,
-        message: Generate | Abort | PublishWeights | JoinBroadcast | BroadcastSums | Release | Wake,
+        message: Generate | Abort | PublishWeights | SleepEngine | WakeEngine,
     ) -> None:
         """Handle a message of the coordinator."""
         match message:
-            case Release() | Wake():
+            case SleepEngine() | WakeEngine():
                 self._turns.order(message, self.state is EngineState.STARTING)
-                if isinstance(message, Wake) and self._turns.refusal:
+                if isinstance(message, WakeEngine) and self._turns.refusal:
                     self._refuse(self._turns.refusal)
             case PublishWeights(version) if reason := self._turns.refusal:
                 self._send(WeightsFailed(version, reason[:MAX_TEXT]))
             case PublishWeights():
                 self._member.offered(message)
                 self._weights.offer(message)
-            case JoinBroadcast():
-                self._member.join(message)
-            case BroadcastSums():
-                self._member.take_sums(message)
             case Abort(attempts):
                 self._unacked.forget(attempts)
                 if self.state is not EngineState.STARTING:
@@ -267,7 +261,7 @@ class RolloutAgent:
                 tasks.create_task(orders.run(started), name="orders")
                 for is_due, limit_s in (
                     (self._is_reply_due, node.patience_s),
-                    (self._is_broadcast_due, member.patience_s),
+                    (lambda: member.is_ending, member.patience_s),
                     (self._is_start_due, node.patience_s),
                     (self._is_release_due, node.grace_s),
                 ):
@@ -293,7 +287,7 @@ class RolloutAgent:
         self.num_workers, self.device = 0, ""
         if was_ours:
             self._refuse(self._turns.refusal or reason)
-        self._member.ended(reason)
+        self._member.ended()
 
     def _refuse(self, reason: str) -> None:
         """Report that the version that is wanted is not served."""
@@ -307,17 +301,7 @@ class RolloutAgent:
         other deadlines."""
         if self.state in IS_LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
-        return (
-            self.state is EngineState.SERVING
-            and bool(self._running)
-            and not self._member.is_joining
-        )
-
-    def _is_broadcast_due(self) -> bool:
-        """Whether the engine joins a group, or reports the end of a broadcast."""
-        if self.state in IS_LOADING:
-            return self._member.is_ending or self._member.is_joining_first
-        return self._member.is_joining
+        return self.state is EngineState.SERVING and bool(self._running)
 
     def _is_start_due(self) -> bool:
         """Other processes wait for the devices. A start is not cut short: where turns are shorter
@@ -374,8 +358,6 @@ class RolloutAgent:
                     logger.debug("the engine woke in %.2f s", seconds)
                 case EngineFailed(reason, None, is_unusable):
                     raise EngineUnusable(reason) if is_unusable else EngineError(reason)
-                case GroupJoined() as joined:
-                    self._member.joined(joined)
                 case EngineFailed() as failed:
                     self.move(EngineChange.LOAD_FAILED)
                     if not failed.is_dropped:

@@ -1,178 +1,106 @@
-"""A node as a member of broadcast groups: what its engine is told of them, and what it answers.
+"""A node as a receiver of broadcasts: what its engine receives, and whether that is still wanted.
 
-Owns the group of the engine that runs, which version it receives, and the two words that decide on
-that: what the training ranks have sent, or that it is not wanted any more. Each is said to the
-engine as soon as it is known, once. Forms no group: that is the engine's business, and who is a
-member the coordinator's.
+Owns which version the engine receives. Forms no group: the engine does so. Which nodes are members
+the coordinator decides.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
-from lightrl.engine.base import EngineCommand, ProveWeights, ReceiveWeights
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastSums,
-    JoinBroadcast,
-)
+from lightrl.engine.base import EngineCommand, LeaveGroup, ReceiveWeights
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.fetched import are_same
 from lightrl.system.addresses import not_everywhere
-from lightrl.weights.broadcast.rendezvous import GroupJoined, JoinGroup, Membership
+from lightrl.weights.broadcast.membership import Membership, transfer_limit_s
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
-# Times the time limit of a group: in that an engine notices by itself that nothing moves, even one
-# whose workers are processes that cannot be told. It may need a moment more to end what it was at,
-# and of this the first look (system/child.py) may take away an eighth.
+# Times the time limit of a group, in which an engine notices by itself that nothing moves, even one
+# whose workers are other processes. It may need a moment more to end what it does, and the first
+# look (system/child.py) may take away an eighth.
 PATIENCE = 1.5
 
 
 class BroadcastMember:
-    """Of one node, whatever engine it has: `started` and `ended` say which."""
+    """Of one node, whatever engine it has; `started` and `ended` follow the engine."""
 
     def __init__(
         self, send: Callable[[Message], None], coordinator_host: str, timeout_s: float
     ) -> None:
-        """`timeout_s`: how long a member of a group waits while nothing moves."""
+        """`timeout_s`: how long a member of a group waits without progress."""
         self.patience_s = PATIENCE * timeout_s
         self._send = send
         self._coordinator_host = coordinator_host
         self._timeout_s = timeout_s
         self._order: Callable[[EngineCommand], None] | None = None  # of an engine, if there is one
-        self._group = ""  # that the engine is in, or was told last to join
-        self._num_joining = 0  # orders to join that it has not answered
-        self._num_before = 0  # of these, before a version that it was told to load
-        self._sums: BroadcastSums | None = None  # that came last
-        self._announced: PublishWeights | None = None  # to come, the engine has not been told yet
+        self._announced: PublishWeights | None = None  # its manifest is being pulled
         self._receiving: PublishWeights | None = None
-        self._has_said = False  # to the engine, how what it receives ends
         self._is_withdrawn = False
 
     @property
-    def is_joining(self) -> bool:
-        """The engine waits for other members."""
-        return self._num_joining > 0
-
-    @property
-    def is_joining_first(self) -> bool:
-        """The same, before it loads the version that it has been told to load."""
-        return self._num_before > 0
-
-    @property
     def is_receiving(self) -> bool:
-        """The engine waits for training ranks, or for what they say that they have sent."""
-        return self._receiving is not None and not self._has_said
+        """The engine waits for the trainer and other members; see `limit_s`."""
+        return self._receiving is not None and not self._is_withdrawn
 
     @property
     def is_ending(self) -> bool:
-        """The engine has been told how what it receives ends, what was sent or that it be dropped,
-        and has not answered. What is still to come is in buffers on its way, with no rank."""
-        return self._receiving is not None and self._has_said
+        """The engine has to drop what it receives, and has not answered."""
+        return self._receiving is not None and self._is_withdrawn
+
+    def limit_s(self, offer: PublishWeights) -> float:
+        """How long the engine may take to receive this version."""
+        return self.patience_s + transfer_limit_s(offer.num_bytes, self._timeout_s)
 
     def started(self, order: Callable[[EngineCommand], None]) -> None:
         self._order = order
 
-    def ended(self, reason: str) -> None:
-        """The engine has: so has its group."""
-        group = self._group
-        self._order, self._group, self._num_joining, self._num_before = None, "", 0, 0
-        self._announced = None
+    def ended(self) -> None:
+        """The engine has ended, and with it what it received; the agent reports that."""
+        self._order = self._announced = None
         self.answered()
-        if group:
-            self._send(BroadcastFailed(group, reason[:MAX_TEXT]))
-
-    # Who is a member
-
-    def join(self, message: JoinBroadcast) -> None:
-        if self._order is None:
-            self._send(BroadcastFailed(message.group, "no engine runs here now"))
-            return
-        place = Membership(
-            message.group,
-            message.rank,
-            message.num_ranks,
-            message.world,
-            message.backend,
-            self._timeout_s,
-        )
-        self._group, self._num_joining = message.group, self._num_joining + 1
-        self._order(JoinGroup(not_everywhere(message.address, self._coordinator_host), place))
-
-    def joined(self, answer: GroupJoined) -> None:
-        self._num_joining -= 1
-        self._num_before = max(0, self._num_before - 1)
-        if answer.error is None:
-            self._send(BroadcastJoined(answer.name))
-        else:
-            reason = answer.error[:MAX_TEXT]
-            self._send(BroadcastFailed(answer.name, reason, answer.is_unreachable))
-
-    # What comes
-
-    def pulled(self) -> None:
-        """The engine is told to load a version that has not come by broadcast."""
-        self._num_before = self._num_joining
 
     def offered(self, message: PublishWeights) -> None:
-        """What comes by broadcast, if it is not this, is not wanted any more."""
-        if self._announced is not None and self._announced.group != message.group:
-            self._leave(self._announced.group)
+        """Another version than the one that is being received is wanted from now on."""
         receiving = self._receiving
         is_same = receiving is not None and are_same(receiving, message)
-        if receiving is not None and not is_same and not self._has_said:
+        if receiving is not None and not is_same and not self._is_withdrawn:
             logger.info("version %d: not wanted by broadcast any more", receiving.policy_version)
             self._is_withdrawn = True
-            self._say(())
+            if self._order is not None:
+                self._order(LeaveGroup())
         self._announced = message if message.group and not is_same else None
 
     def receive(self, file: VersionFile, offer: PublishWeights) -> bool:
-        """The engine does, from now on, and `answered` must follow. False if this is not what was
-        offered last."""
-        announced = self._announced
-        if self._order is None or announced is None or not are_same(announced, offer):
+        """Order the engine to receive this version; `answered` must follow. False if it is not the
+        one that was offered last."""
+        announced, group = self._announced, offer.group
+        if self._order is None or group is None or announced is None:
             return False
-        self._announced = None
-        self._receiving, self._has_said = offer, False
-        self._order(ReceiveWeights(file, offer.group, offer.canary))
-        if self._sums is not None:
-            self.take_sums(self._sums)
+        if not are_same(announced, offer):
+            return False
+        self._announced, self._receiving = None, offer
+        address = not_everywhere(group.address, self._coordinator_host)
+        place = Membership(replace(group, address=address), self._timeout_s)
+        self._order(ReceiveWeights(file, place, offer.canary))
         return True
 
-    def take_sums(self, message: BroadcastSums) -> None:
-        """They may come before the engine has begun, or when it has failed."""
-        self._sums = message
-        receiving = self._receiving
-        if receiving is not None and (message.group, message.policy_version) == (
-            receiving.group,
-            receiving.policy_version,
-        ):
-            self._say(message.sums)
-
     def answered(self) -> bool:
-        """Nothing is received any more; whether it was wanted until the end."""
+        """The engine receives nothing any more. Returns whether the version was wanted until the
+        end."""
         is_wanted = not self._is_withdrawn
         self._receiving, self._is_withdrawn = None, False
         return is_wanted
 
-    def fail(self, group: str, reason: str) -> None:
-        """Nothing can be received here: nobody shall wait for this node."""
-        if self._announced is not None and self._announced.group == group:
+    def fail(self, offer: PublishWeights, reason: str) -> None:
+        """The version cannot be received here: report it, so that nobody waits for this node."""
+        if self._announced is not None and are_same(self._announced, offer):
             self._announced = None
-        self._send(BroadcastFailed(group, reason[:MAX_TEXT]))
-        self._leave(group)
-
-    def _leave(self, group: str) -> None:
-        """While nothing is received."""
-        if self._order is not None and group == self._group:
-            self._group = ""
-            self._order(ProveWeights(()))
-
-    def _say(self, sums: tuple[int, ...]) -> None:
-        if self._order is not None and not self._has_said:
-            self._has_said = True
-            self._order(ProveWeights(sums))
+        if offer.group is not None:
+            name = offer.group.name
+            status = BroadcastStatus(offer.policy_version, name, reason=reason[:MAX_TEXT])
+            self._send(status)

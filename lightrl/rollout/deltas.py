@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrl.core.weight_sources import MAX_CHAIN, MAX_SHARE
+from lightrl.core.weights.weight_sources import MAX_CHAIN, MAX_SHARE
 from lightrl.errors import WeightsError
 from lightrl.messages.weights import DeltaOffer, PublishWeights
 from lightrl.rollout.fetched import obtain, run_in_thread

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSlept, LoadWeights, Sleep, Wake
 from lightrl.engine.start import EngineChild
-from lightrl.messages.broadcasts import BroadcastFailed
 from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.message import Message
-from lightrl.messages.weights import WeightsFailed
+from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.fetched import Announced, Fetched, are_same, confirmation
 from lightrl.rollout.state import EngineChange, EngineState
 from lightrl.rollout.turns import Turns
 from lightrl.rollout.weights import NodeWeights
 from lightrl.system.child import ChildDied
+from lightrl.system.timeouts import patient_timeout
 
 if TYPE_CHECKING:
     from lightrl.rollout.agent import RolloutAgent
@@ -85,17 +85,16 @@ class EngineOrders:
             return  # it has come by broadcast after all
         sleeps = self._owner.state is EngineState.ASLEEP
         if isinstance(fetched, Fetched):
-            self._member.pulled()
             if sleeps:
                 self._engine.send(Wake())
             self._engine.send(LoadWeights(fetched.file, offer.canary, fetched.base_file))
         elif not self._member.receive(fetched.file, offer):
             wanted = self._weights.wanted
             if wanted is not None and are_same(wanted, offer):  # else a newer one is on its way
-                self._member.fail(offer.group, "no engine waits for it any more")
+                self._member.fail(offer, "no engine waits for it any more")
             return
         self._owner.move(EngineChange.WAKE_ORDERED if sleeps else EngineChange.LOAD_ORDERED)
-        answer = await self.answers.get()
+        answer = await self._answer(offer)
         is_wanted = self._member.answered()
         match answer:
             case EngineLoaded():
@@ -105,7 +104,7 @@ class EngineOrders:
                 self._send(confirmation(answer, fetched, seconds))
             case EngineFailed(reason, is_dropped=True):
                 if is_wanted:
-                    self._send(BroadcastFailed(offer.group, reason[:MAX_TEXT]))
+                    self._member.fail(offer, reason)
             case EngineFailed(reason):
                 if isinstance(fetched, Fetched):
                     self._weights.reject(fetched)  # the file may be what is wrong
@@ -114,6 +113,17 @@ class EngineOrders:
                 self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
             case _:
                 raise AssertionError(answer)
+
+    async def _answer(self, offer: PublishWeights) -> EngineLoaded | EngineFailed | EngineSlept:
+        """Raises ChildDied if a version that the engine receives by broadcast takes too long."""
+        if offer.group is None:
+            return await self.answers.get()
+        limit_s = self._member.limit_s(offer)
+        try:
+            async with patient_timeout(limit_s):
+                return await self.answers.get()
+        except TimeoutError:
+            raise ChildDied(f"the engine hangs: no version within {limit_s:g} s") from None
 
 
 async def _either(*events: asyncio.Event) -> None:

@@ -1,8 +1,9 @@
-"""Whose turn it is with devices that are shared: the coordinator's orders to give them back and to
-take them again, each carried out after the one before, and what is answered.
+"""Devices that take turns, at the node: the coordinator's orders to sleep and to wake, each carried
+out after the one before, and their answers.
 
-Owns when this node may have an engine that is awake, and when it gives up to wake one. Tells no
-engine anything: orders.py does, and says here what came of it. Devices of its own are always ours.
+Owns when this node may have an engine that is awake, and when it stops trying to wake one. Sends no
+command to the engine: orders.py does, and reports the result here. Devices of its own are always
+held.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,15 @@ class Turns:
         with_sizes: bool = False,
     ) -> None:
         """`takes_turns`: with training ranks, or with engines of other sizes; else the devices are
-        its own. `rejoin`: says hello again. `on_wake`: this node may have an engine, which has no
-        version. `with_sizes`: it is with engines of other sizes.
+        its own. `rejoin` sends another hello. `on_wake`: this node may have an engine, which has no
+        version. `with_sizes`: it takes turns with engines of other sizes.
 
-        A node begins as released: another process of it may have gone while others had the devices.
+        A node begins without its devices: an earlier process of it may have stopped while others
+        had them.
         """
         self.ours = asyncio.Event()  # an engine may be started, woken and loaded
         self.due = asyncio.Event()  # they are being given back: not ours, and not released yet
-        self.refusal = ""  # why no engine is woken here any more
+        self.refusal = ""  # why no engine wakes here any more
         self.freed_bytes = 0  # by the engine that sleeps
         self._takes_turns = takes_turns
         self._without = "other sizes work" if with_sizes else "its devices only train"
@@ -44,8 +46,8 @@ class Turns:
         self._on_wake = on_wake
         self._number = -1  # of the newest order
         self._begun_at = 0.0
-        self._wakes_after = False  # what is due
-        self._has_new_hearer = False  # whoever ordered what is due does not know of it any more
+        self._wakes_after = False  # the sleep that is due
+        self._has_reconnected = False  # since the sleep was ordered: the answer is another hello
         self._is_to_wake = False  # an engine has slept, and none has loaded a version since
         self._num_failures = 0
         if not takes_turns:
@@ -55,16 +57,16 @@ class Turns:
     def is_released(self) -> bool:
         return not (self.ours.is_set() or self.due.is_set())
 
-    # What the coordinator says
+    # Orders
 
-    def order(self, order: Release | Wake, is_starting: bool = False) -> None:
-        """Each is answered once it was carried out. One that comes again is answered again; an
-        older one counts no more. `is_starting`: the engine, if there is to be one."""
+    def order(self, order: SleepEngine | WakeEngine, is_starting: bool = False) -> None:
+        """Carry out an order, and answer it then. A repeated one is answered again; an older one is
+        ignored. `is_starting`: the engine is."""
         if not self._takes_turns:
-            logger.warning("this node has devices of its own; it was told: %s", order)
+            logger.warning("this node has devices of its own, but was ordered: %s", order)
         elif order.number >= self._number:
             self._number = order.number
-            if isinstance(order, Release):
+            if isinstance(order, SleepEngine):
                 if is_starting and self.ours.is_set():
                     logger.info("the engine still starts: its devices are given back once it is up")
                 self._release()
@@ -74,32 +76,32 @@ class Turns:
                 self._wake()
 
     def welcomed(self) -> None:
-        """By a coordinator that knows whether this node is released, and may count from 0 again."""
+        """The hello has reported whether the engine sleeps; orders may count from 0 again."""
         self._number = -1
-        self._has_new_hearer = self.due.is_set()
+        self._has_reconnected = self.due.is_set()
 
     def _release(self) -> None:
-        self._wakes_after = self._has_new_hearer = False
+        self._wakes_after = self._has_reconnected = False
         if self.ours.is_set():
             self._begun_at = time.monotonic()
             self.ours.clear()
             self.due.set()
         elif not self.due.is_set():
-            self._send(Released(self._number, self.freed_bytes, 0.0))
+            self._send(EngineAsleep(self._number, self.freed_bytes, 0.0))
 
     def _wake(self) -> None:
         self.ours.set()
         self._on_wake()
 
-    # What comes of it
+    # The engine
 
     def slept(self, num_bytes: int) -> None:
-        """The engine does, and has set so much free."""
+        """The engine sleeps, and has freed so many bytes."""
         self._is_to_wake = True
         self._released(num_bytes)
 
     def gone(self) -> None:
-        """There is no engine; if the devices are to be given back, they are."""
+        """There is no engine: devices that were to be given back are free."""
         self.freed_bytes = 0
         if self.due.is_set():
             self._released(0)
@@ -111,8 +113,8 @@ class Turns:
             self._num_failures = 0
 
     def died(self, reason: str) -> None:
-        """The engine has. One that was to be released may have been killed for that: this is not
-        counted."""
+        """The engine has died. One that was ordered to sleep may have been killed for that, which
+        is not counted."""
         if self.due.is_set() or not self._is_to_wake:
             return
         self._num_failures += 1
@@ -127,11 +129,11 @@ class Turns:
         self.due.clear()
         number, wakes_after = self._number, self._wakes_after
         logger.debug("devices given back in %.2f s: %d bytes", seconds, num_bytes)
-        if self._has_new_hearer:
-            self._has_new_hearer = False
+        if self._has_reconnected:
+            self._has_reconnected = False
             self._rejoin()
         elif not wakes_after:
-            self._send(Released(number, num_bytes, seconds))
+            self._send(EngineAsleep(number, num_bytes, seconds))
         if wakes_after:
             self._wakes_after = False
             self._wake()

@@ -57,8 +57,8 @@ class Callbacks:
     send: Callable[[Message], None]
     # the version that the engine has loaded and its digest, if it serves now
     serves: Callable[[], tuple[int, str] | None]
-    # (group, reason): the manifest of a version that comes by broadcast could not be fetched
-    on_broadcast_failed: Callable[[str, str], None]
+    # (offer, reason): the manifest of a version that comes by broadcast could not be pulled
+    on_broadcast_failed: Callable[[PublishWeights, str], None]
 
 
 class NodeWeights:
@@ -190,7 +190,7 @@ class NodeWeights:
 
     def _fail(self, offer: PublishWeights, reason: str) -> None:
         if offer.group:
-            self._on_broadcast_failed(offer.group, reason)
+            self._on_broadcast_failed(offer, reason)
         else:
             self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
 

@@ -16,7 +16,14 @@ from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import DEVICE, TRAINER
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
@@ -115,7 +122,7 @@ class Colocation(Mechanism):
         world = self._world
         machine.order += 1
         number, switch_s = machine.order, self._switch_s(machine)
-        if isinstance(order, Release):
+        if isinstance(order, SleepEngine):
             return self._release(machine, order, switch_s)
 
         def wake() -> None:
@@ -124,18 +131,18 @@ class Colocation(Mechanism):
                 if machine.loading < 0:
                     world.confirm(machine, machine.holds)
 
-        if isinstance(order, Wake):
+        if isinstance(order, WakeEngine):
             world.at(world.now + switch_s, wake)
         return []
 
-    def _release(self, machine: SimMachine, order: Release, switch_s: float) -> list[Event]:
+    def _release(self, machine: SimMachine, order: SleepEngine, switch_s: float) -> list[Event]:
         world, name, number = self._world, machine.spec.name, machine.order
         events: list[Event] = []
         deltas = machine.engine.abort_all(world.now)
         if deltas:
             events.append(TokensArrived(name, machine.chunk(deltas)))
         machine.engine.hold(world.now, "train")
-        released = NodeReleased(name, Released(order.number, 0, switch_s))
+        released = NodeReleased(name, EngineAsleep(order.number, 0, switch_s))
 
         def sleep() -> None:
             if machine.order == number and machine.present:
@@ -151,16 +158,16 @@ class Colocation(Mechanism):
         world.at(world.now + switch_s, sleep)
         return events
 
-    def order_trainer(self, order: Give | Park) -> None:
-        """Give the trainer devices, or take them away in the middle of a step."""
+    def order_trainer(self, order: AssignDevices | SuspendTrainer) -> None:
+        """AssignDevices the trainer devices, or take them away in the middle of a step."""
         world = self._world
-        if isinstance(order, Give):
+        if isinstance(order, AssignDevices):
             self._num_given = len(order.parts)
             self.begin_training()
             return
         self._trains, self._num_given = False, 0
         self._share()
-        parked = TrainerParked(TRAINER, Parked(order.number, 0, self.park_s))
+        parked = TrainerParked(TRAINER, TrainerSuspended(order.number, 0, self.park_s))
         world.at(world.now + self.park_s, lambda: world.feed(parked))
 
     def begin_training(self) -> None:

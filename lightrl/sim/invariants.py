@@ -3,8 +3,8 @@
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lightrl.core import race, rounds
-from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
+from lightrl.core.nodes.fleet import MAX_WEIGHTS_FAILURES
+from lightrl.core.rounds import race, rounds
 from lightrl.core.state import (
     OVER,
     RESTING,
@@ -15,13 +15,14 @@ from lightrl.core.state import (
     Round,
     RoundState,
 )
-from lightrl.core.weight_sources import PULLING
+from lightrl.core.weights.broadcasts import Phase
+from lightrl.core.weights.weight_sources import PULLING
 from lightrl.errors import InvariantViolation
 
 if TYPE_CHECKING:
     from lightrl.core.coordinator import Coordinator
 
-FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.PUT_OFF, GroupState.DROPPED}
+FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.DEFERRED, GroupState.DROPPED}
 
 
 def check(core: "Coordinator") -> None:
@@ -118,16 +119,20 @@ def _sources(core: "Coordinator") -> None:
 
 
 def _broadcast(core: "Coordinator") -> None:
-    """Who waits for a group is a member of the one that there is; all of its processes are
-    there."""
-    fleet, groups = core.fleet, core.fleet.broadcasts.groups
-    groups.check()
+    """A node that receives is a member of the one group; all members are present."""
+    fleet, broadcasts = core.fleet, core.fleet.broadcasts
+    group, phase = broadcasts.group, broadcasts.phase
     receiving = {n.name for n in fleet.nodes.values() if n.receives}
-    _require(receiving == groups.receiving, "some wait for a group, and it is not for them")
-    if groups.epoch is None:
+    _require(receiving == broadcasts.receiving, "some wait for a group, and it is not for them")
+    _require((group is None) == (phase is Phase.NONE), f"a group that is {phase}")
+    is_open = phase in {Phase.SENDING, Phase.STANDING}
+    _require(bool(broadcasts.name) == is_open, f"a group with a name is {phase}")
+    is_under_way = phase in {Phase.OPENING, Phase.SENDING}
+    _require(bool(receiving) == is_under_way, f"some receive from a group that is {phase}")
+    if group is None:
         return
     _require(fleet.sources.trainer in fleet.nodes, "a group without a trainer")
-    for name, incarnation in zip(groups.epoch.members, groups.epoch.incarnations, strict=True):
+    for name, incarnation in zip(group.members, group.incarnations, strict=True):
         node = fleet.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             raise InvariantViolation(f"{name} is a member, but not there")
@@ -149,7 +154,7 @@ def _devices(core: "Coordinator") -> None:
         asleep = node.state is NodeState.RELEASED
         leaves = node.state is NodeState.DRAINING
         _require(leaves or node.is_asleep == asleep, f"{node.name} is {node.state}, asleep or not")
-        trains = node.name in devices.wanted and not core.ending.has_begun
+        trains = node.name in devices.wanted and not core.shutdown.has_begun
         _require(
             not trains or node.state in {*RESTING, NodeState.DRAINING},
             f"{node.name} is {node.state}, and its devices train",
@@ -165,7 +170,7 @@ def _sizes(core: "Coordinator") -> None:
         if node.state is NodeState.RELEASED:
             _require(not node.running, f"{node.name} sleeps and runs something")
             _require(node.is_asleep, f"{node.name} sleeps and is awake")
-    if core.ending.has_begun:
+    if core.shutdown.has_begun:
         return
     for node in nodes.values():
         rests = node.state in {*RESTING, NodeState.DRAINING}
@@ -300,7 +305,7 @@ def _prompts(core: "Coordinator") -> None:
     if core.state in OVER:
         return
     in_rounds = sum(
-        g.state not in {GroupState.TRAINED, GroupState.DROPPED, GroupState.PUT_OFF}
+        g.state not in {GroupState.TRAINED, GroupState.DROPPED, GroupState.DEFERRED}
         for r in core.table.rounds
         if not r.is_eval
         for g in r.groups.values()

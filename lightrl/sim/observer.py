@@ -61,7 +61,7 @@ class Observer:
                 for r in group.kept:
                     kept.append(len(r.tokens))
                     out.kept.add(len(r.tokens), limit)
-            elif group.state is GroupState.PUT_OFF:
+            elif group.state is GroupState.DEFERRED:
                 record.put_off += 1
             else:
                 record.dropped += 1

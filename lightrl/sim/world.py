@@ -39,7 +39,13 @@ from lightrl.errors import SimError
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import Give, Park, Parked, Release, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
 from lightrl.sim import invariants
 from lightrl.sim.colocation import Colocation, settings_in
@@ -229,7 +235,7 @@ class World:
             todo.extend(events)
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
-        elif isinstance(message, Give | Park):
+        elif isinstance(message, AssignDevices | SuspendTrainer):
             self._colocation.order_trainer(message)
         else:
             self._transfers.deliver_to_trainer(message)
@@ -244,7 +250,7 @@ class World:
                         self.abort(machine, response, number)
             case Drain(_, reason):
                 todo.extend(self.fleet.leave(machine, reason))
-            case Release() | Wake():
+            case SleepEngine() | WakeEngine():
                 todo.extend(self._colocation.order(machine, message))
             case _:
                 self._transfers.deliver(machine, message)
@@ -326,7 +332,7 @@ class World:
         park_s = self._colocation.park_s
         publish_s = park_s + self.scenario.transfer.publishing_s
         self.trainer.publish(self.now, publish_s)
-        parked = TrainerParked(TRAINER, Parked(0, 0, park_s))
+        parked = TrainerParked(TRAINER, TrainerSuspended(0, 0, park_s))
         self._soon(park_s, lambda: self.feed(parked))
         self._soon(publish_s, lambda: self._step_done(done))
 

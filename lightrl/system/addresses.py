@@ -95,13 +95,15 @@ def _addresses() -> Iterator[tuple[str, str]]:
                 yield name, socket.inet_ntoa(_REQUEST.unpack(reply[: _REQUEST.size])[2][2:6])
 
 
-def own_host() -> str:
-    """Return the address from which this machine reaches others; loopback only if there is no
-    other. Sends nothing."""
+def own_host(towards: str = "192.0.2.1") -> str:
+    """Return the address from which this machine reaches `towards`, by default any other machine.
+
+    Loopback only if there is no other, or `towards` is on this machine. Sends nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # an address for documentation, which takes the default route
-            probe.connect(("192.0.2.1", 9))
+            # the default is an address for documentation, which takes the default route
+            probe.connect((towards, 9))
             return probe.getsockname()[0]
         except OSError:  # no route
             pass

@@ -188,11 +188,8 @@ class Child(Generic[Command, Event]):
         except TimeoutError:
             self.kill()
             return f"{self.name} (pid {self.pid}) closed its pipe without ending"
-        how = (
-            f"killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit status {code}"
-        )
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        how = killed or f"ended with exit status {code}"
         last = last_line(self._log)[:300] if self._log else ""
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
 

@@ -6,16 +6,12 @@ starts with that setting; asking later for single tensors fails, since small pag
 """
 
 import ctypes
-import mmap
-import os
 from collections.abc import Mapping
 
 TUNABLES = "GLIBC_TUNABLES"
 _HUGE = "glibc.malloc.hugetlb"
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_TRIM = getattr(_LIBC, "malloc_trim", None)  # of the GNU C library
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
 
 
 def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
@@ -25,18 +21,6 @@ def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
     if _HUGE in set_already:
         return {}
     return {TUNABLES: ":".join(filter(None, (set_already, f"{_HUGE}=1")))}
-
-
-def forget(address: int, num_bytes: int) -> str:
-    """Return the whole pages of a range, whose content is lost, to the kernel.
-
-    Returns an error message, or "". Freeing is not enough: the allocator keeps the end of an arena.
-    """
-    page = mmap.PAGESIZE
-    first, end = -(-address // page) * page, (address + num_bytes) // page * page
-    if first < end and _LIBC.madvise(first, end - first, mmap.MADV_DONTNEED):
-        return os.strerror(ctypes.get_errno())
-    return ""
 
 
 def trim() -> None:

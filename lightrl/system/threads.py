@@ -1,4 +1,4 @@
-"""Run blocking calls in a thread.
+"""Run blocking calls in a thread, and cancel tasks.
 
 A lack of threads is an OSError (EAGAIN). Each call has its own pool: a shared pool would run a call
 that it has refused once another one ends.
@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -63,3 +63,10 @@ def _give_back(
 
 def _leave(result: object) -> None:
     """Drop the result."""
+
+
+async def cancel(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

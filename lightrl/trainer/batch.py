@@ -1,30 +1,27 @@
 """Which samples a step computes on, and how they are cut into micro-batches for the ranks.
 
-Pure planning on lengths: no torch, no clock, no order of arrival in the result. The daemon calls
-it.
+Pure: no torch, no clock. Must not import torch: the daemon imports this file.
 
 A packed micro-batch has its samples back to back, and only their sum counts. Families that cannot
 be packed are padded to the longest sample; sorting by length keeps that small.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.schema import Config
 from lightrl.loss_mask import num_trained
 from lightrl.trainer.protocol import MicroBatch, TrainSample
 
-# A micro-batch is closed once its padding costs more than starting another one: the larger of a
-# fixed price (tokens whose forward and backward pass takes as long as the Python around a pass) and
-# a share of its real tokens.
+# A padded micro-batch ends once its padding costs more than another one: tokens whose pass takes as
+# long as the Python around it, or a share of its real tokens.
 BATCH_PRICE_TOKENS = 128
 PADDING_SHARE = 0.125
 
 
 def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[TrainSample]:
-    """The samples with a gradient. The others count in the denominators of `FinishStep` all the
-    same."""
+    """The samples with a gradient. The others count in the denominators of `Update` as well."""
     return [
         s
         for s in samples
@@ -36,7 +33,7 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
     """Of those that are not `trainable`: minus the sum of the logprobs [nats] with which their
     trained tokens were sampled, and the number of these. The mean is an unbiased estimate of the
     entropy at them; with top_k or top_p it leaves out the tokens that cannot be drawn."""
-    import numpy as np  # a daemon needs it from its first step on, not to start
+    import numpy as np  # not needed to start a daemon
 
     computed, total, number = set(map(id, trainable(samples, algorithm))), 0.0, 0
     for s in (s for s in samples if id(s) not in computed):
@@ -50,8 +47,7 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
 
 
 def useful(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:
-    """What ranks are told of them; an emulated one shows all that came, with a signal or
-    without."""
+    """The samples to send to ranks; emulated ones get all of them."""
     if config.train.engine == "emulated":
         return list(groups)
     return [trainable(samples, config.algorithm) for samples in groups]
@@ -63,57 +59,55 @@ def num_tokens(sample: TrainSample) -> int:
 
 
 def plan_packed(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
-    """As `plan`, of micro-batches whose tokens together are <= max_tokens, unless a single sample
-    exceeds it alone.
+    """Plan micro-batches whose tokens together are <= max_tokens, unless a single sample exceeds it
+    alone: as few as possible, of about the same size. Otherwise as `plan`.
 
-    As few as will do, all of about the same size. Example: plan_packed([3, 9, 3, 3], ranks=2,
-    max_tokens=12) == [[(0, 2, 3)], [(1,)]]
+    Example: plan_packed([3, 9, 3, 3], ranks=2, max_tokens=12) == [[(0, 2, 3)], [(1,)]]
     """
     short = [length for length in lengths if length <= max_tokens]
     num = len(lengths) - len(short) - (-sum(short) // max_tokens)
     num += -num % ranks
     while (batches := _levelled(lengths, num, max_tokens)) is None:
         num += ranks
-    batches.sort(key=lambda rows: (-sum(lengths[i] for i in rows), rows))
+    return _deal(batches, ranks, lambda rows: sum(lengths[i] for i in rows))
+
+
+def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
+    """Plan the micro-batches of each rank, as indices into `lengths` (tokens of prompt and
+    response), for models that pad.
+
+    Every index occurs once. rows x longest <= max_tokens, unless a single sample exceeds it alone.
+    All ranks get equally many micro-batches, some perhaps empty, whose i-th cost about the same:
+    collectives make the ranks wait for each other there. The ranks' totals differ by no more than
+    the largest micro-batch. Example: plan([3, 9, 3, 3], 2, 9) == [[(1,)], [(3, 2, 0)]]
+    """
+    padded = len(lengths) * max(lengths, default=0)
+    share = -(-padded // ranks)  # so that few samples go to all ranks
+    return _deal(
+        _cut(lengths, min(max_tokens, share)),
+        ranks,
+        lambda rows: len(rows) * max(lengths[i] for i in rows),
+    )
+
+
+def _deal(
+    batches: list[tuple[int, ...]], ranks: int, cost: Callable[[tuple[int, ...]], int]
+) -> list[list[tuple[int, ...]]]:
+    """Deal micro-batches to the ranks, the costliest first, there and back."""
+    batches = sorted(batches, key=lambda rows: (-cost(rows) if rows else 0, rows))
+    batches += [()] * (-len(batches) % ranks)
     plans: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    for first in range(0, len(batches), ranks):  # there and back: no rank gets all the larger ones
+    for first in range(0, len(batches), ranks):
         some = batches[first : first + ranks]
         for mine, rows in zip(plans, some if first // ranks % 2 == 0 else some[::-1], strict=True):
             mine.append(rows)
     return plans
 
 
-def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
-    """Micro-batches of each rank, as indices into `lengths` (tokens of prompt and response).
-
-    Every index occurs once. rows x longest <= max_tokens, unless a single sample exceeds it alone.
-    All ranks get the same number of micro-batches, if need be empty ones, and the i-th of each rank
-    cost about the same, since collectives make the ranks wait for each other there. The ranks'
-    padded totals differ by no more than the largest micro-batch. Example: plan([3, 9, 3, 3],
-    ranks=2, max_tokens=9) == [[(1,)], [(3, 2, 0)]]
-    """
-    batches = _cut(lengths, max_tokens)
-    while len(batches) % ranks and (largest := _splittable(batches, lengths)) is not None:
-        rows = batches.pop(largest)
-        batches += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    batches += [()] * (-len(batches) % ranks)
-    batches.sort(key=lambda rows: (-_cost(rows, lengths), rows))
-
-    plans: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    # the costliest of a round goes to the least loaded rank
-    for first in range(0, len(batches), ranks):
-        order = sorted(range(ranks), key=lambda rank: (load[rank], rank))
-        for rank, rows in zip(order, batches[first : first + ranks], strict=True):
-            plans[rank].append(rows)
-            load[rank] += _cost(rows, lengths)
-    return plans
-
-
 def micro_batches(
     samples: Sequence[TrainSample], ranks: int, max_tokens: int, packed: bool = True
 ) -> list[tuple[MicroBatch, ...]]:
-    """A plan applied: the micro-batches of each rank, for its `Accumulate`."""
+    """Plan the micro-batches of each rank, for its `Accumulate`."""
     planned = plan_packed if packed else plan
     plans = planned([num_tokens(s) for s in samples], ranks, max_tokens)
     return [tuple(tuple(samples[i] for i in rows) for rows in batches) for batches in plans]
@@ -131,12 +125,11 @@ def streamed(
     deterministic: bool,
     packed: bool = True,
 ) -> list[tuple[MicroBatch, ...]]:
-    """The micro-batches of each rank for the groups that wait, to be computed in this order.
+    """Plan the micro-batches of each rank for the groups that wait.
 
-    `deterministic`: those of one group after the other. Which sums a step adds up, and in which
-    order, then follows from the order of its groups alone, however few or many of them wait at a
-    time; the price is smaller micro-batches. Otherwise all that waits is planned together. Example,
-    of two ranks: streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
+    `deterministic`: each group by itself, so that the sums of a step follow from the order of its
+    groups alone; micro-batches are smaller. Otherwise all groups together. Example, of two ranks:
+    streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
     """
     parts = groups if deterministic else [[s for samples in groups for s in samples]]
     planned = [micro_batches(samples, ranks, max_tokens, packed) for samples in parts]
@@ -144,7 +137,7 @@ def streamed(
 
 
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
-    """Micro-batches of neighbours in length, longest first."""
+    """Cut into micro-batches of neighbours in length, longest first."""
     batches: list[tuple[int, ...]] = []
     rows: list[int] = []
     real = 0
@@ -162,8 +155,8 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
 
 
 def _levelled(lengths: Sequence[int], num: int, max_tokens: int) -> list[tuple[int, ...]] | None:
-    """`num` micro-batches, each sample in that which has the fewest tokens so far, longest first;
-    None if one would have too many."""
+    """Fill `num` micro-batches, longest sample first, each into that with the fewest tokens; None
+    if one would have too many."""
     batches: list[list[int]] = [[] for _ in range(num)]
     least = [(0, number) for number in range(num)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -173,13 +166,3 @@ def _levelled(lengths: Sequence[int], num: int, max_tokens: int) -> list[tuple[i
         batches[number].append(i)
         heapq.heapreplace(least, (tokens + lengths[i], number))
     return [tuple(rows) for rows in batches]
-
-
-def _splittable(batches: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> int | None:
-    """Index of the costliest micro-batch of more than one sample."""
-    several = [i for i, rows in enumerate(batches) if len(rows) > 1]
-    return max(several, key=lambda i: (_cost(batches[i], lengths), -i), default=None)
-
-
-def _cost(rows: Sequence[int], lengths: Sequence[int]) -> int:
-    return len(rows) * max((lengths[i] for i in rows), default=0)

@@ -1,59 +1,33 @@
-"""A trainer's part in broadcasts: what the coordinator wants of its ranks as members of a group.
+"""A trainer's part in broadcasts: rank 0 sends a version to a group, as the coordinator orders.
 
-Owns the coordinator's orders, in its order, and what the ranks are told for each of them. Who
-receives which version is the coordinator's business; when the ranks are free for orders is the
-supervisor's. Whatever goes wrong with a group ends the group only: nodes pull instead. Must not
-import torch: the daemon imports this file.
+Owns the coordinator's order and the commands to rank 0. Which nodes receive a version the
+coordinator decides; when rank 0 is free the supervisor. A failure ends the group only: nodes pull
+instead. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
 import logging
 import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from lightrl.config.schema import Config
 from lightrl.errors import WeightsError
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
-    VersionTaken,
-)
+from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, VersionTaken
 from lightrl.messages.message import Message
-from lightrl.trainer.protocol import GroupOpened, LeaveGroup, OpenGroup, SendWeights, WeightsSent
+from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
 from lightrl.trainer.rank_processes import Ranks
-from lightrl.weights.broadcast.rendezvous import UNWANTED, GroupJoined, JoinGroup, Membership
+from lightrl.weights.broadcast.membership import UNWANTED, Membership, transfer_limit_s
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
-Order: TypeAlias = OpenBroadcast | JoinBroadcast | SendBroadcast
-Reply = TypeVar("Reply", GroupOpened, GroupJoined, WeightsSent)
+Reply = TypeVar("Reply", GroupOpened, WeightsSent)
 
-TAKEN_S = 1.0  # from a publication to the coordinator's word of it: it says it at once
-# Bytes a second: a version that is not sent at this rate is to be pulled. Whoever waits for bytes
-# gives the group up long before, after the time limit without progress.
-LEAST_RATE = 10e6
+TAKEN_S = 1.0  # from a publication to the coordinator's VersionTaken, which it sends immediately
 # of the members' time limit: a rank that leaves a group is held up by one operation at most
 GRACE_TIMEOUTS = 1.25
 ENDS = "the trainer ends"
-_SUM = 1 << 64  # sums are added up modulo this
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Where rank 0 of these ranks listens, for whom."""
-
-    ranks: Ranks
-    group: str
-    address: str
 
 
 class Broadcasts:
@@ -64,185 +38,122 @@ class Broadcasts:
         send: Callable[[Message], None],
         changed: asyncio.Event,
     ) -> None:
-        """Members meet on `host`, an address of this machine. `send` reaches the coordinator, if it
-        listens; `changed` is set when there is something new to do, or nothing more to wait for."""
+        """Members meet on `host`, an address of this machine; 0.0.0.0 = all. `send` reaches the
+        coordinator, if it listens; `changed` is set when there is something new to do, or nothing
+        more to wait for."""
         self._host = host
         self._send = send
         self._changed = changed
         self._timeout_s = config.weights.timeout_s  # of the members
-        self._limit_s = 2 * self._timeout_s  # in which they notice themselves what goes wrong
-        self._orders: deque[Order] = deque()
         self._taken: VersionTaken | None = None  # the last one
-        self._grace_s = GRACE_TIMEOUTS * self._timeout_s  # in which ranks leave a group
-        self._opened: Opened | None = None  # until the ranks are told to join it
-        self._over: asyncio.Future[str] | None = None  # why that is what the ranks are at
-        self._num_cleared = 0
+        self._order: VersionTaken | None = None  # not carried out yet
+        self._over: asyncio.Future[str] | None = None  # why rank 0 has to stop sending
         self._is_stopping = False
 
     @property
-    def has_orders(self) -> bool:
-        return bool(self._orders)
+    def has_order(self) -> bool:
+        return self._order is not None
 
-    def handle(self, message: VersionTaken | Order) -> None:
+    def handle(self, message: VersionTaken) -> None:
         if self._is_stopping:
-            if not isinstance(message, VersionTaken):
-                self._send(_refusal(message, ENDS))
-        elif isinstance(message, VersionTaken):
-            is_said_again = message.broadcasts and self._is_awaited(message.policy_version)
-            self._taken = message
-            if not is_said_again:
-                self._orders.clear()  # of a group that is over: orders follow what they are about
-                self._end(UNWANTED)
-        else:
-            self._orders.append(message)
+            self._refuse(message, ENDS)
+            return
+        known, self._taken = self._taken, message
+        is_repeated = (
+            known is not None
+            and known.policy_version == message.policy_version
+            and known.broadcast == message.broadcast
+        )
+        if not is_repeated:
+            self._order = message if message.broadcast is not None else None
+            self._end(UNWANTED)
         self._changed.set()
 
     def clear(self) -> None:
-        """Nobody waits for us any more: the coordinator is gone, or these ranks are. Groups are
-        over with them; ranks leave theirs when the next one forms."""
-        self._orders.clear()
-        self._taken = None
-        self._num_cleared += 1
+        """The coordinator is gone, or these ranks are, and with them their groups; rank 0 leaves
+        its group when the next one forms."""
+        self._taken = self._order = None
         self._end("the coordinator is gone")
         self._changed.set()
 
     def stop(self) -> None:
-        """The trainer ends: nothing more is sent, and whoever counts on it is told so."""
+        """The trainer ends: nothing more is sent."""
         self._is_stopping = True
-        for order in self._orders:
-            self._send(_refusal(order, ENDS))
-        self._orders.clear()
-        self._taken = None
+        if self._order is not None:
+            self._refuse(self._order, ENDS)
+        self._taken = self._order = None
         self._end(ENDS)
         self._changed.set()
 
     def _end(self, why: str) -> None:
-        """Of the group that forms, or is sent to; one that stands stays."""
         if self._over is not None and not self._over.done():
             self._over.set_result(why)
-        if self._opened is not None:  # members would wait there
-            self._opened.ranks.send(0, LeaveGroup())
-            self._opened = None
+
+    def _refuse(self, order: VersionTaken, reason: str, group: str = "") -> None:
+        if order.broadcast is not None:
+            name = group or order.broadcast.group
+            self._send(BroadcastStatus(order.policy_version, name, reason=reason))
 
     async def follow(self, ranks: Ranks, file: VersionFile) -> bool:
-        """After a version was published: carries out what the coordinator orders for it, until it
-        was sent or is pulled by all. Returns whether nodes want the difference to the version
-        before, as they do where the coordinator says nothing.
+        """After a version was published: send it, if the coordinator orders that. Returns whether
+        nodes want the difference to the version before, also if the coordinator is silent.
 
         Raises RanksLost.
         """
         version = file.policy_version
-        await self._until(lambda: self._word_of(version) is not None, TAKEN_S)
-        patience_s = self._limit_s  # members are waited for by the coordinator
-        while self._is_awaited(version):
-            if not await self._until(
-                lambda: self.has_orders or not self._is_awaited(version), patience_s
-            ):
-                logger.warning("version %d: no orders for its broadcast came", version)
-                break
-            if self.has_orders and not await self.perform(ranks, file):
-                patience_s = TAKEN_S  # we have said so, and are told that it is over
-        taken = self._word_of(version)
-        return taken is None or taken.wants_delta
+        await self._until(lambda: self._is_taken(version))
+        if self.has_order and not await self.perform(ranks, file):
+            await self._until(lambda: self._taken is None or self._taken.broadcast is None)
+        return self._taken is None or not self._is_taken(version) or self._taken.wants_delta
 
     async def perform(self, ranks: Ranks, file: VersionFile) -> bool:
-        """Carries out the oldest order, `file` being the newest version; whether it could. Raises
-        RanksLost."""
-        order, num_cleared = self._orders.popleft(), self._num_cleared
-        is_done = True
+        """Carry out the order, `file` being the newest version. Returns whether all was sent.
+        Raises RanksLost."""
+        order, self._order = self._order, None
+        if order is None or order.broadcast is None:
+            return False
+        version, wanted, group = order.policy_version, order.broadcast, order.broadcast.group
         try:
-            match order:
-                case OpenBroadcast(epoch):
-                    answer = await self._open(ranks, epoch)
-                case JoinBroadcast():
-                    answer = await self._join(ranks, order)
-                case SendBroadcast(group, policy_version):
-                    answer = await self._send_weights(ranks, file, group, policy_version)
+            if version != file.policy_version:
+                raise WeightsError(f"version {version} is not the newest, {file.policy_version}")
+            if not group:
+                group = secrets.token_hex(16)
+                place = BroadcastGroup(group, "", 0, wanted.world, wanted.backend)
+                ranks.send(0, OpenGroup(self._host, Membership(place, self._timeout_s)))
+                opened = await self._answer(ranks, GroupOpened, 2 * self._timeout_s)
+                self._send(BroadcastStatus(version, group, opened.address))
+            ranks.send(0, SendWeights(file, group))
+            limit_s = transfer_limit_s(file.num_bytes, self._timeout_s)
+            await self._answer(ranks, WeightsSent, limit_s)
         except WeightsError as e:
             reason = str(e).removeprefix("broadcast: ")
             logger.warning("no broadcast: %s", reason)
-            is_done = False
-            answer = _refusal(order, reason)
-        if num_cleared == self._num_cleared:  # else it was another coordinator's order
-            self._send(answer)
-            if isinstance(answer, BroadcastSums) and self._taken is not None:
-                self._taken = replace(self._taken, broadcasts=False)
-        return is_done
+            if self._taken is not None:  # else it was another coordinator's order
+                self._refuse(order, reason, group)
+            return False
+        return True
 
-    async def _open(self, ranks: Ranks, epoch: int) -> BroadcastOpened:
-        ranks.send(0, OpenGroup(self._host))
-        [at] = await self._answers(ranks, GroupOpened, self._limit_s, (0,))
-        self._opened = opened = Opened(ranks, secrets.token_hex(16), at.address)
-        return BroadcastOpened(epoch, opened.group, opened.address)
-
-    async def _join(self, ranks: Ranks, order: JoinBroadcast) -> BroadcastJoined:
-        opened = self._opened
-        if opened is None or order.group != opened.group:
-            raise WeightsError("another group was opened since")
-        num = ranks.num_local  # who has the version's file
-        if order.num_ranks != num or order.world <= num:
-            why = f"{order.num_ranks} ranks of {order.world}, not {num}"
-            self._end(why)
-            raise WeightsError(why)
-        self._opened = None  # the listener is used up
-        place = Membership(order.group, 0, num, order.world, order.backend, self._timeout_s)
-        for rank in range(num):
-            ranks.send(rank, JoinGroup(opened.address, replace(place, rank=rank)))
-        await self._answers(ranks, GroupJoined, self._limit_s)
-        return BroadcastJoined(order.group)
-
-    async def _send_weights(
-        self, ranks: Ranks, file: VersionFile, group: str, policy_version: int
-    ) -> BroadcastSums:
-        if policy_version != file.policy_version:
-            raise WeightsError(
-                f"version {policy_version} is not the newest, which is {file.policy_version}"
-            )
-        for rank in range(ranks.num_local):
-            ranks.send(rank, SendWeights(file, group))
-        limit_s = self._limit_s + file.num_bytes / LEAST_RATE
-        sent = await self._answers(ranks, WeightsSent, limit_s)
-        sums = tuple(sum(of_ranks) % _SUM for of_ranks in zip(*(s.sums for s in sent), strict=True))
-        return BroadcastSums(group, policy_version, sums)
-
-    async def _answers(
-        self, ranks: Ranks, kind: type[Reply], limit_s: float, of: Sequence[int] | None = None
-    ) -> list[Reply]:
-        """What these ranks, all of this machine by default, say to what they were told, unless it
-        is over before. Raises WeightsError for the first one that says why not."""
+    async def _answer(self, ranks: Ranks, kind: type[Reply], limit_s: float) -> Reply:
+        """Rank 0's reply to its last command. Raises WeightsError, also if it was told to stop."""
         over = self._over = asyncio.get_running_loop().create_future()
         try:
-            asked = range(ranks.num_local) if of is None else of
-            answers = await ranks.answers(kind, over, limit_s, self._grace_s, asked)
+            grace_s = GRACE_TIMEOUTS * self._timeout_s
+            answer = await ranks.answer(kind, over, limit_s, grace_s)
         finally:
             self._over = None
-        for answer in answers:
-            if answer.error is not None:
-                raise WeightsError(answer.error)
-        return answers
+        if answer.error is not None:
+            raise WeightsError(answer.error)
+        return answer
 
-    def _word_of(self, version: int) -> VersionTaken | None:
-        taken = self._taken
-        return taken if taken is not None and taken.policy_version == version else None
+    def _is_taken(self, version: int) -> bool:
+        return self._taken is not None and self._taken.policy_version == version
 
-    def _is_awaited(self, version: int) -> bool:
-        """It was announced that it goes by broadcast, and that is not over."""
-        taken = self._word_of(version)
-        return taken is not None and taken.broadcasts
-
-    async def _until(self, holds: Callable[[], bool], limit_s: float) -> bool:
-        """Waits for what comes with `changed`; whether it came in time."""
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Wait for a message of the coordinator, for TAKEN_S at most."""
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(TAKEN_S):
                 while not holds():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            return holds()
-        return True
-
-
-def _refusal(order: Order, reason: str) -> BroadcastOpened | BroadcastFailed:
-    if isinstance(order, OpenBroadcast):
-        return BroadcastOpened(order.epoch, "", "", reason)
-    return BroadcastFailed(order.group, reason)
+            pass

@@ -1,8 +1,4 @@
-"""How the ranks of a trainer become one group: where they find each other, and what their sockets
-listen on.
-
-Nothing else of torch.distributed is decided here.
-"""
+"""The process group of a trainer's ranks: where they meet, and what their sockets listen on."""
 
 import os
 import socket
@@ -21,18 +17,17 @@ COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 
 
 def join(start: StartRank, device: torch.device) -> None:
-    """Nobody else may speak to the ranks: what torch opens authenticates nobody, and its
-    collectives of objects, which checkpoints are planned with, unpickle.
+    """Join the default process group. No other process may connect to the ranks: torch's sockets
+    authenticate nobody, and its collectives of objects, which plan checkpoints, unpickle.
 
-    So they find each other through a file in a directory of their user's, where TCPStore would
-    listen on every interface, and gloo listens on loopback, where it would choose the address of
-    this host's name. Ranks of several nodes listen on the one interface by which their nodes see
-    each other: that must be a network of trusted machines, see SECURITY.md.
+    So ranks meet through a file in a directory of their user, where TCPStore would listen on every
+    interface, and gloo listens on loopback, where it would choose the address of this host's name.
+    Ranks of several nodes listen on the one interface by which their nodes reach each other: that
+    must be a network of trusted machines, see SECURITY.md.
 
-    NCCL's ranks meet over sockets, too, at which nobody is heard who does not know the random
-    number of the communicator, and nothing is unpickled. NCCL looks once for the interface of all
-    of a process's communicators, at the first of them: where a later one may be that of a
-    broadcast, with engines on other machines, it cannot be loopback.
+    NCCL's ranks meet over sockets, too, which need the random number of the communicator, and
+    unpickle nothing. NCCL looks for its interface once in a process, at the first communicator: if
+    a later one may be that of a broadcast to other machines, it cannot be loopback.
     """
     if not start.host:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()

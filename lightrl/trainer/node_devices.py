@@ -1,8 +1,8 @@
-"""Whether the ranks of one trainer node have its devices, where these are shared with engines, and
-what the coordinator is told of that.
+"""Whether the ranks of one trainer node hold its devices, where these are shared with engines, and
+what the coordinator is sent about it.
 
-Each trainer node answers for its own ranks. When they park is for the node that leads to
-order, for all ranks at the same place.
+Each trainer node answers for its own ranks. The leading node suspends the ranks of all nodes at the
+same place of the step. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
@@ -10,51 +10,47 @@ import time
 from collections.abc import Callable
 
 from lightrl.config.schema import Config
-from lightrl.messages.sharing import Give, Park, Parked
+from lightrl.messages.sharing import AssignDevices, TrainerSuspended
 from lightrl.messages.training import TrainShard
 from lightrl.trainer.protocol import (
     TAKES_DEVICE,
-    FinishStep,
     RankCommand,
     RankEvent,
-    RankParked,
     RankStarted,
+    StepFinished,
+    Suspended,
+    Update,
 )
 
 
 class NodeDevices:
-    """Of one node, over all lives of its ranks. Its ranks have the devices from before they start
-    until each of them has parked, and again from the first command that takes them: also while
-    there are none, if they had them when they were lost, as they start again at once. Where the
-    replicas of the model are parts that change sides by themselves they start once all of them are
-    given."""
+    """State across restarts of the ranks. The ranks hold the devices from their start until each of
+    them is suspended, and again from the first command that takes them. Ranks that are lost while
+    they hold them restart immediately. Where each replica has devices of its own (`device_parts`),
+    ranks start once all parts are given."""
 
     def __init__(
         self,
         config: Config,
-        send: Callable[[Parked], None],
-        send_for_lost: Callable[[Parked], None] | None = None,
+        send: Callable[[TrainerSuspended], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`send` reaches the coordinator, if it hears this node and the ranks that it has;
-        `send_for_lost` also while these wait for their devices."""
-        self.are_shared = config.rollout.placement == "shared"  # else nothing of all this happens
+        """`send` reaches the coordinator."""
+        self.are_shared = config.rollout.placement == "shared"  # else all of this is idle
         self._num_ranks = config.train.ranks
         self._num_parts = config.device_parts
         self._send = send
-        self._send_for_lost = send_for_lost or send
         self._clock = clock
         self.has_devices = True
         self._step = 0  # that is trained next
-        self._are_lost = False  # the ranks, which wait until all of the devices are given
-        # of the whole run, that work may be done on since others were to have them
+        # parts on which work may be done since engines had them
         self._given = frozenset[int]()
         self._all_given = asyncio.Event()
-        self._is_told = False  # others know of the version with which the ranks started, or parked
-        self._parked: dict[int, RankParked] = {}  # by rank
-        self._number: int | None = None  # of the order that is to be answered
+        self._is_published = False  # the version that the ranks started or were suspended with
+        self._suspended: dict[int, Suspended] = {}  # by rank
+        self._number: int | None = None  # of the order that is not answered yet
         self._asked_at = 0.0
-        self._newest = 0  # order of this coordinator
+        self._newest = 0  # number of the newest order
 
     @property
     def is_given(self) -> bool:
@@ -70,18 +66,17 @@ class NodeDevices:
 
     @property
     def are_away(self) -> bool:
-        """Engines have some of them, as far as anybody has said. Not yet if nobody was told the
-        version: they wake for it, and without it no work comes either."""
-        return not self.has_devices and not self.all_given and self._is_told
+        """Engines hold some of them. They wake when a version is published, not before."""
+        return not self.has_devices and not self.all_given and self._is_published
 
     @property
     def is_asked(self) -> bool:
         return self._number is not None
 
     def ask(self, number: int, ends_first: bool = False) -> None:
-        """To give the devices back. `ends_first`: all of the step has come, at the end of which it
-        is done anyway. An older order than another one is late; the same one again is answered as
-        long as that is true."""
+        """Handle an order to give the devices back. `ends_first`: the step has all of its groups
+        and gives them back at its end. Older orders are ignored; a repeated one is answered
+        again."""
         if not self.are_shared or number < self._newest:
             return
         is_repeated, self._newest = number == self._newest, number
@@ -89,91 +84,69 @@ class NodeDevices:
         if not is_repeated and not ends_first:
             self._take_back()
         if not self.has_devices and not ends_first:
-            self._say(Parked(number, self._num_bytes, 0.0))
+            self._send(TrainerSuspended(number, self._num_bytes, 0.0))
         elif not is_repeated:
             self._number, self._asked_at = number, self._clock()
 
-    def told(self, command: RankCommand) -> None:
-        """Ranks are told this."""
+    def on_command(self, command: RankCommand) -> None:
+        """The ranks are sent this command."""
         if isinstance(command, TAKES_DEVICE):
             self._take()
-        if isinstance(command, FinishStep):  # then they park
-            self._step = command.step + 1
-            self._give_back()
+        if isinstance(command, Update) and command.policy_version is not None:
+            self.ends_step(command.step + 1)
 
     def starting(self, step: int = 0) -> None:
         """Ranks are about to start for this step, and take the devices for it."""
-        self._step, self._are_lost = step, False
         self._take()
-        self._give_back()
+        self.ends_step(step)
 
-    def hear(self, message: object) -> None:
-        """What the coordinator says."""
+    def ends_step(self, next_step: int) -> None:
+        """The ranks are suspended next, and then publish a version."""
+        self._step = next_step
+        self._take_back()
+        self._is_published = False
+
+    def on_message(self, message: object) -> None:
         match message:
-            case TrainShard():
-                self.work_came()
-            case Give():
+            case TrainShard() if self._num_parts == 1:  # there is no AssignDevices
+                self.give()
+            case AssignDevices():
                 self.give(message)
-            case Park(number) if self._are_lost and self.are_away:
-                self.ask(number)
             case _:
                 pass
 
     def lost(self) -> bool:
-        """The ranks are dead. Those of parts wait until all of these are given, and meanwhile
-        nothing is on any of them. Returns whether they wait: `are_away`."""
-        if self._num_parts > 1 and not self.all_given and self._is_told:
-            self.has_devices, self._are_lost = False, True
+        """The ranks are dead. Return whether they wait for their devices: `are_away`. Ranks of
+        several parts wait until all are given, and hold none meanwhile."""
+        if self._num_parts > 1 and not self.all_given and self._is_published:
+            self.has_devices = False
             self._answer()
         return self.are_away
 
-    def _give_back(self) -> None:
-        """They park next, and say a version then."""
-        self._take_back()
-        self._is_told = False
-
-    def _take_back(self) -> None:
-        self._given = frozenset()
-        self._all_given.clear()
-
-    def _take(self) -> None:
-        """Ranks are told something for which they take the devices."""
-        self.has_devices = True
-        self._parked.clear()
-
-    def heard(self, rank: int, event: RankEvent) -> None:
-        """This rank of the node has said that it parked, or something else."""
-        parked = event.parked if isinstance(event, RankStarted) else event
-        if not isinstance(parked, RankParked):
+    def on_event(self, rank: int, event: RankEvent) -> None:
+        """A rank of this node, by its number in it, has sent an event."""
+        suspended = event
+        if isinstance(event, RankStarted | StepFinished):
+            suspended = event.suspended
+        if not isinstance(suspended, Suspended):
             return
-        self._parked[rank] = parked
-        if len(self._parked) < self._num_ranks:
-            return
-        self.has_devices = False
-        self._answer()
-
-    def _answer(self) -> None:
-        if self._number is not None:
-            seconds = self._clock() - self._asked_at
-            self._say(Parked(self._number, self._num_bytes, seconds))
-            self._number = None
-
-    def _say(self, parked: Parked) -> None:
-        (self._send_for_lost if self._are_lost else self._send)(parked)
+        self._suspended[rank] = suspended
+        if len(self._suspended) == self._num_ranks:
+            self.has_devices = False
+            self._answer()
 
     def announce(self) -> None:
-        """What comes before each version, if the ranks are parked."""
-        if not self.has_devices and self._parked:
-            slowest = max(parked.seconds for parked in self._parked.values())
-            self._say(Parked(0, self._num_bytes, slowest))
+        """Send what precedes each version, if the ranks are suspended."""
+        if not self.has_devices and self._suspended:
+            slowest = max(suspended.seconds for suspended in self._suspended.values())
+            self._send(TrainerSuspended(0, self._num_bytes, slowest))
 
     def published(self) -> None:
-        """The version was said."""
-        self._is_told = True
+        """The version was sent to the coordinator."""
+        self._is_published = True
 
-    def give(self, given: Give | None = None) -> None:
-        """They may be worked on: these parts of them, or all. What was meant for a step that is
-        over counts for nothing."""
+    def give(self, given: AssignDevices | None = None) -> None:
+        """Work may be done on these parts, or on all. Orders for other steps are ignored."""
         if given is None:
             self._given = frozenset(range(self._num_parts))
         elif given.step == self._step:
@@ -181,22 +154,30 @@ class NodeDevices:
         if len(self._given) == self._num_parts:
             self._all_given.set()
 
-    def work_came(self) -> None:
-        """That the coordinator sends to who may have them: where they change sides as a whole
-        nothing else says so."""
-        if self._num_parts == 1:
-            self.give()
-
     async def given(self) -> None:
-        """Returns when all of them may be worked on."""
+        """Wait until work may be done on all of them."""
         await self._all_given.wait()
 
     def forget_orders(self) -> None:
-        """Who gave them is gone, or counts anew."""
+        """The coordinator is gone, or restarted and counts from 1."""
         self._number, self._newest = None, 0
         if self._num_parts > 1:
             self._take_back()
 
+    def _take_back(self) -> None:
+        self._given = frozenset()
+        self._all_given.clear()
+
+    def _take(self) -> None:
+        self.has_devices = True
+        self._suspended.clear()
+
+    def _answer(self) -> None:
+        if self._number is not None:
+            seconds = self._clock() - self._asked_at
+            self._send(TrainerSuspended(self._number, self._num_bytes, seconds))
+            self._number = None
+
     @property
     def _num_bytes(self) -> int:
-        return sum(parked.num_bytes for parked in self._parked.values())
+        return sum(suspended.num_bytes for suspended in self._suspended.values())

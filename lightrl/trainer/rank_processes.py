@@ -1,7 +1,8 @@
-"""One life of the rank processes of a trainer: started together, told the same, lost together.
+"""The rank processes of a trainer, from one start to their end: they get the same commands, and are
+lost together.
 
-Owns the processes and the order of their replies. Decides neither what they are told nor whether
-they are started again. Must not import torch: the daemon imports this file.
+Owns the processes and the order of their replies; the supervisor decides what they do and whether
+they restart. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
@@ -10,9 +11,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from lightrl.config.schema import Config
 from lightrl.devices.assign import environment
@@ -29,78 +31,82 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
-    Computing,
     Exported,
     GroupOpened,
     LeaveGroup,
+    Progress,
     RankCommand,
     RankEvent,
     RankFailed,
     RankStarted,
     Saved,
     SaveEvent,
-    SaveFailed,
     StartRank,
     WeightsSent,
 )
-from lightrl.weights.broadcast.rendezvous import GroupJoined
 
 logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", bound=RankEvent)
-STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
-PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
+Rank: TypeAlias = Child[RankCommand, RankEvent]
+
+STOP_S = 5.0  # an idle rank ends sooner; one that hangs in a collective does not
+PATIENCE_FACTOR = 3  # an engine sends every few tokens, a rank after several micro-batches
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 # takes as long as a download does, or has a limit of its own
-UNHURRIED = {RankStarted, GroupOpened, GroupJoined, WeightsSent}
+UNHURRIED = {RankStarted, GroupOpened, WeightsSent}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of this node run. `publish_dir`: for versions; `gpus`: the
+    CUDA_VISIBLE_DEVICES of each rank, empty = that of the daemon; `host`: an address of this
+    machine that engines and other nodes reach."""
+
+    run_dir: Path
+    publish_dir: Path
+    gpus: Sequence[str] = ()
+    host: str = "127.0.0.1"
 
 
 class Ranks:
-    """`await start(...)` once, always `await stop()` or `await kill()`; `watch` beside all other
-    calls."""
+    """`await start(...)` once, always `await stop()` or `await kill()`; `watch` runs beside all
+    other calls."""
 
     def __init__(
         self,
         config: Config,
-        run_dir: Path,
-        publish_dir: Path,
+        place: Place,
         on_save: Callable[[SaveEvent], None],
-        gpus: Sequence[str] = (),
-        host: str = "",
         life: Life | None = None,
         devices: NodeDevices | None = None,
     ) -> None:
-        """`on_save` is told what rank 0 says of a checkpoint. `gpus`: what each rank's
-        CUDA_VISIBLE_DEVICES says; empty = whatever it finds. `host`: where engines reach the ranks
-        for broadcasts, and those of other nodes. `life`: with ranks on other nodes, which come
-        after those of this one. `devices`: of this node, which hear what
-        its ranks are told and say."""
+        """`on_save` gets what rank 0 reports of checkpoints. `life`: ranks on other nodes, numbered
+        after those of this one. `devices` of this node follow the commands and events of its ranks.
+        """
         self._config = config
-        self._run_dir = run_dir
-        self._publish_dir = publish_dir
+        self._place = place
         self._on_save = on_save
-        self._gpus = gpus
-        self._host = host
         self._life = life
         self._devices = devices
         self.num_local = config.train.ranks  # on this machine
-        self._checkpoints = config.checkpoints(run_dir)
-        self._nccl_host = host if config.broadcast != "off" else ""
-        self._ranks: list[Child[RankCommand, RankEvent] | RemoteRank] = []
+        self.is_packed = True  # micro-batches, once they have started
+        self._checkpoints = config.checkpoints(place.run_dir)
+        self._ranks: list[Rank | RemoteRank] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
         self._awaited: set[int] = set()  # ranks that owe a reply soon
-        # Where the ranks find each other; another file in each life, as that of the last is full of
-        # its dead. Nodes that train together see no other folder than that of the checkpoints.
-        folder = self._checkpoints if life else publish_dir
+        # Where the ranks find each other. A new file for each start: the last one names dead ranks.
+        # Nodes that train together share no other folder than that of the checkpoints.
+        folder = self._checkpoints if life else place.publish_dir
         self._rendezvous = folder / f".ranks-{secrets.token_hex(8)}"
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     async def start(self, step: int) -> None:
-        """From the checkpoint of `step`; 0 = from what the run begins with. Raises RanksLost if a
-        process cannot be made."""
+        """Start all from the checkpoint of `step`; 0 = from what the run begins with. Raises
+        RanksLost if a process cannot be created."""
         starts = self._starts(step)
         if self._devices is not None:
             self._devices.starting(step)
@@ -109,20 +115,19 @@ class Ranks:
                 others = starts[self.num_local :]
                 await self._life.begin(others, self.num_local, self._checkpoints)
             for k, command in enumerate(starts[: self.num_local]):
-                gpus = self._gpus[k : k + 1]
-                self._add(await start_rank(self._config, self._run_dir, command, gpus))
+                self._add(await start_rank(self._config, self._place, command, k))
         except OSError as e:
             raise RanksLost(f"rank {len(self._ranks)} cannot be started: {e}") from e
         for rank in self._life.ranks if self._life is not None else ():
             self._add(rank)
 
-    def _add(self, rank: Child[RankCommand, RankEvent] | RemoteRank) -> None:
+    def _add(self, rank: Rank | RemoteRank) -> None:
         self._ranks.append(rank)
         self._replies.append(asyncio.Queue())
 
     def _starts(self, step: int) -> list[StartRank]:
-        """In the order of the ranks."""
         world = self.num_local * (1 + len(self._life.members) if self._life is not None else 1)
+        host = self._place.host
         return [
             StartRank(
                 config_json=self._config.model_dump_json(),
@@ -130,34 +135,36 @@ class Ranks:
                 rank=rank,
                 world=world,
                 rendezvous=str(self._rendezvous),
-                publish_dir=str(self._publish_dir),
+                publish_dir=str(self._place.publish_dir),
                 run_dir=str(self._checkpoints.parent),
                 start_step=step,
-                nccl_host=self._nccl_host,
-                host=self._host if self._life is not None else "",
+                nccl_host=host if self._config.broadcast != "off" else "",
+                host=host if self._life is not None else "",
             )
             for rank in range(world)
         ]
 
     async def started(self) -> RankStarted:
-        """What rank 0 says when all of them are ready. That may take as long as a download, and is
-        said if it takes long."""
+        """Return the event of rank 0 when all of them are ready, which may take as long as a
+        download."""
         waiting = asyncio.ensure_future(self.replies(RankStarted))
         begun, every_s = time.monotonic(), self._config.node.patience_s
         try:
             while not (await asyncio.wait({waiting}, timeout=every_s))[0]:
                 logger.warning(
                     "the ranks have not all started after %.0f s: one downloads or loads, or they "
-                    "do not reach each other; their logs tell which",
+                    "do not reach each other; see their logs",
                     time.monotonic() - begun,
                 )
-            return waiting.result()[0]
+            first = waiting.result()[0]
+            self.is_packed = first.is_packed
+            return first
         finally:
             waiting.cancel()
 
     async def watch(self) -> NoReturn:
-        """Hands the replies on. Raises RanksLost when a rank is gone or hangs, TrainerError if for
-        good."""
+        """Receive events. Raises RanksLost when a rank is gone or hangs, TrainerError if a restart
+        would fail, too."""
         readers = [
             asyncio.ensure_future(self._receive(rank, number))
             for number, rank in enumerate(self._ranks)
@@ -173,11 +180,7 @@ class Ranks:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _receive(
-        self,
-        rank: Child[RankCommand, RankEvent] | RemoteRank,
-        number: int,
-    ) -> NoReturn:
+    async def _receive(self, rank: Rank | RemoteRank, number: int) -> NoReturn:
         while True:
             try:
                 event = await rank.receive()
@@ -186,11 +189,11 @@ class Ranks:
             if isinstance(event, RankFailed):
                 kind = TrainerError if event.is_final else RanksLost
                 raise kind(f"{rank.name}: {event.reason}")
-            if isinstance(event, Saved | SaveFailed | Exported):
+            if isinstance(event, Saved | Exported):
                 self._on_save(event)
-            elif not isinstance(event, Computing):
+            elif not isinstance(event, Progress):
                 if self._devices is not None and number < self.num_local:
-                    self._devices.heard(number, event)
+                    self._devices.on_event(number, event)
                 self._replies[number].put_nowait(event)
 
     async def _require_answers(self, rank: int) -> NoReturn:
@@ -202,24 +205,19 @@ class Ranks:
             raise RanksLost(f"{e}{which}") from None
 
     def send(self, rank: int, command: RankCommand) -> None:
-        """To one rank; but for Accumulate, all of them must get the same kinds of commands in the
-        same order."""
-        self._note(command)
+        """Send to one rank. But for Accumulate, all must get the same kinds of commands in the same
+        order."""
+        if self._devices is not None:
+            self._devices.on_command(command)
         self._ranks[rank].send(command)
 
-    def tell(self, command: RankCommand) -> None:
-        """To all ranks."""
-        self._note(command)
-        for rank in self._ranks:
-            rank.send(command)
-
-    def _note(self, command: RankCommand) -> None:
-        if self._devices is not None:
-            self._devices.told(command)
+    def send_all(self, command: RankCommand) -> None:
+        for rank in range(len(self)):
+            self.send(rank, command)
 
     async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
-        """The next reply of a rank, which must be of these kinds: a rank answers in the order it is
-        told."""
+        """Wait for the next reply of a rank, which must be of these kinds: a rank answers its
+        commands in order."""
         if not UNHURRIED.intersection(kinds):
             self._awaited.add(rank)
         try:
@@ -232,38 +230,28 @@ class Ranks:
         return reply
 
     async def replies(self, *kinds: type[Reply], ranks: Sequence[int] | None = None) -> list[Reply]:
-        """One of each of these ranks, of all by default."""
+        """Wait for a reply of each of these ranks, of all by default."""
         asked = range(len(self)) if ranks is None else ranks
         return [await self.reply(rank, *kinds) for rank in asked]
 
-    async def answers(
-        self,
-        kind: type[Reply],
-        over: asyncio.Future[str],
-        limit_s: float,
-        grace_s: float,
-        ranks: Sequence[int] | None = None,
-    ) -> list[Reply]:
-        """One of each of these ranks, of all by default, to what they do for a broadcast.
+    async def answer(
+        self, kind: type[Reply], over: asyncio.Future[str], limit_s: float, grace_s: float
+    ) -> Reply:
+        """Rank 0's reply to a command for a broadcast.
 
-        They are told to leave the group when `over` says why, or after `limit_s`. Raises
-        WeightsError with the reason once they have answered then, RanksLost when one says nothing
-        for `grace_s` more.
+        The rank leaves its group with the reason of `over`, or after `limit_s`. Raises
+        WeightsError with the reason once it has answered then, RanksLost when it does not within
+        `grace_s` more.
         """
-        asked = range(len(self)) if ranks is None else ranks
-        replies = [asyncio.ensure_future(self.reply(rank, kind)) for rank in asked]
-        answering = asyncio.gather(*replies)
+        answering = asyncio.ensure_future(self.reply(0, kind))
         try:
             if await _any_done({answering, over}, limit_s) and not over.done():
                 return answering.result()
             why = over.result() if over.done() else f"no {kind.__name__} within {limit_s:g} s"
-            logger.info("the ranks are told to leave their broadcast group: %s", why)
-            self.tell(LeaveGroup())
+            logger.info("rank 0 leaves its broadcast group: %s", why)
+            self.send(0, LeaveGroup())
             if not await _any_done({answering}, grace_s):
-                silent = next(
-                    r for r, reply in zip(asked, replies, strict=True) if not reply.done()
-                )
-                name = self._ranks[silent].name
+                name = self._ranks[0].name
                 raise RanksLost(f"{name} hangs: no {kind.__name__} when it was to leave its group")
             answering.result()
             raise WeightsError(why)
@@ -277,26 +265,23 @@ class Ranks:
         self._rendezvous.unlink(missing_ok=True)
 
     async def kill(self) -> None:
-        """Without waiting: those that are left of a set hang in a collective."""
+        """End them without grace: those that are left of a set hang in a collective."""
         for rank in self._ranks:
             rank.kill()
         await self.stop(is_orderly=False)
 
 
-async def start_rank(
-    config: Config, run_dir: Path, command: StartRank, gpus: Sequence[str]
-) -> Child[RankCommand, RankEvent]:
-    """A rank on this machine, told to start. `gpus`: what its CUDA_VISIBLE_DEVICES says; empty =
-    whatever it finds. Raises OSError."""
+async def start_rank(config: Config, place: Place, command: StartRank, number: int) -> Rank:
+    """Start rank `number` of this machine. Raises OSError."""
     name = f"lightrl-rank-{command.rank}"
     start = partial(
-        Child[RankCommand, RankEvent].start,
+        Rank.start,
         _target(config),
         name,
         RANK_COMMANDS,
         RANK_EVENTS,
-        env=rank_environment(config, gpus, os.environ),
-        log=run_dir / "logs" / f"rank-{command.rank}.log",
+        env=rank_environment(config, place.gpus[number : number + 1], os.environ),
+        log=place.run_dir / "logs" / f"rank-{command.rank}.log",
     )
     rank = await retry_on_resource_limit(start, name, logger.warning)
     rank.send(command)
@@ -304,23 +289,22 @@ async def start_rank(
 
 
 def _target(config: Config) -> str:
-    """What a rank of this run computes."""
     if config.train.engine == "emulated":
         return EMULATED_TARGET
     return EVALUATED_TARGET if config.eval.checkpoint else RANK_TARGET
 
 
 def worst(errors: Iterable[BaseException | None]) -> BaseException:
-    """Of those that came at once: what ranks that are started again would meet again comes first,
-    or what nobody expects. There must be one."""
+    """Return the error to report of those that came together: one that a restart would meet again
+    comes first. There must be one."""
     return min(filter(None, errors), key=lambda error: isinstance(error, RanksLost))
 
 
 def rank_environment(
     config: Config, gpus: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What is added to that of the daemon, `environ`. A rank sees its GPU and no other, and numbers
-    it 0."""
+    """Return what a rank gets besides the daemon's environment, `environ`. It sees its GPU alone,
+    as number 0."""
     added = environment(gpus, environ)
     if added and not ALLOCATOR.intersection(environ):
         # Micro-batches differ in shape: blocks that can grow leave fewer holes between them.

@@ -1,9 +1,7 @@
-"""The checkpoints that a trainer's ranks write: when they are told to, how often it is tried, and
-what is said of it.
+"""The checkpoints that a trainer's ranks write: when they begin, how often it is tried, and which
+one is the newest.
 
-Owns which checkpoint is the newest of this process's ranks, and which one is being written while
-they go on. What lies in it is the ranks' business. Must not import torch: the daemon imports this
-file.
+Must not import torch: the daemon imports this file.
 """
 
 import asyncio
@@ -17,7 +15,7 @@ from typing import assert_never
 from lightrl.config.schema import Config
 from lightrl.messages.training import Checkpointed
 from lightrl.trainer.checkpoint.saved import EXPORT, checkpoint_path, oldest_kept, step_of
-from lightrl.trainer.protocol import Exported, Save, Saved, SaveEvent, SaveFailed, Staged
+from lightrl.trainer.protocol import Done, Exported, Save, Saved, SaveEvent
 from lightrl.trainer.rank_processes import Ranks
 
 logger = logging.getLogger(__name__)
@@ -27,34 +25,34 @@ SAVE_PAUSE_S = 1.0
 
 
 class Saves:
-    """`begin_life` for each set of ranks, and `handle` for what they say; one caller at a time for
-    all that waits."""
+    """`begin_life` for each set of ranks, and `handle` for their reports; one caller at a time for
+    the coroutines."""
 
     def __init__(
         self, checkpoints: Path, config: Config, send: Callable[[Checkpointed], None]
     ) -> None:
-        """`checkpoints` is their folder. What `send` is given is for the coordinator."""
+        """`send` reaches the coordinator."""
         self._checkpoints = checkpoints
         self._settings = config.checkpoint
         self._grace_s = config.node.grace_s
         self._send = send
         self._is_stopping = False
-        self._has_taken_long = self._has_waited = False  # and has said so
-        self.num_awaited = 0  # that the ranks stand for
+        self._has_taken_long = self._has_waited = False  # and a warning was logged
+        self.num_awaited = 0  # saves for which training waits
         self._changed = asyncio.Event()
         self.begin_life(0)
 
     def begin_life(self, step: int) -> None:
-        """There are other ranks now, which have the weights of `step`."""
-        self.step = step  # optimizer steps in the newest one, or in the one the ranks started from
+        """New ranks have started from the weights of `step`."""
+        self.step = step  # optimizer steps in the newest checkpoint, or in that of the start
         self._is_due = False
-        self._is_last = False  # whoever had it begun tries again
-        self._is_saving = False  # what is copied becomes durable
+        self._is_last = False  # its caller tries again
+        self._is_saving = False  # a copy becomes durable
         self._is_exporting = False  # after that
         self._path = ""  # of the last one that was begun
-        self._problem = ""  # why it is not there
-        self._begun = 0.0  # seconds of the clock
-        self._stood_s = 0.0  # how long the ranks waited for the copy
+        self._problem = ""  # why it does not exist
+        self._began = 0.0
+        self._blocked_s = 0.0  # how long the ranks copied
 
     def stop(self) -> None:
         """Training no longer waits for an export."""
@@ -62,15 +60,23 @@ class Saves:
         self._changed.set()
 
     async def after_step(self, ranks: Ranks, step: int) -> None:
-        """Has a checkpoint of the `step` steps done begun if one is due, once the one before is
-        durable and exported."""
+        """Begin a checkpoint of `step` steps if one is due, once the one before is durable and,
+        with `every`, exported; else the ranks would fall behind."""
         interval = self._settings.interval
         self._is_due |= interval > 0 and step % interval == 0
         if not self._is_due:
             return
         with self._awaited():
             await self._until(lambda: not self._is_saving)
-            await self._wait_for_export()
+            if self._is_exporting and not (self._is_stopping or self._has_waited):
+                self._has_waited = True
+                logger.warning(
+                    "training waits until %s is exported: checkpoint.export = 'every' takes longer "
+                    "than the steps of checkpoint.interval = %d",
+                    self._path,
+                    interval,
+                )
+            await self._until(lambda: not self._is_exporting or self._is_stopping)
             if self._is_stopping:
                 return
             self._is_due = False
@@ -84,23 +90,10 @@ class Saves:
         finally:
             self.num_awaited -= 1
 
-    async def _wait_for_export(self) -> None:
-        """With `every`, no checkpoint begins before the one before is exported, unless the trainer
-        is to stop."""
-        if self._is_exporting and not (self._is_stopping or self._has_waited):
-            self._has_waited = True
-            logger.warning(
-                "training waits until %s is exported: checkpoint.export = 'every' takes longer "
-                "than the steps of checkpoint.interval = %d",
-                self._path,
-                self._settings.interval,
-            )
-        await self._until(lambda: not self._is_exporting or self._is_stopping)
-
     async def save_last(self, ranks: Ranks, step: int, is_end: bool) -> str:
-        """A checkpoint of the `step` steps done, when nothing is lost by trying again. Why there is
-        none, in one line; "" when it is durable. Only at the end of the run it has an export, which
-        may still be under way then: who is preempted has no time for one."""
+        """Save `step` steps and wait until that is durable, trying several times. Return why there
+        is no checkpoint, in one line, or "". It has an export at the end of the run alone, which
+        may still run then: a preempted node has no time for one."""
         await self._until(lambda: not self._is_saving)
         if self.step == step:
             return ""
@@ -116,7 +109,7 @@ class Saves:
         return problem
 
     async def exported(self) -> None:
-        """When no export is under way. Ranks that died may have been at it: that is said."""
+        """Wait for a running export. Warn if ranks died before they had written it."""
         await self._until(lambda: not self._is_exporting)
         last = checkpoint_path(self._checkpoints, self.step)
         is_due = self._settings.export != "never" and self.step > 0
@@ -124,15 +117,15 @@ class Saves:
             logger.warning("%s has no export; lightrl export makes one", last)
 
     def handle(self, event: SaveEvent) -> None:
-        """What rank 0 says of the checkpoint that is under way."""
+        """Handle a report of rank 0."""
         match event:
-            case Saved(path):
+            case Saved(path, None):
                 self._is_saving = False
                 self.step = step_of(Path(path))
-                self._tell_times(path)
+                self._log_times(path)
                 self.announce()
-            case SaveFailed(path, reason):
-                self._fail(path, reason)
+            case Saved(path, error):
+                self._fail(path, error or "")
             case Exported(path, error):
                 if path == self._path:
                     self._is_exporting = False
@@ -143,7 +136,7 @@ class Saves:
         self._changed.set()
 
     def announce(self) -> None:
-        """That there is this one, if there is any."""
+        """Report the newest checkpoint, if there is one."""
         if self.step > 0:
             oldest = oldest_kept(self._checkpoints, self.step, self._settings.keep_last)
             self._send(Checkpointed(self.step, oldest))
@@ -154,17 +147,17 @@ class Saves:
         return self._problem
 
     async def _begin(self, ranks: Ranks, step: int, has_export: bool) -> None:
-        """Until the ranks may go on."""
+        """Return when the ranks may continue."""
         self._path = path = str(checkpoint_path(self._checkpoints, step))
-        self._problem, self._stood_s = "", 0.0
-        # Before they are told: what rank 0 says of it may come before all have said Staged.
+        self._problem, self._blocked_s = "", 0.0
+        # Before the command: the report of rank 0 may come before all have answered.
         self._is_saving, self._is_exporting = True, has_export
-        self._begun = time.monotonic()
-        ranks.tell(Save(step, path, has_export))
-        first, *_ = await ranks.replies(Staged)
-        if first.error:  # they all have one; that of rank 0 names the reason
+        self._began = time.monotonic()
+        ranks.send_all(Save(step, path, has_export))
+        first, *_ = await ranks.replies(Done)
+        if first.error:  # all have one; that of rank 0 names the reason
             self._fail(path, first.error)
-        self._stood_s = time.monotonic() - self._begun
+        self._blocked_s = time.monotonic() - self._began
 
     def _fail(self, path: str, reason: str) -> None:
         self._is_saving = self._is_exporting = False
@@ -173,9 +166,9 @@ class Saves:
             self._is_due = True
             logger.warning("%s; trying again after the next step", self._problem)
 
-    def _tell_times(self, path: str) -> None:
-        took_s = time.monotonic() - self._begun
-        logger.info("saved %s in %.1f s; the ranks stood %.1f s", path, took_s, self._stood_s)
+    def _log_times(self, path: str) -> None:
+        took_s = time.monotonic() - self._began
+        logger.info("saved %s in %.1f s; the ranks waited %.1f s", path, took_s, self._blocked_s)
         if took_s > self._grace_s and not self._has_taken_long:
             self._has_taken_long = True
             logger.warning(

@@ -1,8 +1,6 @@
-"""The versions of one trainer as other nodes may pull them, and the messages that publish them.
+"""The versions of one trainer that its node serves, and the messages that announce them.
 
-Owns which versions this node's weight server has from its trainer, and which message stands for
-which. Whether and when such a message is sent is `trainer.supervisor`'s business, who may pull a
-version the coordinator's.
+The supervisor sends these messages; the coordinator decides who pulls a version.
 """
 
 import logging
@@ -12,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from lightrl.core.weight_sources import MAX_CHAIN
+from lightrl.core.weights.weight_sources import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsBase
 from lightrl.system.child import LACKING, retry_on_resource_limit
@@ -23,7 +21,7 @@ from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 0.5  # for a bucket that a node is just being sent of a version that goes
+GRACE_S = 0.5  # for a bucket that is being sent of a version that is retired
 
 
 class PointTo(Protocol):
@@ -31,13 +29,13 @@ class PointTo(Protocol):
 
 
 class ServedVersions:
-    """At most two: the newest, and the one before until it is in the way. Files are the ranks', who
-    take no file again that the server reads. Differences between the last versions beside them,
-    whose files are removed here.
+    """At most two: the newest, and the one before until its file is needed. The ranks own the
+    files, and do not reuse one that the server reads. Differences between the last versions are
+    removed here.
     """
 
     def __init__(self, server: WeightServer, point_to: PointTo | None = None) -> None:
-        """`point_to` tells the nodes of this machine where a version lies; called in a thread."""
+        """`point_to` announces files to the nodes of this machine; called in a thread."""
         self._server = server
         self._point_to = point_to
         self._base: VersionFile | None = None
@@ -50,12 +48,8 @@ class ServedVersions:
         portions: Sequence[int] = (),
         replicas: Sequence[int] = (),
     ) -> PublishWeights:
-        """The message that publishes this version. One that was computed again with the same result
-        is served from where it was.
-
-        Versions that were overtaken are not served once more: nobody loads them, and the newest one
-        must not have to go for them.
-        """
+        """Serve a version unless a newer one is served, or an equal one. Return its
+        announcement."""
         file = published.file
         version, known = file.policy_version, self._files.get(file.policy_version)
         if published.base is not None:
@@ -65,27 +59,25 @@ class ServedVersions:
         ):
             if known is not None:
                 await self._retire(version)
-            publish = partial(self._publish, file)
-            await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
+            await self._publish(file, f"version {version}")
             self._files[version] = file
-            for delta in self._deltas:  # for those whose tickets are for this version
+            for delta in self._deltas:  # tickets are for this version
                 self._server.publish(replace(delta, policy_version=version))
-            await self._tell_this_machine(file)
+            await self._announce_here(file)
         message = _message(published, self._base)
         return replace(message, portions=tuple(portions), replicas=tuple(replicas))
 
     async def _serve_base(self, file: VersionFile) -> None:
-        """What adapters are beside, as long as there are any. Ranks that start again make the same
-        once more, in another file, which goes: engines have mapped the first."""
+        """Serve the model beside adapters, from its first file: engines have mapped it. Restarted
+        ranks write another one."""
         if self._base is None:
-            publish = partial(self._publish, file)
-            await retry_on_resource_limit(publish, "serving the base", logger.warning)
+            await self._publish(file, "the base")
             self._base = file
-            await self._tell_this_machine(file, stays=True)
+            await self._announce_here(file, stays=True)
         elif self._base.path != file.path:
             await in_thread(_remove, [file])
 
-    async def _tell_this_machine(self, file: VersionFile, *, stays: bool = False) -> None:
+    async def _announce_here(self, file: VersionFile, *, stays: bool = False) -> None:
         if self._point_to is not None:
             try:
                 await in_thread(partial(self._point_to, file, stays=stays))
@@ -93,8 +85,8 @@ class ServedVersions:
                 logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
 
     async def serve_delta(self, made: DeltaMade) -> DeltaOffer | None:
-        """What to say of it, if it leads to the newest version. It is served for as long as those
-        that follow on it are no larger together than a version."""
+        """Serve a difference that leads to the newest version, as long as it and those after it are
+        no larger together than a version. Return its announcement."""
         newest, file = self._files[max(self._files)], made.file
         if file is None:
             return None
@@ -103,8 +95,7 @@ class ServedVersions:
             await in_thread(_remove, [file])
             return _offer(made, known) if known is not None else None
         try:
-            publish = partial(self._publish, file)
-            await retry_on_resource_limit(publish, "serving a difference", logger.warning)
+            await self._publish(file, "a difference")
         except WeightsError as e:  # the version itself is served
             logger.warning("%s", e)
             await in_thread(_remove, [file])
@@ -119,7 +110,7 @@ class ServedVersions:
         return _offer(made, file)
 
     async def make_room(self) -> None:
-        """Only the newest version is served from now on: the ranks will need the other's file."""
+        """Serve the newest version alone: the ranks need the other's file."""
         for version in sorted(self._files)[:-1]:
             await self._retire(version)
 
@@ -137,12 +128,17 @@ class ServedVersions:
         if not any(other.digest == file.digest for other in self._files.values()):
             await self._server.retire(file.digest, GRACE_S)
 
-    async def _publish(self, file: VersionFile) -> None:
-        try:
-            self._server.publish(file)
-        except WeightsError as e:
-            lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
-            raise (e.__cause__ if lacks and e.__cause__ else e) from None
+    async def _publish(self, file: VersionFile, what: str) -> None:
+        """Serve a file, waiting while the machine lacks resources for it."""
+
+        async def publish() -> None:
+            try:
+                self._server.publish(file)
+            except WeightsError as e:
+                lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
+                raise (e.__cause__ if lacks and e.__cause__ else e) from None
+
+        await retry_on_resource_limit(publish, f"serving {what}", logger.warning)
 
 
 def _size(files: list[VersionFile]) -> int:
@@ -150,7 +146,7 @@ def _size(files: list[VersionFile]) -> int:
 
 
 def _remove(files: list[VersionFile]) -> None:
-    """Frees memory, which takes a while."""
+    """Slow: it frees memory."""
     for file in files:
         for path in (file.path, file.manifest_path):
             Path(path).unlink(missing_ok=True)

@@ -1,104 +1,112 @@
-"""The trainer role of a daemon: the order of its ranks' work, the versions they publish, and what
-is done when ranks die or the coordinator was gone.
+"""The trainer role of a daemon: in which order its ranks work, which versions they publish, and how
+it continues after lost ranks or a lost coordinator.
 
-Which groups are trained is the coordinator's business, which of them at once `trainer.step`'s.
-Never touches a tensor.
+The coordinator decides which groups are trained, `trainer.step` which of them at a time. Must not
+import torch: the daemon imports this file.
 
-A step is begun anew as long as its version is not published, so that whoever is lost, coordinator
-or ranks, no group counts twice: the coordinator sends all shards of the step again, from index 0.
+A step can be reset as long as its version is not published, so that no group counts twice: after a
+loss the coordinator sends all shards of the step again, from index 0.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import Give, Park
+from lightrl.messages.sharing import AssignDevices, SuspendTrainer, TrainerSuspended
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.trainer.broadcasts import Broadcasts, Order
-from lightrl.trainer.checkpoint.start_point import where_to_start
+from lightrl.trainer.broadcasts import Broadcasts
+from lightrl.trainer.checkpoint.initial import where_to_start
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
-from lightrl.trainer.nonfinite import NonfiniteSteps
-from lightrl.trainer.protocol import (
-    DeltaMade,
-    EncodeDelta,
-    FinishStep,
-    Published,
-    RankParked,
-    StepFinished,
-)
-from lightrl.trainer.rank_processes import Ranks, worst
+from lightrl.trainer.protocol import DeltaMade, EncodeDelta, RankStarted, StepFinished, Update
+from lightrl.trainer.rank_processes import Place, Ranks, worst
 from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
-from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
+from lightrl.trainer.state import EDGES, TrainerEvent, TrainerState
 from lightrl.trainer.step import Step
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
-Begun = TypeVar("Begun")
+Result = TypeVar("Result")
 
 RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)  # without a new step
+MAX_NONFINITE = 5  # steps in a row
+
+
+class NonfiniteSteps:
+    """Counts steps in a row that left the weights as they were, as no gradient was finite."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def count(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn at the first in a row. Raise TrainerError, which ends the run, at the last that is
+        tolerated."""
+        if not metrics.get("train/skipped_nonfinite") or metrics.get("train/updates"):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        what = f"the gradient of step {step} is not finite: the weights stay as they were"
+        if self._in_a_row == 1:
+            logger.warning("%s", what)
+        if self._in_a_row == MAX_NONFINITE:
+            raise TrainerError(
+                f"{what}, as in the {MAX_NONFINITE - 1} steps before: look at rewards, at "
+                "train_rollout_logprob_abs_diff and at train.optim.lr"
+            )
 
 
 class Trainer:
     def __init__(
         self,
         config: Config,
-        run_dir: Path,
-        scratch: Path,
+        place: Place,
         versions: ServedVersions,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
-        gpus: tuple[str, ...] = (),
-        host: str = "127.0.0.1",
         relay: Callable[[Message], None] | None = None,
     ) -> None:
-        """`versions` are served by this daemon's server. `send` reaches the coordinator.
+        """`versions` are served by this daemon's server. `send` reaches the coordinator; `relay`
+        does, for other trainer nodes, also before the coordinator has welcomed this node.
 
-        `on_restart` is called when the ranks run again after one had died: the coordinator must be
-        told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
-        it is settled. `host`: an address of this machine that other nodes reach. `relay` reaches
-        the coordinator whenever there is a connection, for other trainer nodes.
+        `on_restart` is called when the ranks run again after a loss: it sends a Hello for another
+        trainer, and calls `rejoin` after the Welcome.
         """
         self._config = config
-        self._run_dir = run_dir
-        self._checkpoints = config.checkpoints(run_dir)
-        self._scratch = scratch
-        self._gpus = gpus
-        self._host = host
+        self._place = place
+        self._checkpoints = config.checkpoints(place.run_dir)
         self._send = send
         self._on_restart = on_restart
         self._versions = versions
         self.followers = Followers(config.train.nodes - 1, relay or send)
         self.device = ""
         self._state = TrainerState.STARTING
-        # asked for once, in any state, and never taken back: no state of its own
+        self._connected = True  # to the coordinator
+        self._rejoined = False  # the step must be reset; during an update: and announced after it
         self._is_stopping = False
-        self._is_packed = True  # micro-batches
-        self._changed = asyncio.Event()  # shards have come, the step begins anew, or the end
+        self._changed = asyncio.Event()  # something may have to be done
         self._shards: deque[TrainShard] = deque()
-        self._broadcasts = Broadcasts(config, host, self._say, self._changed)
+        self._broadcasts = Broadcasts(config, place.host, self._send_if_heard, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
-        self._furthest = 0  # ever
-        self.saves = Saves(self._checkpoints, config, self._say)
+        self._furthest = 0  # optimizer steps ever done by this process
+        self.saves = Saves(self._checkpoints, config, self._send_if_heard)
         self._crashes = CrashCounter(RESTARTS)
-        self._standing: PublishWeights | None = None  # where the ranks are
-        self._file: VersionFile  # of that version; there is one when there are ranks that started
-        self._step_done: StepDone | None = None  # how they came there
+        self._published: PublishWeights | None = None  # the ranks' version
+        self._file: VersionFile  # of that version; set once ranks have started
+        self._step_done: StepDone | None = None  # the step that made it
         self._nonfinite = NonfiniteSteps()
-        self.devices = NodeDevices(config, self._say, send)
+        self.devices = NodeDevices(config, self._send_if_heard)
         self._step: Step | None = None  # that is being trained
 
     @property
@@ -106,54 +114,59 @@ class Trainer:
         """The last version is published; a checkpoint may still be written."""
         return self._done >= self._config.eval.last_step(self._config.train.steps)
 
-    def handle(self, message: TrainShard | VersionTaken | Give | Park | Order) -> None:
-        self.devices.hear(message)
-        if self._state in UNHEARD:
+    def handle(self, message: TrainShard | VersionTaken | AssignDevices | SuspendTrainer) -> None:
+        """Handle a message of the coordinator. Without a connection, or without ranks, it was meant
+        for the trainer that this one was before."""
+        self.devices.on_message(message)
+        if not self._connected or self._state is TrainerState.DOWN:
+            if isinstance(message, SuspendTrainer) and self._waits_for_devices:
+                self.devices.ask(message.number)
             return
         if isinstance(message, TrainShard):
             self._shards.append(message)
-        elif isinstance(message, Park):
+        elif isinstance(message, SuspendTrainer):
             shards, step = self._shards, self._step
             ends_first = step.has_all if step else any(s.last for s in shards)
             self.devices.ask(message.number, ends_first)
-        elif not isinstance(message, Give):
+        elif not isinstance(message, AssignDevices):
             self._broadcasts.handle(message)
         self._changed.set()
 
     def pause(self) -> None:
-        """The coordinator does not hear us yet: say nothing, take nothing, until `rejoin`."""
-        self._move(TrainerEvent.PAUSED)
+        """The connection to the coordinator is lost: send and accept nothing until `rejoin`."""
+        self._connected = self._rejoined = False
         self._forget_orders()
 
     def rejoin(self) -> None:
-        """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
-        self._move(TrainerEvent.WELCOMED)
+        """The coordinator has welcomed this node again: announce its version, reset the step."""
         self._forget_orders()
         self._changed.set()
         if self._state is TrainerState.DOWN:
-            self.devices.give()  # no shard comes before ranks say where they stand
-            return  # when there are ranks again, `on_restart` says hello for another trainer
-        if self._state not in SILENT:  # else it is said when the update has ended
-            self._announce()
+            self.devices.give()  # no shard comes before ranks announce their version
+            return  # the Hello of `on_restart` is for another trainer
+        self._connected = True
+        self._rejoined = self._state is not TrainerState.STARTING
+        self._announce()  # during an update it waits for its end
 
     def stop(self) -> None:
-        """End after the step of which all groups have come, if any, and save the steps done."""
+        """End after the step of which all groups have arrived, if any, and save."""
         self._is_stopping = True
         self.saves.stop()
         self._broadcasts.stop()
         self._changed.set()
 
     async def run(self) -> None:
-        """Trains until the last step is saved, or `stop`; ranks that die are started again from the
-        newest checkpoint. Raises TrainerError if that cannot be."""
+        """Train until the last step is saved, or until `stop`; restart lost ranks from the newest
+        checkpoint. Raises TrainerError if that is impossible."""
         step = await self._where_to_start()
         while True:
             try:
-                await self._live(step)
+                await self._run_ranks(step)
                 return
             except RanksLost as e:
                 lost = e
             self._move(TrainerEvent.RANKS_LOST)
+            self._connected = self._rejoined = False
             is_away = self.devices.lost()
             self._forget_orders()
             if is_away:  # ranks that start would find no memory
@@ -162,18 +175,18 @@ class Trainer:
             if self._is_stopping and not (self.all_steps_done and self._done > self.saves.step):
                 logger.warning("%s; leaving with the checkpoint of step %d", lost, self.saves.step)
                 return
-            if self._is_stopping:  # nobody sends the last steps once more
+            if self._is_stopping:  # the coordinator does not send the last steps again
                 raise TrainerError(
                     f"{lost}; the last {self._done - self.saves.step} steps were not saved"
                 )
             step = await self._recover_from(lost)
 
     async def close(self) -> None:
-        """Stops serving its weights; call it when no node will pull any more."""
+        """Stop serving weights."""
         await self._versions.close()
 
     def _forget_orders(self) -> None:
-        """Whoever gave them does not count on us any more, or we are not who they were for."""
+        """Drop what a coordinator sent before its connection or the ranks were lost."""
         self._shards.clear()
         self._broadcasts.clear()
         self.devices.forget_orders()
@@ -191,25 +204,15 @@ class Trainer:
     async def _where_to_start(self) -> int:
         return await where_to_start(self._config, self._checkpoints, lambda: not self._is_stopping)
 
-    async def _live(self, step: int) -> None:
-        """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly
-        one."""
+    async def _run_ranks(self, step: int) -> None:
+        """Start ranks and work with them until they end. Raises RanksLost if they are lost."""
         life = None
         if self._config.train.nodes > 1:
             if not await self._unless_stopped(self.followers.wait()):
                 self._require_saved()
                 return
             life = self.followers.new_life()
-        ranks = Ranks(
-            self._config,
-            self._run_dir,
-            self._scratch,
-            self.saves.handle,
-            self._gpus,
-            self._host,
-            life,
-            self.devices,
-        )
+        ranks = Ranks(self._config, self._place, self.saves.handle, life, self.devices)
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
         try:
@@ -228,52 +231,12 @@ class Trainer:
             await (ranks.stop() if is_orderly else ranks.kill())
 
     async def _work(self, ranks: Ranks, step: int) -> bool:
-        """All that is to be done with ranks that start with the weights of `step`; whether they did
-        start."""
+        """Train with ranks that start with the weights of `step`. Return whether they started."""
         started = await self._unless_stopped(ranks.started())
         if started is None:
             self._require_saved()
             return False
-        if started.published is None:
-            raise TrainerError("rank 0 started without publishing its weights")
-        self.device, took_s = started.device, started.start_s
-        logger.info("ranks started: %d, on %s, in %.1f s", len(ranks), self.device, took_s)
-        self._is_packed = started.is_packed
-        for note in started.notes:
-            logger.warning(note)
-        self._done = step
-        self.saves.begin_life(step)
-        self._furthest = max(self._furthest, step)
-        self._step_done = None
-        self._file = started.published.file
-        self._standing = await self._versions.serve(started.published)
-        announce = self._on_restart if self._state is TrainerState.DOWN else self._announce
-        self._move(TrainerEvent.RANKS_STARTED)
-        announce()
-        await self._train_all(ranks)
-        return True
-
-    def _require_saved(self) -> None:
-        """Of a trainer that is to stop without ranks. Raises TrainerError."""
-        if self.all_steps_done:  # by those before
-            raise TrainerError(
-                f"the last {self._done - self.saves.step} steps were not saved: ranks had died"
-            )
-
-    async def _unless_stopped(self, begun: Coroutine[Any, Any, Begun]) -> Begun | None:
-        """What comes of it; None if the trainer is to stop before: nothing is to be saved."""
-        starting = asyncio.ensure_future(begun)
-        try:
-            while not starting.done() and not self._is_stopping:
-                self._changed.clear()
-                changed = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({starting, changed}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-            return starting.result() if starting.done() else None
-        finally:
-            starting.cancel()
-
-    async def _train_all(self, ranks: Ranks) -> None:
+        await self._begin(ranks, step, started)
         while not (self.all_steps_done or self._is_stopping) and await self._train(ranks):
             if not self.all_steps_done:
                 await self.saves.after_step(ranks, self._done)
@@ -281,15 +244,50 @@ class Trainer:
             await self._save_last(ranks)
         if self.all_steps_done:
             await self.saves.exported()
+        return True
+
+    async def _begin(self, ranks: Ranks, step: int, started: RankStarted) -> None:
+        if started.published is None:
+            raise TrainerError("rank 0 started without publishing its weights")
+        self.device, took_s = started.device, started.start_s
+        logger.info("ranks started: %d, on %s, in %.1f s", len(ranks), self.device, took_s)
+        for note in started.notes:
+            logger.warning(note)
+        self._done = step
+        self.saves.begin_life(step)
+        self._furthest = max(self._furthest, step)
+        self._step_done = None
+        self._file = started.published.file
+        self._published = await self._versions.serve(started.published)
+        announce = self._on_restart if self._state is TrainerState.DOWN else self._announce
+        self._move(TrainerEvent.RANKS_STARTED)
+        announce()
+
+    def _require_saved(self) -> None:
+        """Raise TrainerError if steps are lost when the trainer stops without ranks."""
+        if self.all_steps_done:
+            raise TrainerError(
+                f"the last {self._done - self.saves.step} steps were not saved: ranks had died"
+            )
+
+    async def _unless_stopped(self, coroutine: Coroutine[Any, Any, Result]) -> Result | None:
+        """Return its result; None if the trainer is to stop before."""
+        running = asyncio.ensure_future(coroutine)
+        try:
+            while not running.done() and not self._is_stopping:
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({running, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            return running.result() if running.done() else None
+        finally:
+            running.cancel()
 
     async def _train(self, ranks: Ranks) -> bool:
-        """One optimizer step: groups are accumulated while others still generate, see `Step`.
-
-        False: stopped before all groups of the step had come; the weights are those of the last
-        step. Raises TrainerError for any shard but the next of this step.
-        """
-        what = self._config, ranks, self._done, self._shards, self._is_packed
-        self._step = step = Step(*what, self._say, self._changed.set, self.devices)
+        """Train one step. Return False if stopped before all of its groups arrived; the weights are
+        those of the last step. Raises TrainerError for any shard but the next of this step."""
+        what = self._config, ranks, self._done, self._shards, self.devices
+        self._step = step = Step(*what, self._send_if_heard, self._changed.set)
         try:
             if is_whole := await self._accumulate(ranks, step):
                 await self._finish(ranks, step)
@@ -298,79 +296,75 @@ class Trainer:
             await step.close()
 
     async def _accumulate(self, ranks: Ranks, step: Step) -> bool:
-        """All groups of the step; False: stopped before they had come."""
+        """Accumulate all groups of the step. Return False if stopped before they arrived."""
         while True:
-            while not (step.can_go_on or self._begins_anew or self._broadcasts.has_orders):
+            while not (step.can_advance or self._rejoined or self._broadcasts.has_order):
                 if self._is_stopping and not (step.is_busy or step.awaits_devices):
-                    await step.begin_anew()  # what is saved are the weights of the last step
+                    await step.reset()  # the weights of the last step are saved
                     return False
                 self._changed.clear()
                 await self._changed.wait()
-            if self._broadcasts.has_orders:
+            if self._broadcasts.has_order:
                 await step.settle()
                 await self._broadcasts.perform(ranks, self._file)
-            elif self._begins_anew or step.is_begun_anew:
-                if self._begins_anew:
-                    self._move(TrainerEvent.BEGAN_ANEW)
-                await step.begin_anew()
+            elif self._rejoined or step.is_restarted:
+                self._rejoined = False
+                await step.reset()
             elif step.is_accumulated:
                 return True
             else:
                 await step.advance()
 
     async def _finish(self, ranks: Ranks, whole: Step) -> None:
-        """The update, from where on the ranks stand at the next step."""
-        queue, begun_at = whole.queue, asyncio.get_running_loop().time()
+        """Update, and publish the version of the next step."""
+        queue, began_at = whole.queue, asyncio.get_running_loop().time()
         step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
         await self._versions.make_room()
-        ranks.tell(FinishStep(step, queue.num_responses, queue.num_tokens, version))
-        if self.devices.are_shared:
-            await ranks.replies(RankParked)
-            self.devices.announce()
-        self._step = None  # what comes from here on is of the next one
-        published = await ranks.reply(0, Published)
-        self._file = published.file
-        replicas = queue.replicas if self._config.train.replicas > 1 else ()
-        self._standing = await self._versions.serve(published, queue.portions, replicas)
-        self._say(self._standing)
-        self.devices.published()
+        ranks.send_all(Update(step, queue.num_responses, queue.num_tokens, version))
         finished, *_ = await ranks.replies(StepFinished)
-        metrics = finished.metrics | whole.times(begun_at) | whole.entropy(finished.metrics)
+        if finished.published is None:
+            raise TrainerError("rank 0 finished a step without publishing its weights")
+        self.devices.announce()
+        self._step = None  # what arrives from here on is of the next one
+        self._file = finished.published.file
+        replicas = queue.replicas if self._config.train.replicas > 1 else ()
+        self._published = await self._versions.serve(finished.published, queue.portions, replicas)
+        self._send_if_heard(self._published)
+        self.devices.published()
+        metrics = finished.metrics | whole.times(began_at) | whole.entropy(finished.metrics)
         self._step_done = StepDone(step, version, metrics)
-        self._say(self._step_done)
+        self._send_if_heard(self._step_done)
         self._nonfinite.count(step, finished.metrics)
         self._done = version
         if self._done > self._furthest:
             self._furthest = self._done
             self._crashes.progressed()
-        was_welcomed = self._state is TrainerState.UPDATING_WELCOMED  # meanwhile
         self._move(TrainerEvent.UPDATE_ENDED)
-        if was_welcomed:
+        if self._rejoined:  # shards of the next step follow from what is announced
+            self._rejoined = False
             self._announce()
         if not self.all_steps_done:
             await self._follow(ranks)
 
     async def _follow(self, ranks: Ranks) -> None:
-        """What comes after a version before the ranks compute again, other than a checkpoint: it is
-        sent to those who wait for that, and its difference is found for those who pull."""
+        """Broadcast the version to nodes that wait for it, and encode its difference for nodes that
+        pull, before the ranks compute again."""
         config, wants_delta = self._config, True
-        if config.broadcast != "off" and not (self._is_stopping or self._state in SILENT):
+        if config.broadcast != "off" and self._connected and not self._is_stopping:
             wants_delta = await self._broadcasts.follow(ranks, self._file)
         if config.has_deltas and wants_delta:
             await self._offer_delta(ranks)
 
     async def _offer_delta(self, ranks: Ranks) -> None:
-        """The version is known: what is said now saves those bytes who are not far with it. The
-        ranks find the difference before they compute again, which takes about as long as publishing
-        did; most often there is nothing to be computed yet.
-        """
-        ranks.tell(EncodeDelta(self._done))
+        """Encoding takes about as long as publishing did; nodes that have not got far with the
+        version save those bytes."""
+        ranks.send_all(EncodeDelta(self._done))
         made, *_ = await ranks.replies(DeltaMade)
         offer = await self._versions.serve_delta(made)
-        if offer is not None and self._standing is not None:
-            self._standing = replace(self._standing, deltas=(offer,))
-            self._say(self._standing)
+        if offer is not None and self._published is not None:
+            self._published = replace(self._published, deltas=(offer,))
+            self._send_if_heard(self._published)
 
     async def _save_last(self, ranks: Ranks) -> None:
         problem = await self.saves.save_last(ranks, self._done, self.all_steps_done)
@@ -380,22 +374,27 @@ class Trainer:
             logger.warning(problem)
 
     def _announce(self) -> None:
-        """Where we stand, and the news of it that may have been lost. The first of them counts."""
+        """Send the version of the ranks, and reports that may have been lost; the coordinator
+        counts the first of each."""
         self.devices.announce()
-        if self._standing is not None:
-            self._say(self._standing)
+        if self._published is not None:
+            self._send_if_heard(self._published)
             self.devices.published()
         if self._step_done is not None:
-            self._say(self._step_done)
+            self._send_if_heard(self._step_done)
         self.saves.announce()
 
-    def _say(self, message: Message) -> None:
-        if self._state not in SILENT:
+    def _send_if_heard(self, message: Message) -> None:
+        """Send if the coordinator is connected, and was connected when a running update began.
+        Without ranks, send only that engines may have the devices."""
+        is_waited_for = isinstance(message, TrainerSuspended) and self._waits_for_devices
+        is_late = self._rejoined and self._state is TrainerState.UPDATING
+        if is_waited_for or (self._connected and not is_late):
             self._send(message)
+
+    @property
+    def _waits_for_devices(self) -> bool:
+        return self._state is TrainerState.DOWN and self.devices.are_away
 
     def _move(self, event: TrainerEvent) -> None:
         self._state = next_state(EDGES, self._state, event)
-
-    @property
-    def _begins_anew(self) -> bool:
-        return self._state is TrainerState.BEGINNING_ANEW

@@ -10,7 +10,7 @@ is no number.
 from math import isfinite
 
 from lightrl.core.events import (
-    BroadcastHeard,
+    BroadcastReported,
     EndpointOpened,
     Event,
     NodeDraining,
@@ -28,16 +28,11 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.errors import ProtocolError
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-)
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
-from lightrl.messages.sharing import Parked, Released
+from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone
 from lightrl.messages.weights import (
     BadSource,
@@ -86,18 +81,12 @@ def check_bounds(message: Message) -> None:
             _finite(message.broadcast_s or 0.0)
             if max(peer_bytes, delta_bytes) > num_bytes:
                 raise ProtocolError("WeightsReady: a part has more bytes than the whole")
-        case BroadcastOpened(_, group, address, reason):
+        case BroadcastStatus(_, group, address, reason):
             _words(group)
             if not (reason or group):
-                raise ProtocolError("BroadcastOpened: neither a name nor a reason")
+                raise ProtocolError("BroadcastStatus: neither a group nor a reason")
             if not reason and split_known(address) is None:
-                raise ProtocolError(f"BroadcastOpened: {address[:80]!r}: not host:port")
-        case BroadcastJoined(group) | BroadcastFailed(group, _, _):
-            _words(group)
-        case BroadcastSums(group, _, sums):
-            _words(group)
-            if not sums or max(sums) >= 1 << 64:
-                raise ProtocolError("BroadcastSums: no sums modulo 2^64")
+                raise ProtocolError(f"BroadcastStatus: {address[:80]!r}: not host:port")
         case BadSource(_, node, _):
             _words(node)
         case Checkpointed(step, oldest) if oldest > step:
@@ -119,9 +108,8 @@ OF_NODES = (
     WeightsReady,
     WeightsFailed,
     BadSource,
-    BroadcastJoined,
-    BroadcastFailed,
-    Released,
+    BroadcastStatus,
+    EngineAsleep,
     Bye,
 )
 
@@ -160,8 +148,8 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return EndpointOpened(peer, message)
         case BadSource():
             return SourceReported(peer, message)
-        case BroadcastOpened() | BroadcastJoined() | BroadcastSums() | BroadcastFailed():
-            return BroadcastHeard(peer, message)
+        case BroadcastStatus():
+            return BroadcastReported(peer, message)
         case WeightsReady():
             return WeightsConfirmed(peer, message)
         case WeightsFailed():
@@ -170,9 +158,9 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return StepTrained(peer, message)
         case ShardsTaken():
             return ShardsDelivered(peer, message)
-        case Released():
+        case EngineAsleep():
             return NodeReleased(peer, message)
-        case Parked():
+        case TrainerSuspended():
             return TrainerParked(peer, message)
         case Bye(reason, ok):
             return NodeLeft(peer, reason, ok)

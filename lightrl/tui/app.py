@@ -21,6 +21,7 @@ from lightrl.client.find_run import OVER, final_snapshot, require_same
 from lightrl.errors import PeerUnreachable
 from lightrl.messages.snapshot import Snapshot
 from lightrl.system.output import flush, is_behind, never_fail
+from lightrl.system.threads import cancel
 from lightrl.tui.render import PAGES, View, render
 
 EVERY_S = 0.5  # between snapshots
@@ -146,7 +147,7 @@ async def watch_live(
                     await leaving
             return following.done()
         finally:
-            await _cancel(following, leaving)
+            await cancel(following, leaving)
 
 
 async def show_finished(snapshot: Snapshot) -> None:
@@ -157,7 +158,7 @@ async def show_finished(snapshot: Snapshot) -> None:
 
 
 async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) -> None:
-    """Returns when the run is over; a lost connection is said and tried again."""
+    """Returns when the run is over; a lost connection is shown and retried."""
     while True:
         try:
             async with contextlib.aclosing(ask.watch(address, EVERY_S, key)) as snapshots:
@@ -198,7 +199,7 @@ async def _open_screen() -> AsyncIterator[Screen]:
         finally:
             if terminal is not None:
                 loop.remove_reader(terminal)
-            await _cancel(redraw)
+            await cancel(redraw)
 
 
 @contextlib.contextmanager
@@ -238,9 +239,3 @@ async def _redraw(screen: Screen) -> None:
         if screen.is_stale or screen.live.console.size != size:
             size = screen.live.console.size
             screen.draw()
-
-
-async def _cancel(*tasks: "asyncio.Task[object]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

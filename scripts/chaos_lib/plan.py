@@ -20,7 +20,6 @@ Phase = Literal[
     "loading",
     "forming",
     "sending",
-    "proving",
     # of a change of sides: see sharing_plan.py
     "releasing",
     "released",

@@ -13,16 +13,16 @@ from chaos_lib.plan import Event, Phase
 # how versions come to nodes: whole, as differences, or by broadcast
 Way = Literal["pull", "delta", "broadcast"]
 
-SPARE = 3  # steps at the end of a run with broadcasts: a group that fails puts off the next one
+SPARE = 3  # steps at the end of a run with broadcasts: nodes that pulled late are no members
 NODES = 3  # so that one who pulls relays to another
 SHORT_S, LONG_S = (0.3, 0.6), (1.3, 2.0)  # of a stop or a cut, in leases of a node
 MAX_DELAY_S = 0.3  # from the moment the phase was seen
-BRIEF: dict[Phase, float] = {"proving": 0.1, "patching": 0.01}
+BRIEF: dict[Phase, float] = {"patching": 0.01}
 
 # Seen on one node: the one that is hit, or any if that is no rollout node.
 ON_NODE: tuple[Phase, ...] = (
     *("pulling", "patching", "loading"),
-    *("forming", "sending", "proving"),
+    *("forming", "sending"),
 )
 
 Kinds = dict[str, tuple[Phase, ...]]
@@ -43,7 +43,7 @@ _PULL: Kinds = {
 PHASES: dict[Way, Kinds] = {
     "pull": _PULL,
     "delta": dict.fromkeys(_PULL, ("patching", "patching", "pulling")),
-    "broadcast": dict.fromkeys(_PULL, ("forming", "sending", "proving")),
+    "broadcast": dict.fromkeys(_PULL, ("forming", "sending")),
 }
 TARGETS = {"trainer": "trainer-0", "rank": "trainer-0", "head": "head"}
 

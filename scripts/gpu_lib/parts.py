@@ -169,7 +169,7 @@ PARTS = (
     ),
     tests(
         "trainer/broadcast",
-        "broadcast over NCCL between two GPUs, proof of weights on a device",
+        "broadcast over NCCL between two GPUs",
         "test_broadcast.py",
         ENGINE,
         240,

@@ -39,7 +39,7 @@ def steps(model: Path, shape: str, scratch: Path, ordered: bool) -> tuple[float,
     import torch
 
     from lightrl.config.run_file import parse_config
-    from lightrl.trainer.protocol import Accumulate, FinishStep, StartRank, TrainSample
+    from lightrl.trainer.protocol import Accumulate, StartRank, TrainSample, Update
     from lightrl.trainer.rank.rank import Rank
     from lightrl.wire import pack_f32, pack_i32
 
@@ -78,7 +78,7 @@ def steps(model: Path, shape: str, scratch: Path, ordered: bool) -> tuple[float,
 
     def step(number: int) -> None:
         list(rank.perform(Accumulate(number, batches)))
-        finish = FinishStep(number, RESPONSES, RESPONSES * RESPONSE_TOKENS, number + 1)
+        finish = Update(number, RESPONSES, RESPONSES * RESPONSE_TOKENS, number + 1)
         list(rank.perform(finish))
 
     seconds = median_of(step)

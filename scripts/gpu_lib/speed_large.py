@@ -70,7 +70,7 @@ def loaded(model: Path, shape: str) -> Any:
 
 def steps(learner: Any, shape: str) -> None:
     """The first makes the optimizer's state, the second is what a step takes."""
-    from lightrl.trainer.protocol import FinishStep
+    from lightrl.trainer.protocol import Update
 
     batches = tuple(micro_batch(shape, seed) for seed in range(MICRO_BATCHES))
     responses = sum(len(batch) for batch in batches)
@@ -78,7 +78,7 @@ def steps(learner: Any, shape: str) -> None:
     for number, word in enumerate(("the first step", "a step")):
         begun = clock(reset=True)
         learner.accumulate(batches)
-        metrics = learner.finish(FinishStep(number, responses, tokens, number + 1))
+        metrics = learner.finish(Update(number, responses, tokens, number + 1))
         received(f"{shape}, {word} of {MICRO_BATCHES} x {TOKENS:,} tokens", begun)
         for key in ("timing_s/forward_backward", "timing_s/optimizer"):
             figure(f"{shape}, {word}: {key}", round(metrics[key], 3))

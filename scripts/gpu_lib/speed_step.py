@@ -107,7 +107,7 @@ def bare_steps(model: Path, shape: str) -> float:
 def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str, float]]:
     """Seconds of a step without writing the version, and the rank's own figures of its parts."""
     from lightrl.config.run_file import parse_config
-    from lightrl.trainer.protocol import Accumulate, FinishStep, StartRank, TrainSample
+    from lightrl.trainer.protocol import Accumulate, StartRank, TrainSample, Update
     from lightrl.trainer.rank.rank import Rank
     from lightrl.wire import pack_f32, pack_i32
 
@@ -134,8 +134,8 @@ def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str,
 
     def step(number: int) -> None:
         list(rank.perform(Accumulate(number, batches)))
-        *_, finished = rank.perform(
-            FinishStep(number, RESPONSES, RESPONSES * RESPONSE_TOKENS, number + 1)
+        [finished] = rank.perform(
+            Update(number, RESPONSES, RESPONSES * RESPONSE_TOKENS, number + 1)
         )
         reported.append(finished.metrics)
 

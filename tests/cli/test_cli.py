@@ -148,8 +148,8 @@ backward pass but the last groups overlaps with generation""",
             "round.deferred=restart round.eta=1.5 rollout.top_p=0.9 rollout.top_k=20",
             """temperature 1, top_p 0.9, top_k 20
             note        rollout.top_p, top_k: tokens that they leave out are never sampled
-            note        round.deferred = restart has no effect without
-            note        round.eta = 1.5 has no effect without""",
+            note        round.deferred = 'restart' cannot act: there are no short rounds
+            note        round.eta = 1.5 cannot act: there are no short rounds""",
         ),
         (
             "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",
@@ -409,7 +409,7 @@ NO_KEY = (
         ),
         (
             ("up", "--join", "127.0.0.1:1", "--part", "1"),
-            "--part 1: of whose devices? --shares TRAINER says that",
+            "--part 1: of whose devices? give --shares TRAINER",
         ),
         (
             ("up", "--join", "127.0.0.1:1", "--shares", "t", "--preemptible"),

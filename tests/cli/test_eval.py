@@ -128,7 +128,7 @@ def test_a_checkpoint_is_found_to_be_what_its_run_found(
     assert result["checkpoint"] == str(run.folder / "runs" / "one" / "checkpoints" / "step_2")
     assert (result["step"], result["samples"]) == (STEPS, str(file))
     assert by_response(lines(file)) == by_response(run.samples)
-    assert f"{len(run.samples)} responses" in err or "reading the weights" in err
+    assert "evaluating runs/one/checkpoints/step_2, step 2, on greedy, sampled" in err
 
 
 @pytest.mark.e2e
@@ -238,8 +238,7 @@ def test_ctrl_c_leaves_nothing(emulated_run: Trained, tmp_path: Path):
         assert all_end(below)
     assert process.returncode == 1
     last = out.splitlines()[-1]
-    assert last.startswith("interrupted at ")
-    assert last.endswith("; nothing is left of it")
+    assert last == "interrupted; nothing is left of it"
     assert list(tmp_path.glob("lightrl-*")) == []
     assert not (tmp_path / "s.jsonl").exists()
 
@@ -279,7 +278,7 @@ def test_weights_that_fit_no_model(torch_run: Trained, tmp_path: Path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 64}))
     _, err = evaluated(torch_run.folder, other, torch_run.folder / "runs/one/config.toml", status=1)
     [line] = err.splitlines()
-    assert line.startswith(f"lightrl: {other}: ")
+    assert f": {other}: " in line
     assert "its config.json says" in line
 
 

@@ -2,7 +2,6 @@
 Pure, but for small files."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from lightrl.devices.driver import Gpu, Machine
 from lightrl.devices.memory import GIB
 from lightrl.devices.plan import wanted
 from lightrl.launch.eval_config import evaluation
-from lightrl.launch.eval_report import EvalResult, Progress, as_json, result_of, table
+from lightrl.launch.eval_report import EvalResult, as_json, result_of, table
 from lightrl.launch.eval_target import EvalTarget, find_target
-from lightrl.messages.snapshot import NodeRow, Snapshot
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
@@ -167,40 +165,3 @@ def test_a_table_has_a_line_for_each_source_below_its_set():
         "top_p": 1.0,
         "max_response_length": 1024,
     }
-
-
-def snapshot(**fields: Any) -> Snapshot:
-    given: dict[str, Any] = {
-        "run": "eval",
-        "run_dir": "/tmp/x/eval",
-        "state": "starting",
-        "step": 0,
-        "num_steps": 0,
-        "policy_version": None,
-        "elapsed_s": 5.0,
-        "nodes": (),
-    }
-    return Snapshot(**given | fields)
-
-
-def test_progress_is_said_when_there_is_some():
-    progress = Progress()
-    assert progress.line(snapshot(), 0.0) == "reading the weights"
-    assert progress.line(snapshot(), 9.0) == ""
-    assert progress.line(snapshot(), 21.0) == "reading the weights"
-    place = {"host": "h", "pid": 1, "device": "cpu", "policy_version": 0}
-    work = {"running": 0, "slots": 4, "tokens_per_s": 0.0, "kv_usage": 0.0, "heard_s_ago": 0.0}
-    engine = NodeRow("rollout-0", roles=("rollout",), state="ready", **place, **work)  # type: ignore[arg-type]
-    loading = replace(engine, name="rollout-1", state="updating")
-    rows = {"policy_version": 0, "nodes": (engine, loading)}
-    assert progress.line(snapshot(**rows), 24.0) == "loading the weights: 1 of 2 engines are ready"
-    counts = {"round_kind": "eval", "responses_done": 7, "responses_running": 2}
-    going = snapshot(**rows, **counts, responses_queued=1, tokens_per_s=1200.0)
-    assert progress.line(going, 25.0) == ""
-    assert progress.line(going, 26.0) == "7 of 10 responses  1.2k tokens/s  0:05"
-    done = {"responses_done": 10, "responses_running": 0, "responses_queued": 0}
-    scoring = replace(going, **done, round_accepted=3, round_needed=5)
-    line = "10 of 10 responses  3 of 5 prompts are scored  1.2k tokens/s  0:05"
-    assert progress.line(scoring, 29.0) == line
-    assert progress.line(replace(going, state="finishing"), 60.0) == ""
-    assert progress.last == line

@@ -197,7 +197,7 @@ def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, 
 )
 def test_a_function_that_never_gives_a_score(capsys, tmp_path, function, more, reason):
     given = (f"reward.functions=rewards.py:{function}", *filter(None, [more]))
-    status, [(verdict, text)] = check(capsys, *given)
+    status, [_, (verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (1, "fail")
     assert text.startswith(f"{tmp_path}/rewards.py:{function}: a response to train (")
     assert text.endswith(f"train.jsonl, line 1) gets no score ({reason})")
@@ -209,7 +209,7 @@ def test_a_function_that_never_gives_a_score(capsys, tmp_path, function, more, r
 
 def test_a_function_that_hangs_takes_its_time_once(capsys, tmp_path):
     given = ("reward.functions=rewards.py:hangs", "reward.timeout_s=0.3")
-    status, [(verdict, text)] = check(capsys, *given)
+    status, [_, (verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (1, "fail")
     reason = "takes longer than reward.timeout_s = 0.3 s"
     assert text.startswith(f"{tmp_path}/rewards.py:hangs: a response to train (")

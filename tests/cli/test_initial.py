@@ -34,7 +34,12 @@ from tests.support.cli import (
 )
 
 pytestmark = pytest.mark.usefixtures("warm_runs")
-ADAPTER = {"r": 4, "lora_alpha": 8.0, "target_modules": ["model.layers.0.self_attn.q_proj"]}
+ADAPTER = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8.0,
+    "target_modules": ["model.layers.0.self_attn.q_proj"],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +116,7 @@ def test_what_is_no_checkpoint(capsys):
 def test_a_damaged_layout_is_one_line(capsys):
     path = checkpoint()
     (path / "layout.json").write_text(json.dumps({"dtypes": {}, "adapter": "{"}))
-    assert refusal(f"{KEY}={path}") == f"{KEY} = {path}: layout.json: damaged"
+    assert "/layout.json: cannot be read: Expecting property name" in refusal(f"{KEY}={path}")
     assert lightrl("eval", path, QUICKSTART) == 1
     assert "/layout.json: cannot be read: Expecting property name" in capsys.readouterr().err
 
@@ -146,7 +151,7 @@ def test_a_damaged_layout_is_one_line(capsys):
         (
             {"adapter": ADAPTER},
             ("model.lora.rank=4",),
-            "model.lora.alpha = 32: in the checkpoint PATH it is 8.0",
+            "model.lora.alpha = 32: in the checkpoint PATH it is 8",
         ),
         (
             {"adapter": ADAPTER},

@@ -48,7 +48,7 @@ def test_a_daemon_that_cannot_be_started_again_fails_the_run_in_one_line(tmp_pat
         process.send_signal(signal.SIGKILL)
         ended = asyncio.create_task(process.wait())
         log = local.run_dir / "logs" / "head.log"
-        local.daemons["head"] = Daemon("head", "coordinator", process, log, 0, ended)
+        local.daemons.by_name["head"] = Daemon("head", "coordinator", process, log, 0, ended)
         async with asyncio.timeout(LIMIT_S):
             await local.until_over()
 
@@ -67,7 +67,9 @@ def test_nobody_waits_for_the_answer_of_a_coordinator_that_has_ended(tmp_path, m
     async def daemon(name: str, role: Role, program: str) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=PIPE)
         ended = asyncio.create_task(process.wait())
-        local.daemons[name] = Daemon(name, role, process, tmp_path / f"{name}.log", 0, ended)
+        local.daemons.by_name[name] = Daemon(
+            name, role, process, tmp_path / f"{name}.log", 0, ended
+        )
         return process
 
     async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

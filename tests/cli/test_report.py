@@ -61,6 +61,19 @@ def test_a_resumed_run_does_not_tell_its_first_life_again():
     assert lines(6, 10.0, (0, 0.2), (6, 0.4)) == ["step 6/9 reward 0.500", "step 6/9 eval 0.400"]
 
 
+def test_an_evaluation_tells_how_far_it_is():
+    progress = Progress()
+    counts = {"round_kind": "eval", "responses_done": 7, "responses_running": 2}
+    going = replace(IDLE, **counts, responses_queued=1, tokens_per_s=1200.0)
+    line = "evaluating: 7 of 10 responses  1.2k tokens/s  0:01"
+    assert list(progress.lines(going, 25.0)) == [line]
+    assert list(progress.lines(going, 44.0)) == []
+    done = {"responses_done": 10, "responses_running": 0, "responses_queued": 0}
+    scoring = replace(going, **done, round_accepted=3, round_needed=5)
+    line = "evaluating: 10 of 10 responses  3 of 5 prompts are scored  1.2k tokens/s  0:01"
+    assert list(progress.lines(scoring, 45.0)) == [line]
+
+
 def test_several_sets_are_named_in_progress_status_and_result(tmp_path):
     scores = ((0, {"math": 0.25, "code": 0.5}), (3, {"math": 0.375, "code": 0.75}))
     snapshot = Snapshot(*("one", "/r", "running", 3, 9, 3, 1.0), evals=scores)

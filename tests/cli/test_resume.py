@@ -21,8 +21,8 @@ from lightrl.keys import join_key, read_key
 from lightrl.launch.resume import FIXED, MAY_CHANGE, newest_checkpoint, prepare
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
+from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.saved import SavedStep, point
-from lightrl.trainer.checkpoint.seal import sealed
 from lightrl.wire import to_json
 from tests.support.cli import (
     DEADLINE_S,
@@ -159,8 +159,9 @@ def test_what_makes_other_bits_of_a_step_may_change_where_all_steps_are_saved(
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step":2}\n')
     key, _, value = override.partition("=")
+    shown = f"{key} = {repr(value) if value in ('all', 'last', 'cosine') else value}"
     line = refusal(capsys, "one", override)
-    assert line.startswith(f"{key} = {value.capitalize() if value == 'true' else value}: the steps")
+    assert line.startswith(f"{shown}: the steps")
     assert line.endswith("come out different; --from-checkpoint forgets them")
     path = run_dir / "checkpoints" / "step_2"
     path.mkdir(parents=True)
@@ -170,7 +171,7 @@ def test_what_makes_other_bits_of_a_step_may_change_where_all_steps_are_saved(
     changed = prepare("one", [override]).train
     names = key.split(".")[1:]
     assert str(reduce(getattr, names, changed)).lower() == value
-    line = f"from step 3 on: {override.replace('=', ' = ')}; those before stay as they are\n"
+    line = f"from step 3 on: {shown}; those before stay as they are\n"
     assert capsys.readouterr().out == (line if "optim" in names else "")
     prepare("one", [override])  # nothing changes any more
     assert capsys.readouterr().out == ""
@@ -291,7 +292,9 @@ def test_from_the_newest_checkpoint_that_is_not_damaged(tmp_path, capsys):
         path = checkpoints / f"step_{step}"
         (path / "state").mkdir(parents=True)
         (path / "state" / "weights").write_bytes(bytes(99))
-        (path / "trainer.json").write_bytes(to_json(sealed(SavedStep(step, step, ""), path)))
+        (path / "trainer.json").write_bytes(
+            to_json(with_checksums(SavedStep(step, step, ""), path))
+        )
         point(checkpoints, path)
     damaged(checkpoints / "step_1" / "state" / "weights")
     prepare("one", from_checkpoint=True)

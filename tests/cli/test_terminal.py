@@ -96,7 +96,7 @@ def test_a_run_goes_on_and_its_daemons_are_kept_while_the_terminal_is_stopped(tm
         os.write(ours, b"3")
         read_until(ours, b"newest first")  # a screen of now, whatever was not read
         os.write(ours, b"q")
-        read_until(ours, b"the run goes on; ctrl-C stops it")
+        read_until(ours, b"the run continues; ctrl-C stops it")
         termios.tcflow(theirs, termios.TCOOFF)
         victims = Victims(process)
         victims.pid("rollout-0", besides=victims.kill("rollout-0"))  # another one has been started

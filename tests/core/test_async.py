@@ -4,7 +4,7 @@ import pytest
 
 from lightrl.core.commands import CloseRound, CloseStep
 from lightrl.core.events import DrainRequested, NodeLost
-from lightrl.core.staleness import staleness
+from lightrl.core.rounds.rounds import staleness
 from lightrl.messages.responses import Generate
 from lightrl.messages.training import TrainShard
 from tests.core.conftest import Driver, held_out, ids, of_kind, sent

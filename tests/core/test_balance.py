@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.balance import PAUSE_S
 from lightrl.core.events import NodeDraining, TimerFired
-from lightrl.core.placement import moves, pays
-from lightrl.core.speed import Speed
+from lightrl.core.nodes.speed import Speed
+from lightrl.core.responses.balance import PAUSE_S, stragglers
+from lightrl.core.responses.placement import moves, pays
 from lightrl.core.state import Node, Response
-from lightrl.core.stragglers import stragglers
 from tests.core.conftest import Driver
 from tests.core.test_placement import node, waiting
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lightrl.core.events import BroadcastHeard, NodeLost, TimerFired, WeightsRefused
-from lightrl.messages.broadcasts import BroadcastFailed
+from lightrl.core.events import BroadcastReported, NodeLost, TimerFired, WeightsRefused
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.weights import WeightsFailed
 from tests.core.test_worlds import check_end, settings
 from tests.core.world import World
@@ -14,7 +14,7 @@ from tests.core.world import World
 MAX_ACTS = 2000  # a stage comes within a few hundred
 MAX_WORLDS = 5
 APART = 10_000  # seeds
-STAGES = ("forming", "sending", "proving")
+STAGES = ("forming", "sending")
 
 
 def at(stage: str, seed: int) -> World:
@@ -59,9 +59,12 @@ def pass_time(world: World, seconds: float, *silent: str) -> None:
 
 
 def ends(world: World, name: str) -> None:
-    """By its word, as its engine or its ranks have ended, or find that nothing moves."""
-    failed = BroadcastFailed(world.core.fleet.broadcasts.groups.name, "member 1 is gone")
-    world.feed(lambda: world.driver.feed(BroadcastHeard(name, failed)))
+    """By its report, as its engine or its ranks have ended, or find that nothing moves."""
+    published = world.core.fleet.published
+    assert published is not None
+    group = world.core.fleet.broadcasts.name
+    failed = BroadcastStatus(published.policy_version, group, reason="member 1 is gone")
+    world.feed(lambda: world.driver.feed(BroadcastReported(name, failed)))
 
 
 def a_daemon_is_killed(world: World, member: str) -> None:
@@ -82,13 +85,11 @@ def an_engine_is_killed(world: World, member: str) -> None:
 
 
 def an_engine_stops(world: World, member: str) -> None:
-    """The trainer says so when nothing moves; who only proves is given up by its daemon."""
+    """The trainer reports it when nothing moves."""
     if members(world, "forming"):
         pass_time(world, 2 * world.core.settings.weights_timeout_s + 1)
-    elif members(world, "sending"):
-        ends(world, "t")
     else:
-        an_engine_is_killed(world, member)
+        ends(world, "t")
 
 
 def a_rank_is_killed(world: World, _: str) -> None:
@@ -131,12 +132,12 @@ def test_at_any_stage_of_a_broadcast_the_others_go_on(
 ):
     for seed in seeds:
         world = at(stage, seed)
-        group = world.core.fleet.broadcasts.groups.epoch
-        assert group is not None
+        number = world.core.fleet.broadcasts.num_groups
+        assert world.core.fleet.broadcasts.group is not None
         fault(world, world.rng.choice(members(world, stage)))
         assert not members(world, *STAGES), "somebody waits for a group that is over"
-        now = world.core.fleet.broadcasts.groups.epoch
-        assert now is None or now.number != group.number
+        now = world.core.fleet.broadcasts
+        assert now.group is None or now.num_groups != number
         world.settle()
         world.live(60).settle()
         world.heal()

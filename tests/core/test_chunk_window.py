@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightrl.core.chunk_window import ChunkWindow
+from lightrl.core.nodes.chunk_stats import ChunkWindow
 
 STEP_S = 0.01
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightrl.core.curve import Curve, rising
+from lightrl.core.nodes.curve import Curve, rising
 
 KNEE = Curve((1, 32, 128), (1.0, 1.0, 4.0), (0.0, 1 / 32, 1 / 32))  # seconds = max(1, b / 32)
 CLIFF = Curve((1, 32, 33), (1.0, 1.1, 2.5), (0.1 / 31, 1.4, 0.01))

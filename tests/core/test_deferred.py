@@ -52,11 +52,11 @@ def kept_of(commands: list, step: int) -> list[tuple[str, bytes, float, int]]:
     return [(r.response, r.token_ids, r.reward, r.num_stale) for r in responses]
 
 
-@pytest.mark.parametrize("restarts", [(), ("put off",), ("open",), ("put off", "open")])
+@pytest.mark.parametrize("restarts", [(), ("deferred",), ("open",), ("deferred", "open")])
 def test_a_response_goes_on_from_its_tokens_and_finished_siblings_are_kept(restarts):
     d = deferred()
     lose(d)
-    if "put off" in restarts:
+    if "deferred" in restarts:
         d.restart()
         d.join("t", "trainer")
         d.publish(0)

@@ -5,23 +5,22 @@ import pytest
 
 from lightrl.core.commands import Command, Send
 from lightrl.core.events import NodeLeft, NodeLost, StepTrained
-from lightrl.core.offload import Change
-from lightrl.core.scale_down import ScaleDown
-from lightrl.core.shared_devices import SharedDevices
+from lightrl.core.sharing.shared_devices import SharedDevices
+from lightrl.core.sharing.sharing_rules import Change, ScaleDown
 from lightrl.messages.nodes import Welcome
 from lightrl.messages.responses import Generate
-from lightrl.messages.sharing import Give, Park, Release, Wake
+from lightrl.messages.sharing import AssignDevices, SleepEngine, SuspendTrainer, WakeEngine
 from lightrl.messages.training import StepDone, TrainShard
 from tests.core.conftest import Driver, sent
 from tests.core.test_handover import Script, later, parked, released, state
 
-ORDERS = Release | Wake | Park | Give | TrainShard
+ORDERS = SleepEngine | WakeEngine | SuspendTrainer | AssignDevices | TrainShard
 
 
 def orders(commands: list[Command]) -> list[tuple[str, object]]:
     """Of releases and shards the kind alone."""
     told = [c for c in commands if isinstance(c, Send) and isinstance(c.message, ORDERS)]
-    whole = Give | Park
+    whole = AssignDevices | SuspendTrainer
     return [(c.node, c.message if isinstance(c.message, whole) else type(c.message)) for c in told]
 
 
@@ -30,7 +29,7 @@ def in_parts(
 ) -> tuple[Driver, Script]:
     """A run at version 0 whose nodes use these parts of the trainer's devices."""
     d = Driver(**{"num_steps": 9, "device_parts": num_parts, "slots": 4, **changes})
-    d.core.sides.rule = script = Script()
+    d.core.policy.rule = script = Script()
     d.join("t", "trainer", is_released=True)
     d.publish(0)
     for name, part in parts.items():
@@ -53,20 +52,20 @@ def test_half_of_the_devices_train_while_the_other_half_samples():
     d.finish("p0@0#0")
     d.finish("p0@0#1")
     later(d, script, Change(release=("b",)))
-    assert orders(d.finish("p1@0#0")) == [("b", Release)]
-    assert orders(released(d, "b")) == [("t", Give(0, (1,))), ("t", TrainShard)]
+    assert orders(d.finish("p1@0#0")) == [("b", SleepEngine)]
+    assert orders(released(d, "b")) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
     assert d.core.fleet.devices.share_free == 0.5
     assert state(d, "a") == "ready"
     commands = d.finish_round()
-    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", Release)]
-    assert orders(released(d, "a")) == [("t", Give(0, (0, 1)))]
+    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", SleepEngine)]
+    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]
     assert orders(parked(d)) == []
-    assert orders(d.publish(1)) == [("a", Wake), ("b", Wake)]
+    assert orders(d.publish(1)) == [("a", WakeEngine), ("b", WakeEngine)]
     d.feed(StepTrained("t", StepDone(0, 1, {})))
     d.confirm("a", 1)
     d.confirm("b", 1)
     d.finish_round()
-    assert orders(released(d, "b")) == [("t", Give(1, (1,))), ("t", TrainShard)]
+    assert orders(released(d, "b")) == [("t", AssignDevices(1, (1,))), ("t", TrainShard)]
 
 
 def test_what_is_parked_within_a_step_goes_on_with_the_parts_that_are_left():
@@ -77,10 +76,10 @@ def test_what_is_parked_within_a_step_goes_on_with_the_parts_that_are_left():
     later(d, script, Change(release=("a", "b")))
     d.finish("p1@0#0")
     released(d, "a")
-    assert orders(released(d, "b")) == [("t", Give(0, (0, 1)))]
-    d.core.sides.lost("a")  # whoever decides so
-    assert orders(d.feed(NodeLost("nobody", "gone"))) == [("t", Park(1))]
-    assert orders(parked(d, 1)) == [("a", Wake), ("t", Give(0, (1,)))]
+    assert orders(released(d, "b")) == [("t", AssignDevices(0, (0, 1)))]
+    d.core.policy.on_lost("a")  # whoever decides so
+    assert orders(d.feed(NodeLost("nobody", "gone"))) == [("t", SuspendTrainer(1))]
+    assert orders(parked(d, 1)) == [("a", WakeEngine), ("t", AssignDevices(0, (1,)))]
     d.confirm("a", 0)
     assert d.core.fleet.devices.given == {1}
 
@@ -93,7 +92,7 @@ def test_a_step_that_is_over_gets_no_devices():
     assert d.core.fleet.devices.given == {0, 1}
     assert orders(parked(d)) == []
     assert d.core.fleet.devices.given == set()
-    assert [kind for _, kind in orders(d.publish(1))] == [Wake, Wake]
+    assert [kind for _, kind in orders(d.publish(1))] == [WakeEngine, WakeEngine]
 
 
 def test_a_part_whose_engine_is_gone_is_given_at_once():
@@ -101,20 +100,20 @@ def test_a_part_whose_engine_is_gone_is_given_at_once():
     d.finish("p0@0#0")
     assert orders(d.finish("p0@0#1")) == []
     commands = d.feed(NodeLeft("b", "its devices only train", ok=True))
-    assert orders(commands) == [("t", Give(0, (1,))), ("t", TrainShard)]
-    view = d.core.sides.view(d.round, d.now)
+    assert orders(commands) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
+    view = d.core.policy.view(d.round, d.now)
     assert view.unused == 0.5
-    assert sent(d.finish_round(), Give) == []
-    assert orders(released(d, "a")) == [("t", Give(0, (0, 1)))]
+    assert sent(d.finish_round(), AssignDevices) == []
+    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]
 
 
 def test_a_part_that_no_engine_uses_trains_all_the_time():
     d, _ = in_parts({"a": 1}, others="c")
     d.finish("p0@0#0")
-    assert orders(d.finish("p0@0#1")) == [("t", Give(0, (0,))), ("t", TrainShard)]
+    assert orders(d.finish("p0@0#1")) == [("t", AssignDevices(0, (0,))), ("t", TrainShard)]
     commands = d.finish_round()
-    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", Release)]
-    assert orders(released(d, "a")) == [("t", Give(0, (0, 1)))]
+    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", SleepEngine)]
+    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]
 
 
 def test_all_parts_are_given_when_the_last_engine_that_uses_one_is_gone():
@@ -124,7 +123,7 @@ def test_all_parts_are_given_when_the_last_engine_that_uses_one_is_gone():
     release(d, script, "b")
     released(d, "b")
     d.feed(NodeLost("b", "gone"))
-    assert orders(d.feed(NodeLost("a", "gone"))) == [("t", Give(0, (0, 1)))]
+    assert orders(d.feed(NodeLost("a", "gone"))) == [("t", AssignDevices(0, (0, 1)))]
     assert d.core.fleet.devices.nodes == {}
 
 
@@ -135,9 +134,9 @@ def test_an_engine_that_is_awake_on_a_given_part_by_its_own_word_has_the_ranks_p
     release(d, script, "b")
     released(d, "b")
     commands = d.join("b", shares="t", part=1, incarnation=2)
-    assert orders(commands) == [("b", Release), ("t", Park(1))]
+    assert orders(commands) == [("b", SleepEngine), ("t", SuspendTrainer(1))]
     assert not d.core.fleet.devices.may_train
-    assert ("t", Give) not in [(n, type(m)) for n, m in orders(parked(d, 1))]
+    assert ("t", AssignDevices) not in [(n, type(m)) for n, m in orders(parked(d, 1))]
 
 
 def test_a_part_is_free_when_all_that_use_it_sleep():
@@ -146,12 +145,12 @@ def test_a_part_is_free_when_all_that_use_it_sleep():
     d.finish("p0@0#1")
     release(d, script, "c", "e")
     assert orders(released(d, "c")) == []
-    assert orders(released(d, "e")) == [("t", Give(0, (1,))), ("t", TrainShard)]
+    assert orders(released(d, "e")) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
 
 
 def test_rules_release_whole_parts():
     d, _ = in_parts({"a": 0, "b": 1, "c": 1, "e": 1})
-    view = d.core.sides.view(d.round, d.now)
+    view = d.core.policy.view(d.round, d.now)
     assert [o.node.name for o in view.emptiest(2)] == ["a"]
     assert [o.node.name for o in view.emptiest(3)] in (["a"], ["b", "c", "e"])
     assert {o.node.name for o in view.emptiest(4)} == set("abce")
@@ -162,7 +161,7 @@ def test_rules_release_whole_parts():
 def test_parts_of_several_trainer_nodes_are_numbered_as_their_ranks_are():
     """Those of the node that leads come first, whatever its name is."""
     d = Driver(num_trainers=2, num_steps=9, device_parts=4)
-    d.core.sides.rule = Script()
+    d.core.policy.rule = Script()
     d.join("u", "trainer", leads=True, is_released=True)
     d.join("t", "trainer", is_released=True)
     d.publish(0, "u")
@@ -173,9 +172,9 @@ def test_parts_of_several_trainer_nodes_are_numbered_as_their_ranks_are():
     assert devices.free == {1, 2}
     assert devices.share_free == devices.share_unused == 0.5
     d.finish("p0@0#0")
-    assert orders(d.finish("p0@0#1")) == [("u", Give(0, (1, 2))), ("u", TrainShard)]
+    assert orders(d.finish("p0@0#1")) == [("u", AssignDevices(0, (1, 2))), ("u", TrainShard)]
     d.finish_round()
-    assert orders(released(d, "a")) == [("u", Give(0, (1, 2, 3)))]
+    assert orders(released(d, "a")) == [("u", AssignDevices(0, (1, 2, 3)))]
     d.feed(NodeLost("t", "gone"))
     assert devices.free == set()
     assert not devices.is_trespassed
@@ -184,7 +183,7 @@ def test_parts_of_several_trainer_nodes_are_numbered_as_their_ranks_are():
 def test_the_trainer_node_that_leads_is_asked_first():
     """What it has told the ranks of others has come to them before they are asked."""
     d = Driver(num_trainers=2, num_steps=9, device_parts=2)
-    d.core.sides.rule = script = Script()
+    d.core.policy.rule = script = Script()
     d.join("t", "trainer", is_released=True)
     d.join("u", "trainer", is_released=True)
     d.publish(0)
@@ -197,17 +196,17 @@ def test_the_trainer_node_that_leads_is_asked_first():
     d.finish("p0@0#1")
     later(d, script, Change(release=("b",)))
     d.finish("p1@0#0")
-    assert orders(released(d, "b")) == [("t", Give(0, (1,))), ("t", TrainShard)]
+    assert orders(released(d, "b")) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
     later(d, script, Change(take_back=("b",)))
-    assert orders(d.feed(NodeLost("c", "gone"))) == [("t", Park(1))]
-    assert orders(parked(d, 1)) == [("u", Park(2))]
-    assert orders(parked(d, 2, "u")) == [("b", Wake)]
+    assert orders(d.feed(NodeLost("c", "gone"))) == [("t", SuspendTrainer(1))]
+    assert orders(parked(d, 1)) == [("u", SuspendTrainer(2))]
+    assert orders(parked(d, 2, "u")) == [("b", WakeEngine)]
 
 
 def test_the_node_that_leads_is_asked_also_if_no_engine_uses_its_devices():
     """It orders the ranks of the others to park."""
     d = Driver(num_trainers=2, num_steps=9)
-    d.core.sides.rule = script = Script()
+    d.core.policy.rule = script = Script()
     d.join("t", "trainer", is_released=True)
     d.join("u", "trainer", is_released=True)
     d.publish(0)
@@ -221,9 +220,9 @@ def test_the_node_that_leads_is_asked_also_if_no_engine_uses_its_devices():
     d.finish("p1@0#0")
     assert orders(released(d, "a")) == [("t", TrainShard)]
     later(d, script, Change(take_back=("a",)))
-    assert orders(d.feed(NodeLost("b", "gone"))) == [("t", Park(1))]
-    assert orders(parked(d, 1)) == [("u", Park(2))]
-    assert orders(parked(d, 2, "u")) == [("a", Wake)]
+    assert orders(d.feed(NodeLost("b", "gone"))) == [("t", SuspendTrainer(1))]
+    assert orders(parked(d, 1)) == [("u", SuspendTrainer(2))]
+    assert orders(parked(d, 2, "u")) == [("a", WakeEngine)]
 
 
 def test_a_trainer_that_says_hello_again_has_been_given_nothing():
@@ -233,9 +232,9 @@ def test_a_trainer_that_says_hello_again_has_been_given_nothing():
     release(d, script, "b")
     released(d, "b")
     commands = d.join("t", "trainer", incarnation=2, is_released=True)
-    assert sent(commands, Give) == []
+    assert sent(commands, AssignDevices) == []
     assert d.core.fleet.devices.given == set()
-    assert orders(d.publish(0)) == [("t", Give(0, (1,))), ("t", TrainShard)]
+    assert orders(d.publish(0)) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
 
 
 def test_a_run_that_is_stopped_gives_what_its_last_step_needs():
@@ -247,9 +246,9 @@ def test_a_run_that_is_stopped_gives_what_its_last_step_needs():
     released(d, "b")
     d.finish_round()
     assert d.core.fleet.devices.given == {1}
-    d.core.ending.begin(d.core.state.__class__.STOPPED, "enough")
+    d.core.shutdown.begin(d.core.state.__class__.STOPPED, "enough")
     commands = d.feed(NodeLeft("a", "enough", ok=True))
-    assert orders(commands) == [("t", Give(0, (0, 1)))]
+    assert orders(commands) == [("t", AssignDevices(0, (0, 1)))]
 
 
 @pytest.mark.parametrize(
@@ -284,4 +283,4 @@ def test_what_waits_at_ranks_that_get_their_part_later_loses_nothing():
     ]
     assert set(moved) <= set(d.running())
     d.finish_round()
-    assert orders(released(d, "a")) == [("t", Give(0, (0, 1)))]
+    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lightrl.core.commands import CloseRound, DrawPrompts
-from lightrl.core.rounds import MAX_REDRAWS
+from lightrl.core.rounds.rounds import MAX_REDRAWS
 from lightrl.core.settings import Tail
 from tests.core.conftest import Driver, held_out, of_kind
 
@@ -90,7 +90,7 @@ def test_flat_group_that_would_have_lost_the_race_is_put_off():
         d.tokens(name, 9, 9, 9, finish="stop")
         d.score(name, 1.0)
     [closed] = of_kind(d.decode(lambda n: length[n[:2]], rewards()), CloseRound)
-    assert [g.id for g in closed.round.groups.values() if g.state == "put off"] == ["p2@0"]
+    assert [g.id for g in closed.round.groups.values() if g.state == "deferred"] == ["p2@0"]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -8,7 +8,7 @@ from lightrl.core.settings import Tail
 from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.nodes import Heartbeat, Welcome
 from lightrl.messages.responses import Generate
-from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 from lightrl.messages.weights import PublishWeights
 from tests.core.conftest import Driver, of_kind, sent
 
@@ -43,11 +43,11 @@ def all_heard(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> list[C
 
 def released(d: Driver, name: str) -> list[Command]:
     order = d.core.fleet.nodes[name].order
-    return d.feed(NodeReleased(name, Released(order, 0, 0.5)))
+    return d.feed(NodeReleased(name, EngineAsleep(order, 0, 0.5)))
 
 
 def told(commands: list[Command]) -> list[tuple[str, type]]:
-    return [(n, type(m)) for kind in (Release, Wake) for n, m in sent(commands, kind)]
+    return [(n, type(m)) for kind in (SleepEngine, WakeEngine) for n, m in sent(commands, kind)]
 
 
 def states(d: Driver) -> dict[str, str]:
@@ -58,10 +58,9 @@ def states(d: Driver) -> dict[str, str]:
 
 def round_with(d: Driver, num_preemptions: int, kv_tokens: int = 0) -> list[Command]:
     """The round at hand ends; what is told because of it."""
-    all_heard(d, 0, kv_tokens)
     d.now += 10.0
-    commands = d.finish_round()
-    return commands + all_heard(d, num_preemptions, kv_tokens)
+    all_heard(d, num_preemptions, kv_tokens)
+    return d.finish_round()
 
 
 def test_engines_of_the_first_size_wake_and_the_others_sleep():
@@ -73,9 +72,9 @@ def test_engines_of_the_first_size_wake_and_the_others_sleep():
 def test_the_size_changes_while_the_trainer_works():
     d = sized()
     commands = round_with(d, num_preemptions=3)
-    assert told(commands) == [("a", Release), ("b", Release)]
+    assert told(commands) == [("a", SleepEngine), ("b", SleepEngine)]
     assert told(released(d, "a")) == []
-    assert told(released(d, "b")) == [("big", Wake)]
+    assert told(released(d, "b")) == [("big", WakeEngine)]
     assert told(d.publish(1)) == []
     assert sent(d.confirm("big", 1), Generate) == []
     commands = d.train(0)
@@ -90,47 +89,6 @@ def test_who_sleeps_pulls_the_version():
     assert states(d)["big"] == "released"
 
 
-def test_nobody_decides_before_all_have_told_what_they_preempted():
-    d = sized()
-    all_heard(d)
-    d.now += 10.0
-    assert told(d.finish_round()) == []
-    assert told(heard(d, "a", 0)) == []
-    assert told(heard(d, "b", 5)) == [("a", Release), ("b", Release)]
-
-
-def test_nobody_waits_for_what_is_not_told():
-    d = sized()
-    heard(d, "a")
-    d.now += 10.0
-    heard(d, "a", 5)
-    d.finish_round()
-    assert told(d.publish(1)) == [("a", Release), ("b", Release)]
-
-
-def test_what_an_engine_counted_before_is_in_no_round():
-    d = sized()
-    heard(d, "a", 7)
-    heard(d, "b", 7)
-    d.now += 10.0
-    d.finish_round()
-    heard(d, "a", 7)
-    heard(d, "b", 7)
-    assert d.core.sizes.planner.memory().kinds["plain"].preemptions == 0
-
-
-def test_another_engine_counts_from_nothing():
-    d = sized()
-    heard(d, "a", 7)
-    heard(d, "b", 7)
-    heard(d, "a", 2)
-    d.now += 10.0
-    d.finish_round()
-    heard(d, "a", 2)
-    heard(d, "b", 7)
-    assert d.core.sizes.planner.memory().kinds["plain"].preemptions == 2
-
-
 def test_kinds_change_places():
     """Long rounds preempt, short ones do not."""
     d = sized(prompts_per_step=2, tail=Tail(eta_prompts=2.0), max_response_tokens=40)
@@ -138,17 +96,16 @@ def test_kinds_change_places():
     for _ in range(8):
         kind = d.round.kind
         seen.append((kind, d.core.sizes.size))
-        all_heard(d)
         d.now += 10.0
-        d.complete(lambda name: 30 if int(name[1:].split("@")[0]) % 4 > 1 else 2)
         all_heard(d, num_preemptions=9 if kind == "long" and d.core.sizes.size == 1 else 0)
+        d.complete(lambda name: 30 if int(name[1:].split("@")[0]) % 4 > 1 else 2)
         follow(d)
         d.next_step()
         follow(d)
         for name in SIZES:
             d.confirm(name, d.core.fleet.published.policy_version)  # type: ignore[union-attr]
     short = [size for kind, size in seen if kind == "short"]
-    assert short == [1, 2, 1, 1]  # a larger one is tried, and is not faster
+    assert short == [1, 1, 1, 1]
     assert [size for kind, size in seen if kind == "long"][:3] == [1, 2, 2]
 
 
@@ -163,8 +120,8 @@ def test_what_a_round_held_at_once_is_added_up():
     d = sized()
     for name in d.running():
         d.tokens(name, 5, 6, 7)
-    d.finish_round()
     all_heard(d, kv_tokens=8)
+    d.finish_round()
     assert d.core.sizes.planner.memory().caches == {1: 16}
     held = d.core.sizes.planner.memory().kinds["plain"].kv_tokens
     assert 4 * 3 < held <= 4 * (3 + 4)  # every few chunks somebody looks
@@ -177,7 +134,7 @@ def test_a_node_that_does_not_let_go_is_lost():
     released(d, "a")
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
-    assert told(d.feed(TimerFired())) == [("big", Wake)]
+    assert told(d.feed(TimerFired())) == [("big", WakeEngine)]
     assert "b" not in d.core.fleet.nodes
 
 
@@ -189,7 +146,7 @@ def test_others_take_over_if_none_of_the_size_is_left():
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
     commands = d.feed(TimerFired())
-    assert told(commands) == [("big", Wake)]
+    assert told(commands) == [("big", WakeEngine)]
     assert any("no engine of 1 devices" in c.text for c in of_kind(commands, Report))
     assert len(sent(d.confirm("big", 0), Generate)) > 0
     d.join("a", slots=4, parallel=1, is_released=True)
@@ -207,7 +164,7 @@ def test_one_that_comes_awake_is_put_to_sleep():
     d = sized()
     d.feed(NodeLeft("big", "restart", ok=True))
     commands = d.join("big", slots=8, incarnation=2, parallel=2, is_released=False)
-    assert told(commands) == [("big", Release)]
+    assert told(commands) == [("big", SleepEngine)]
     released(d, "big")
     assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
 
@@ -216,7 +173,7 @@ def test_nodes_that_take_no_turns_go_on():
     d = sized()
     d.join("c")
     d.confirm("c", 0)
-    assert told(round_with(d, num_preemptions=3)) == [("a", Release), ("b", Release)]
+    assert told(round_with(d, num_preemptions=3)) == [("a", SleepEngine), ("b", SleepEngine)]
     assert str(d.core.fleet.nodes["c"].state) == "ready"
 
 
@@ -226,50 +183,9 @@ def test_a_size_that_is_not_of_this_run_is_refused():
     assert welcome.refused == "has an engine of 4 devices; such that take turns here: 1, 2"
 
 
-def unheard(d: Driver, *names: str, device: str = "") -> list[Command]:
-    """Heartbeats, by default of nodes whose engines have never been up."""
-    return [c for n in names for c in d.feed(NodeHeard(n, Heartbeat(device=device)))]
-
-
-def sizes_of_three(**changes: Any) -> Driver:
-    d = Driver(**{"num_steps": 99, "parallel": (1, 2, 4), "lease_s": 1e9, **changes})
-    d.join("t", "trainer")
-    for name, size in {"a": 1, "b": 1, "big": 2, "all": 4}.items():
-        d.join(name, slots=4 * size, parallel=size, is_released=True)
-    return d
-
-
-def test_engines_of_each_size_start_once_while_nothing_is_sampled_the_largest_first():
-    d = sizes_of_three()  # the trainer has not published yet
-    assert told(unheard(d, "a", "b", "big")) == [
-        *[("a", Release), ("b", Release)],  # they had begun to start
-    ]
-    assert told(unheard(d, "all")) == []
-    assert told(released(d, "a")) == []
-    assert told(released(d, "b")) == [("all", Release), ("all", Wake)]
-    assert told(released(d, "all")) == [("big", Release), ("big", Wake)]
-    assert told(released(d, "big")) == [("a", Wake), ("b", Wake)]
-    assert {n for n, _ in sent(d.publish(0), PublishWeights)} == {"a", "b", "big", "all"}
-    commands = d.confirm("a", 0) + d.confirm("b", 0)
-    assert {n for n, _ in sent(commands, Generate)} == {"a", "b"}
-    assert told(unheard(d, "a", "b", "big", "all", device="cpu")) == []
-
-
-def test_who_comes_while_others_sample_starts_its_engine_after_the_round():
-    d = sizes_of_three(group_size=1)
-    d.publish(0)
-    for name in ("a", "b"):
-        d.confirm(name, 0)
-    assert told(unheard(d, "big", "all")) == []
-    commands = round_with(d, num_preemptions=0)
-    assert told(commands) == [("a", Release), ("b", Release)]
-    released(d, "a")
-    assert told(released(d, "b")) == [("all", Release), ("all", Wake)]
-
-
 def test_a_coordinator_that_was_started_again_starts_no_engine_that_sleeps():
     d = sized()
-    assert told(unheard(d, "a", "b", "big", device="cpu")) == []
+    assert told([c for n in SIZES for c in heard(d, n)]) == []
     d.restart()
     d.join("t", "trainer")
     d.publish(0)
@@ -277,21 +193,8 @@ def test_a_coordinator_that_was_started_again_starts_no_engine_that_sleeps():
         serves = 0 if name != "big" else None
         is_released = name == "big"
         d.join(name, slots=4, parallel=SIZES[name], is_released=is_released, serves=serves)
-    assert told(unheard(d, *SIZES, device="cpu")) == []
+    assert told([c for n in SIZES for c in heard(d, n)]) == []
     assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
-
-
-def test_one_whose_engine_does_not_come_up_is_not_told_to_start_it_again():
-    d = sizes_of_three()
-    for name in ("a", "b"):
-        released(d, name)
-    unheard(d, "all")
-    for name in ("a", "b"):
-        released(d, name)
-    limit = d.core.settings.release_s + d.core.settings.patience_s  # it starts before it sleeps
-    assert d.core.next_deadline() == d.now + limit
-    assert told(released(d, "all")) == [("a", Wake), ("b", Wake)]
-    assert told(unheard(d, "all", "all")) == []
 
 
 def test_what_was_learned_and_the_size_outlive_the_coordinator():
@@ -324,6 +227,60 @@ def test_what_a_size_preempted_before_it_slept_is_of_no_later_round():
     heard(d, "a", 9)
     round_with(d, num_preemptions=0)
     assert d.core.sizes.planner.memory().kinds["plain"].preemptions == 0
+
+
+def unheard(d: Driver, *names: str, device: str = "") -> list[Command]:
+    """Heartbeats, by default of nodes whose engines have never been up."""
+    return [c for n in names for c in d.feed(NodeHeard(n, Heartbeat(device=device)))]
+
+
+def sizes_of_three(**changes: Any) -> Driver:
+    d = Driver(**{"num_steps": 99, "parallel": (1, 2, 4), "lease_s": 1e9, **changes})
+    d.join("t", "trainer")
+    for name, size in {"a": 1, "b": 1, "big": 2, "all": 4}.items():
+        d.join(name, slots=4 * size, parallel=size, is_released=True)
+    return d
+
+
+def test_engines_of_each_size_start_once_while_nothing_is_sampled_the_largest_first():
+    d = sizes_of_three()  # the trainer has not published yet
+    assert told(unheard(d, "a", "b", "big")) == [
+        *[("a", SleepEngine), ("b", SleepEngine)],  # they had begun to start
+    ]
+    assert told(unheard(d, "all")) == []
+    assert told(released(d, "a")) == []
+    assert told(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
+    assert told(released(d, "all")) == [("big", SleepEngine), ("big", WakeEngine)]
+    assert told(released(d, "big")) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert {n for n, _ in sent(d.publish(0), PublishWeights)} == {"a", "b", "big", "all"}
+    commands = d.confirm("a", 0) + d.confirm("b", 0)
+    assert {n for n, _ in sent(commands, Generate)} == {"a", "b"}
+    assert told(unheard(d, "a", "b", "big", "all", device="cpu")) == []
+
+
+def test_who_comes_while_others_sample_starts_its_engine_after_the_round():
+    d = sizes_of_three(group_size=1)
+    d.publish(0)
+    for name in ("a", "b"):
+        d.confirm(name, 0)
+    assert told(unheard(d, "big", "all")) == []
+    commands = round_with(d, num_preemptions=0)
+    assert told(commands) == [("a", SleepEngine), ("b", SleepEngine)]
+    released(d, "a")
+    assert told(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
+
+
+def test_one_whose_engine_does_not_come_up_is_not_told_to_start_it_again():
+    d = sizes_of_three()
+    for name in ("a", "b"):
+        released(d, name)
+    unheard(d, "all")
+    for name in ("a", "b"):
+        released(d, name)
+    limit = d.core.settings.release_s + d.core.settings.patience_s  # it starts before it sleeps
+    assert d.core.next_deadline() == d.now + limit
+    assert told(released(d, "all")) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert told(unheard(d, "all", "all")) == []
 
 
 def costs(d: Driver, **base_s: float) -> None:

@@ -38,7 +38,7 @@ def test_it_evaluates_once_and_trains_nothing(step: int):
 def test_an_evaluation_without_any_score_has_failed():
     driver = begun(5, max_unscored_steps=5)
     commands = driver.finish_round(reward=None)  # type: ignore[arg-type]
-    assert driver.core.ending.has_begun
+    assert driver.core.shutdown.has_begun
     assert "evaluation at step 5: none of 2 responses has a score: crashed" in str(commands)
 
 

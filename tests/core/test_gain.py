@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lightrl.core.events import NodeHeard, TimerFired, TokensArrived
-from lightrl.core.gain import Gain
-from lightrl.core.placement import assign, moves, outlook
-from lightrl.core.speed import PRIOR_HALF_BATCH, Speed
+from lightrl.core.nodes.chunk_stats import Gain
+from lightrl.core.nodes.speed import PRIOR_HALF_BATCH, Speed
+from lightrl.core.responses.placement import assign, moves, outlook
 from lightrl.core.state import Node, Response
 from lightrl.messages.load import Drafting, Load
 from lightrl.messages.nodes import Heartbeat

@@ -24,13 +24,19 @@ from lightrl.core.events import (
     TrainerParked,
     WeightsRefused,
 )
-from lightrl.core.offload import Change, StepTimes, View
+from lightrl.core.log_entries import RoundShape, SharingMemory
 from lightrl.core.settings import Tail
-from lightrl.core.sides_memory import RoundShape, SidesMemory
+from lightrl.core.sharing.sharing_rules import Change, StepTimes, View
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.metrics.cost import cost_row
@@ -56,7 +62,7 @@ class Script:
 def shared(*names: str, others: Iterable[str] = (), **changes: object) -> tuple[Driver, Script]:
     """A run at version 0 whose nodes `names` use the trainer's devices, and others that do not."""
     d = Driver(**{"num_steps": 9, "release_s": 20.0, **changes})
-    d.core.sides.rule = script = Script()
+    d.core.policy.rule = script = Script()
     d.join("t", "trainer", is_released=True)
     d.publish(0)
     for name in names:
@@ -73,18 +79,18 @@ def test_groups_come_one_after_the_other_where_most_responses_wait_for_a_slot():
     once one response is as long as any; with a queue it says nothing."""
     d, _ = shared("a", others="b", slots=1, prompts_per_step=4, group_size=2)
     lengths = encode(array("i", [4, 9] * 4))
-    d.core.sides.recall(SidesMemory(rounds={"plain": RoundShape(lengths, (9, 9, 9, 9), 9)}))
+    d.core.policy.recall(SharingMemory(rounds={"plain": RoundShape(lengths, (9, 9, 9, 9), 9)}))
     [first, _] = d.running()
     d.tokens(first, *[9] * 9)
     round = d.core.table.round
     assert round is not None
-    waiting = d.core.sides.view(round, d.now).arrivals
+    waiting = d.core.policy.view(round, d.now).arrivals
     assert [tokens for tokens, _ in waiting] == sorted(tokens for tokens, _ in waiting)
     assert waiting[len(waiting) // 2 - 1][1] == pytest.approx(0.5, abs=0.1)
     for name in "cdef":
         d.join(name)
         d.confirm(name, 0)
-    assert d.core.sides.view(round, d.now).arrivals == [(1.0, 1.0)]
+    assert d.core.policy.view(round, d.now).arrivals == [(1.0, 1.0)]
 
 
 def later(d: Driver, script: Script, change: Change) -> None:
@@ -95,17 +101,20 @@ def later(d: Driver, script: Script, change: Change) -> None:
 
 def released(d: Driver, name: str, number: int | None = None) -> list[Command]:
     order = d.core.fleet.nodes[name].order if number is None else number
-    return d.feed(NodeReleased(name, Released(order, 0, 0.5)))
+    return d.feed(NodeReleased(name, EngineAsleep(order, 0, 0.5)))
 
 
 def parked(d: Driver, number: int = 0, trainer: str = "t") -> list[Command]:
-    return d.feed(TrainerParked(trainer, Parked(number, 0, 0.1)))
+    return d.feed(TrainerParked(trainer, TrainerSuspended(number, 0, 0.1)))
 
 
 def orders(commands: list[Command]) -> list[tuple[str, object]]:
-    kinds = Release | Wake | Park | TrainShard
+    kinds = SleepEngine | WakeEngine | SuspendTrainer | TrainShard
     told = [c for c in commands if isinstance(c, Send) and isinstance(c.message, kinds)]
-    return [(c.node, c.message if isinstance(c.message, Park) else type(c.message)) for c in told]
+    return [
+        (c.node, c.message if isinstance(c.message, SuspendTrainer) else type(c.message))
+        for c in told
+    ]
 
 
 def state(d: Driver, name: str) -> str:
@@ -116,14 +125,14 @@ def test_a_step_from_side_to_side():
     d, _ = shared("a")
     assert state(d, "a") == "ready"
     commands = d.finish_round()
-    assert orders(commands) == [("a", Release)]
+    assert orders(commands) == [("a", SleepEngine)]
     assert state(d, "a") == "releasing"
     assert orders(released(d, "a")) == [("t", TrainShard)]
     assert state(d, "a") == "released"
     assert orders(parked(d)) == []
     commands = d.publish(1)
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]  # it pulls asleep
-    assert orders(commands) == [("a", Wake)]
+    assert orders(commands) == [("a", WakeEngine)]
     d.feed(StepTrained("t", StepDone(0, 1, {})))
     assert state(d, "a") == "updating"
     assert d.core.step == 0
@@ -135,7 +144,7 @@ def test_no_shard_leaves_while_others_still_have_the_devices():
     d, _ = shared("a", "b")
     d.finish("p0@0#0")
     assert orders(d.finish("p0@0#1")) == []  # a group is complete
-    assert orders(d.finish_round()) == [("a", Release), ("b", Release)]
+    assert orders(d.finish_round()) == [("a", SleepEngine), ("b", SleepEngine)]
     assert orders(released(d, "a")) == []
     assert orders(released(d, "b")) == [("t", TrainShard)]
 
@@ -154,7 +163,7 @@ def test_what_ran_goes_on_elsewhere_from_its_last_tokens():
     d.join("b", slots=4)
     later(d, script, Change(release=("a",)))
     commands = d.confirm("b", 0)
-    assert orders(commands) == [("a", Release)]
+    assert orders(commands) == [("a", SleepEngine)]
     assert len(d.running()) == 4
     d.tokens("p0@0#0", 7)  # on its way meanwhile
     commands = d.tokens("p0@0#1", 8, 9, finish="abort")
@@ -177,7 +186,7 @@ def test_a_surplus_response_with_enough_siblings_ahead_is_given_up_rather_than_m
     d.finish("p0@0#0", 1.0, 1, 2)
     d.tokens("p0@0#2", 1)
     later(d, script, Change(release=("a",)))
-    assert orders(d.confirm("b", 0)) == [("a", Release)]
+    assert orders(d.confirm("b", 0)) == [("a", SleepEngine)]
     if ahead:
         d.finish("p0@0#1", 1.0, 1, 2)  # two are all that the group keeps
     else:
@@ -197,14 +206,14 @@ def test_devices_come_back_within_the_step_once_the_ranks_are_parked():
     later(d, script, Change(take_back=("a",)))
     commands = d.feed(NodeLost("b", "gone"))
     assert orders(commands) == []  # the shard has not left: the ranks would take the devices again
-    assert orders(d.feed(ShardLeft(0, 0))) == [("t", Park(1))]
+    assert orders(d.feed(ShardLeft(0, 0))) == [("t", SuspendTrainer(1))]
     assert orders(parked(d, 7)) == []  # no answer to that
     commands = parked(d, 1)
-    assert orders(commands) == [("a", Wake)]
+    assert orders(commands) == [("a", WakeEngine)]
     assert sent(commands, PublishWeights) == []  # it has the version
     assert sent(d.confirm("a", 0), Generate) != []
     d.disk_is_slow = False
-    assert orders(d.finish_round()) == [("a", Release)]
+    assert orders(d.finish_round()) == [("a", SleepEngine)]
     assert orders(released(d, "a")) == [("t", TrainShard)]
 
 
@@ -214,11 +223,11 @@ def test_one_that_is_taken_back_before_it_slept_is_told_so_when_it_does():
     later(d, script, Change(release=("a",)))
     d.finish("p0@0#0")
     assert state(d, "a") == "releasing"
-    d.core.sides.lost("a")  # whoever decides so
+    d.core.policy.on_lost("a")  # whoever decides so
     assert orders(d.feed(TimerFired())) == []
     d.confirm("a", 0)
     assert state(d, "a") == "releasing"
-    assert orders(released(d, "a")) == [("a", Wake)]
+    assert orders(released(d, "a")) == [("a", WakeEngine)]
     d.confirm("a", 0)
     assert state(d, "a") == "ready"
 
@@ -251,17 +260,17 @@ def test_one_whose_engine_may_still_start_has_its_patience_more_and_no_switch_is
     d, _ = shared("a", others="b", patience_s=60.0)
     d.finish_round()
     released(d, "a")
-    measured = d.core.sides.memory().switches
+    measured = d.core.policy.memory().switches
     parked(d)
     d.publish(1)
     d.feed(StepTrained("t", StepDone(0, 1, {})))
     d.confirm("b", 1)
     assert state(d, "a") == "updating"
-    assert orders(d.finish_round()) == [("a", Release)]
+    assert orders(d.finish_round()) == [("a", SleepEngine)]
     assert of_kind(keep_alive(d, 79.0), Report) == []
     assert d.core.next_deadline() == 80.0
     assert orders(released(d, "a")) == [("t", TrainShard)]
-    assert d.core.sides.memory().switches == measured
+    assert d.core.policy.memory().switches == measured
     parked(d)
     d.publish(2)
     d.feed(StepTrained("t", StepDone(1, 2, {})))
@@ -290,12 +299,12 @@ def test_an_engine_wakes_when_all_trainer_nodes_of_its_devices_are_parked():
     for name, trainer in (("a", "t"), ("b", "u")):
         d.join(name, shares=trainer, is_released=True)
         d.confirm(name, 0)
-    assert orders(d.finish_round()) == [("a", Release), ("b", Release)]
+    assert orders(d.finish_round()) == [("a", SleepEngine), ("b", SleepEngine)]
     assert orders(released(d, "a")) == []
     assert orders(released(d, "b")) == [("t", TrainShard)]
     parked(d)
-    assert orders(d.publish(1)) == [("u", Park(1))]  # its word is on the way, or not
-    assert orders(parked(d, 0, "u")) == [("a", Wake), ("b", Wake)]
+    assert orders(d.publish(1)) == [("u", SuspendTrainer(1))]  # its word is on the way, or not
+    assert orders(parked(d, 0, "u")) == [("a", WakeEngine), ("b", WakeEngine)]
 
 
 def test_who_shares_with_nobody_is_refused_once_that_is_certain():
@@ -324,12 +333,12 @@ def test_a_second_trainer_for_the_same_devices_is_refused_and_its_word_counts_fo
     d, _ = shared("a")
     [(_, refusal)] = sent(d.join("u", "trainer"), Welcome)
     assert refusal.refused == "this run has a trainer node already"
-    assert orders(d.finish_round()) == [("a", Release)]
+    assert orders(d.finish_round()) == [("a", SleepEngine)]
     assert orders(parked(d, 0, "u")) == []
     assert orders(released(d, "a")) == [("t", TrainShard)]
     assert orders(parked(d, 0, "u")) == []
     assert orders(parked(d)) == []
-    assert orders(d.publish(1)) == [("a", Wake)]
+    assert orders(d.publish(1)) == [("a", WakeEngine)]
 
 
 def test_asynchronous_runs_have_no_shared_devices():
@@ -340,14 +349,14 @@ def test_asynchronous_runs_have_no_shared_devices():
 def test_orders_that_were_lost_with_a_connection_are_given_again():
     d, _ = shared("a", slots=4)
     d.finish_round()
-    [(_, again)] = sent(d.join("a", shares="t", serves=0), Release)
+    [(_, again)] = sent(d.join("a", shares="t", serves=0), SleepEngine)
     assert again.number == 3
     assert orders(released(d, "a", number=2)) == []
     assert orders(released(d, "a", number=3)) == [("t", TrainShard)]
     parked(d)
     d.publish(1)
     d.feed(StepTrained("t", StepDone(0, 1, {})))
-    [(_, wake)] = sent(d.join("a", shares="t", is_released=True, serves=0), Wake)
+    [(_, wake)] = sent(d.join("a", shares="t", is_released=True, serves=0), WakeEngine)
     assert wake.number == 5
     d.confirm("a", 1)
     assert state(d, "a") == "ready"
@@ -366,11 +375,11 @@ def test_coordinator_that_died_with_devices_half_changed(is_closed: bool, has_ra
     d.restart()
     d.join("a", shares="t", is_released=True, serves=0)
     commands = d.join("b", shares="t", serves=0)
-    assert orders(commands) == ([("b", Release)] if is_closed else [])
+    assert orders(commands) == ([("b", SleepEngine)] if is_closed else [])
     d.join("c", serves=0)
     d.join("t", "trainer", is_released=not has_ranks)
     commands = d.publish(0)
-    parks = [("t", Park(1))] if has_ranks else []
+    parks = [("t", SuspendTrainer(1))] if has_ranks else []
     if is_closed:
         assert orders(commands) == parks
         if has_ranks:
@@ -378,7 +387,7 @@ def test_coordinator_that_died_with_devices_half_changed(is_closed: bool, has_ra
         assert orders(released(d, "b")) == [("t", TrainShard)]
     elif has_ranks:
         assert orders(commands) == parks
-        assert orders(parked(d, 1)) == [("a", Wake)]
+        assert orders(parked(d, 1)) == [("a", WakeEngine)]
     else:
         assert state(d, "a") == "updating"  # since the trainer said that it was parked
 
@@ -408,7 +417,7 @@ def test_steps_that_are_trained_again_wait_for_the_devices_and_keep_them():
     d.feed(NodeLost("t", "gone"))
     d.join("t", "trainer", incarnation=2, is_released=True)
     assert of_kind(d.publish(0), ReplayShards) == []  # a round is open
-    assert orders(d.finish_round()) == [("a", Release)]
+    assert orders(d.finish_round()) == [("a", SleepEngine)]
     commands = released(d, "a")
     assert [r.step for r in of_kind(commands, ReplayShards)] == [0]
     assert orders(parked(d)) == []
@@ -428,10 +437,10 @@ def test_only_the_trainer_can_make_a_version_again_that_nobody_has():
     d.feed(NodeLost("a", "gone"))
     d.join("a", incarnation=2, shares="t", is_released=True)
     d.join("t", "trainer", incarnation=2, is_released=True)
-    assert orders(d.publish(0)) == [("a", Release)]
+    assert orders(d.publish(0)) == [("a", SleepEngine)]
     assert [r.step for r in of_kind(released(d, "a"), ReplayShards)] == [0]
     parked(d)
-    assert orders(d.publish(1)) == [("a", Wake)]
+    assert orders(d.publish(1)) == [("a", WakeEngine)]
 
 
 def test_a_run_that_is_stopped_hands_its_step_over_once_the_engines_are_gone():
@@ -480,9 +489,9 @@ def test_one_that_comes_awake_beside_ranks_has_them_parked():
     d.feed(NodeLost("a", "gone"))
     d.finish("p0@0#0")
     assert orders(d.finish("p0@0#1")) == [("t", TrainShard)]
-    assert orders(d.join("a", incarnation=2, shares="t")) == [("t", Park(1))]
+    assert orders(d.join("a", incarnation=2, shares="t")) == [("t", SuspendTrainer(1))]
     assert orders(d.join("c", shares="t", is_released=True)) == []
-    assert orders(parked(d, 1)) == [("c", Wake)]
+    assert orders(parked(d, 1)) == [("c", WakeEngine)]
 
 
 def test_one_that_is_started_again_after_its_release_is_released_again():
@@ -490,7 +499,7 @@ def test_one_that_is_started_again_after_its_release_is_released_again():
     later(d, script, Change(release=("a",)))
     d.finish("p0@0#0")
     released(d, "a")
-    assert orders(d.join("a", incarnation=2, shares="t")) == [("a", Release)]
+    assert orders(d.join("a", incarnation=2, shares="t")) == [("a", SleepEngine)]
 
 
 def test_responses_of_a_sleeping_node_are_no_more():
@@ -502,7 +511,7 @@ def test_responses_of_a_sleeping_node_are_no_more():
     commands = d.feed(NodeJoined(replace(hello, running=running)))
     assert (name, 1) in [pair for _, abort in sent(commands, Abort) for pair in abort.attempts]
     assert d.running() == []
-    assert orders(commands) == [("a", Wake)]
+    assert orders(commands) == [("a", WakeEngine)]
 
 
 def test_what_was_learned_outlives_the_coordinator():
@@ -521,12 +530,12 @@ def test_what_was_learned_outlives_the_coordinator():
     d.confirm("b", 1)
     [step] = script.learned
     assert (step.rollout_s, step.train_s, step.trainer_waited_s) == (12.0, 4.0, 4.0)
-    known = d.core.sides.memory()
+    known = d.core.policy.memory()
     assert known.switches == (2.0,)
     assert known.training.means() == (4.0, 4.0)  # four tokens in four seconds
     assert set(known.rounds["plain"].ends) == {1}
     d.restart()
-    assert d.core.sides.memory() == known
+    assert d.core.policy.memory() == known
 
 
 @pytest.mark.parametrize(("kv_tokens", "fits"), [(20, True), (11, False), (0, True)])
@@ -546,7 +555,7 @@ def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
     for step in range(2):
         d.now += 5.0
         if step:
-            assert d.core.sides.memory().work
+            assert d.core.policy.memory().work
             d.restart()
             d.join("t", "trainer", is_released=True)
             d.publish(1)
@@ -559,7 +568,7 @@ def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
         d.publish(step + 1)
         d.feed(StepTrained("t", StepDone(step, step + 1, metrics)))
         d.confirm("a", step + 1)
-        figures = d.core.handover.figures
+        figures = d.core.colocation.figures
         assert {"window_s", "waited_trainer_s"} <= set(figures)
         assert all(math.isfinite(figure) for figure in figures.values())
 
@@ -572,10 +581,10 @@ def test_a_step_that_cannot_have_taken_so_long_teaches_nothing(seconds: float):
     d.now += 5.0
     parked(d)
     d.publish(1)
-    known = d.core.sides.memory()
+    known = d.core.policy.memory()
     d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": seconds})))
     assert script.learned == []
-    assert d.core.sides.memory() == known
+    assert d.core.policy.memory() == known
 
 
 def test_what_each_device_did_sums_to_the_step():
@@ -594,10 +603,10 @@ def test_what_each_device_did_sums_to_the_step():
     d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
     d.confirm("b", 1)
     assert d.core.step == 1
-    seconds = {name: s for name, s in d.core.handover.device_s.items() if s}
+    seconds = {name: s for name, s in d.core.colocation.device_s.items() if s}
     assert seconds == {"a/rollout": 4.0, "a/switch": 3.0, "a/wait": 1.0, "a/train": 5.0}
     assert sum(seconds.values()) == d.now
-    figures = d.core.handover.figures
+    figures = d.core.colocation.figures
     assert figures == {
         "window_s": 4.0,
         "waited_trainer_s": 2.0,  # of the six since it had the devices
@@ -629,8 +638,8 @@ def test_start_up_and_evaluations_are_of_no_step():
         d.now += 0.5
         d.confirm("a", step + 1)
         assert d.core.step == step + 1
-        assert sum(d.core.handover.device_s.values()) == d.now - begun_at
-        assert d.core.handover.figures["switches"] == 2.0
+        assert sum(d.core.colocation.device_s.values()) == d.now - begun_at
+        assert d.core.colocation.figures["switches"] == 2.0
 
 
 def test_a_trainer_that_was_parked_and_comes_back_with_its_devices_is_asked_for_them():
@@ -639,8 +648,8 @@ def test_a_trainer_that_was_parked_and_comes_back_with_its_devices_is_asked_for_
     d.feed(NodeLost("t", "gone"))
     d.join("t", "trainer", incarnation=2)
     assert orders(d.join("c", shares="t", is_released=True)) == []
-    assert orders(d.publish(0)) == [("t", Park(1))]
-    assert orders(parked(d, 1)) == [("c", Wake)]
+    assert orders(d.publish(0)) == [("t", SuspendTrainer(1))]
+    assert orders(parked(d, 1)) == [("c", WakeEngine)]
 
 
 def test_if_all_others_have_vanished_engines_come_back_whatever_the_rule_says():
@@ -649,7 +658,7 @@ def test_if_all_others_have_vanished_engines_come_back_whatever_the_rule_says():
     d.finish("p0@0#0")
     released(d, "a")
     d.now += 1.0
-    assert orders(d.feed(NodeLost("b", "gone"))) == [("a", Wake)]
+    assert orders(d.feed(NodeLost("b", "gone"))) == [("a", WakeEngine)]
 
 
 def test_status_knows_that_devices_take_turns():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.core.length_predictor import LengthPredictor
+from lightrl.core.responses.length_predictor import LengthPredictor
 from lightrl.core.settings import Tail
 from lightrl.messages.responses import Generate
 from tests.core.conftest import Driver, sent

@@ -13,7 +13,7 @@ from lightrl.core.events import (
     TimerFired,
     WeightsRefused,
 )
-from lightrl.core.fleet import MAX_STALE_NODES, MAX_STALE_OF_NODE
+from lightrl.core.nodes.fleet import MAX_STALE_NODES, MAX_STALE_OF_NODE
 from lightrl.core.state import NodeState
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Generate

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from lightrl.core import mini_batches
 from lightrl.core.commands import Command
+from lightrl.core.rounds import mini_batches
 from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState
 from lightrl.messages.responses import Sampling
 from lightrl.messages.training import TrainGroup, TrainShard
@@ -177,8 +177,8 @@ def test_replacements_of_dropped_groups_move_none_that_was_sent():
         groups: list[TrainGroup] = []
         while waiting := d.running():
             response = rng.choice(waiting)
-            is_flat = rng.random() < 0.4
-            reward = 1.0 if is_flat or response.endswith("#0") else 0.0
+            zero_std = rng.random() < 0.4
+            reward = 1.0 if zero_std or response.endswith("#0") else 0.0
             groups += groups_in(d.finish(response, reward))
         assert sizes_of(groups) == [4, 4, 4, 4]
         again = d.join("t", "trainer", incarnation=2) + d.publish(0)

@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.foreseen import Foreseen
-from lightrl.core.offload import NOTHING, Change, StepTimes, View, best_window_s
-from lightrl.core.placement import Outlook
-from lightrl.core.round_curve import in_waves
-from lightrl.core.round_rest import peak_context
-from lightrl.core.scale_down import ScaleDown
-from lightrl.core.speed import Speed
+from lightrl.core.nodes.speed import Speed
+from lightrl.core.responses.placement import Outlook
+from lightrl.core.sharing.round_outlook import in_waves, peak_context
+from lightrl.core.sharing.sharing_rules import (
+    NOTHING,
+    Change,
+    ForecastRule,
+    ScaleDown,
+    StepTimes,
+    View,
+    Window,
+    best_window_s,
+)
 from lightrl.core.state import Node
-from lightrl.core.window import Window
 
 SLOPE = 0.001  # seconds that each response adds to a step: 1,000 tokens a second and node
 STEP = StepTimes(
@@ -42,8 +47,8 @@ def view(shared: int = 4, others: int = 2, released: int = 0, **changes) -> View
         kind="plain",
         opened_at=0.0,
         finished=0.1,
-        sampling=[Outlook(n, [0.0] * k, 0.0) for k, n in enumerate(nodes("s", shared))],
-        others=[Outlook(n, [], 0.0) for n in nodes("o", others)],
+        sampling=[Outlook(n, [0.0] * k) for k, n in enumerate(nodes("s", shared))],
+        others=[Outlook(n, []) for n in nodes("o", others)],
         released=nodes("r", released),
         train_s=20.0,
         ready_s=0.0,
@@ -97,7 +102,7 @@ def test_what_is_left_is_foreseen_with_the_curve_of_each_node():
 
 
 def test_all_go_when_the_others_need_no_longer_than_the_trainer():
-    rule = Foreseen()
+    rule = ForecastRule()
     early = rule.decide(view(), now=5.0)  # the others need 30 s, the trainer 20: T* in 5 s
     assert early.release == ()
     assert early.look_at == pytest.approx(5.0 + (60 - 2 * 20) / 6, rel=0.05)
@@ -107,16 +112,16 @@ def test_all_go_when_the_others_need_no_longer_than_the_trainer():
 
 def test_a_switch_that_costs_more_than_it_brings_is_left_out():
     v = view(left=evenly(10_000.0), train_s=2.0)  # now 1.7 s + 2, else 5 s
-    assert Foreseen().decide(v, now=0.0).release == ()
+    assert ForecastRule().decide(v, now=0.0).release == ()
     few = view(left=evenly(2000.0), train_s=2.0)
-    assert Foreseen().decide(few, now=0.0).release != ()
-    assert Foreseen().decide(replace(few, switch_s=3.0), now=0.0) == NOTHING
+    assert ForecastRule().decide(few, now=0.0).release != ()
+    assert ForecastRule().decide(replace(few, switch_s=3.0), now=0.0) == NOTHING
 
 
 def test_groups_that_come_late_are_waited_for():
     early, late = view(left=evenly(40_000.0)), view(left=evenly(40_000.0), arrivals=[(1.0, 1.0)])
-    assert Foreseen().decide(early, now=0.0).release != ()
-    assert Foreseen().decide(late, now=0.0).release == ()
+    assert ForecastRule().decide(early, now=0.0).release != ()
+    assert ForecastRule().decide(late, now=0.0).release == ()
 
 
 def test_groups_of_a_round_in_waves_come_evenly_and_then_as_fewer_and_fewer_run():
@@ -130,16 +135,16 @@ def test_groups_of_a_round_in_waves_come_evenly_and_then_as_fewer_and_fewer_run(
 def test_half_goes_if_the_trainer_has_work_in_hand_and_the_tail_needs_no_more():
     tail = {"left": evenly(10_000.0, 8, 5000.0), "train_s": 60.0}
     slow = nodes("s", 4, base=0.01)
-    sampling = [Outlook(n, [0.0] * k, 0.0) for k, n in enumerate(slow)]
+    sampling = [Outlook(n, [0.0] * k) for k, n in enumerate(slow)]
     v = view(others=1, sampling=sampling, **tail)
-    assert Foreseen().decide(replace(v, arrivals=[(1.0, 1.0)], ready_s=0.0), 0.0).release == ()
+    assert ForecastRule().decide(replace(v, arrivals=[(1.0, 1.0)], ready_s=0.0), 0.0).release == ()
     v.others[0].node.speed = Speed(0.05, SLOPE, 999)  # that one alone would need 260 s
     ready = replace(v, ready_s=50.0, arrivals=[(1.0, 1.0)])
-    assert Foreseen().decide(ready, 0.0).release == ("s0", "s1")
+    assert ForecastRule().decide(ready, 0.0).release == ("s0", "s1")
 
 
 def test_caches_that_do_not_hold_the_rest_keep_the_nodes():
-    rule = Foreseen()
+    rule = ForecastRule()
     v = view(left=evenly(40_000.0), opened_at=1.0)
     rule.learn(STEP)
     room = replace(v, kv_tokens=1900.0, caches={n.name: 1000 for n in v.now_sampling()})
@@ -152,7 +157,7 @@ def test_caches_that_do_not_hold_the_rest_keep_the_nodes():
 
 
 def test_released_nodes_come_back_when_the_others_vanish():
-    rule = Foreseen()
+    rule = ForecastRule()
     assert len(rule.decide(view(left=evenly(40_000.0)), now=0.0).release) == 4
     alone = view(shared=0, others=0, released=4, left=evenly(30_000.0), switch_s=1.0)
     assert sorted(rule.decide(alone, now=1.0).take_back) == ["r0", "r1", "r2", "r3"]
@@ -169,14 +174,14 @@ def test_released_nodes_come_back_when_the_others_vanish():
 
 
 def test_nothing_is_foreseen_of_a_trainer_that_has_not_trained_and_little_without_work():
-    assert Foreseen().decide(view(train_s=None), now=0.0) == NOTHING
-    assert Foreseen().decide(view(train_s=0.0), now=0.0) == NOTHING
+    assert ForecastRule().decide(view(train_s=None), now=0.0) == NOTHING
+    assert ForecastRule().decide(view(train_s=0.0), now=0.0) == NOTHING
 
 
 # Without others
 
 
-@pytest.mark.parametrize("rule", [Foreseen(), Window()], ids=["foreseen", "window"])
+@pytest.mark.parametrize("rule", [ForecastRule(), Window()], ids=["foreseen", "window"])
 def test_without_others_half_goes_in_the_tail(rule):
     rule.learn(STEP)
     v = view(others=0, left=evenly(1000.0, 12, 890.0), ready_s=5.0)
@@ -188,9 +193,9 @@ def test_without_others_half_goes_in_the_tail(rule):
 def test_half_stays_where_the_rest_would_take_longer_than_what_is_trained_beside_it():
     far_from_the_tail = view(others=0, finished=0.25)
     assert ScaleDown(again=True).decide(far_from_the_tail).release != ()
-    assert Foreseen().decide(far_from_the_tail, now=0.0) == NOTHING
+    assert ForecastRule().decide(far_from_the_tail, now=0.0) == NOTHING
     unknown = replace(far_from_the_tail, train_s=None)
-    assert Foreseen().decide(unknown, now=0.0).release != ()
+    assert ForecastRule().decide(unknown, now=0.0).release != ()
 
 
 def test_halves_go_again_only_while_few_responses_run():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightrl.core import orders as cutting
-from lightrl.core.orders import orders
+from lightrl.core.responses import responses as cutting
+from lightrl.core.responses.responses import orders
 from lightrl.messages.responses import Generate, ResponseRequest, Sampling
 from tests.core.conftest import Driver, sent
 

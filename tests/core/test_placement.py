@@ -5,9 +5,9 @@ import random
 import pytest
 
 from lightrl.core.events import TimerFired
-from lightrl.core.placement import assign, moves
+from lightrl.core.nodes.speed import Speed
+from lightrl.core.responses.placement import assign, moves
 from lightrl.core.settings import Tail
-from lightrl.core.speed import Speed
 from lightrl.core.state import Node, Response
 from lightrl.messages.responses import Abort, Generate
 from tests.core.conftest import Driver, ids, sent

@@ -2,13 +2,17 @@
 
 import pytest
 
-from lightrl.core.planner import (
+from lightrl.core.sharing.planner import (
     QUIET_ROUNDS,
-    TRIED_AGAIN,
+    EngineKind,
+    KindMemory,
     PlannedRound,
     Planner,
-    peak_kv,
+    PlannerMemory,
+    prior_lengths,
+    round_s,
 )
+from lightrl.messages.load import StepCosts
 
 SIZES = (1, 2, 4)
 
@@ -19,17 +23,17 @@ class Fleet:
     def __init__(self, *sizes: int) -> None:
         self.planner = Planner(sizes or SIZES)
 
-    def play(self, *preemptions: int, kind: str = "long", pace: float = 1.0, kv: int = 0) -> int:
+    def play(self, *preemptions: int, kind: str = "long", kv: int = 0) -> int:
         """Rounds that preempt so often; the size after them."""
         for count in preemptions:
-            size = self.planner.size_for(kind)
-            done = PlannedRound(kind, size, count, 100 * pace, 100, kv)
+            size = self.planner.size_for(kind, {})
+            done = PlannedRound(kind, size, count, 100, kv)
             self.planner.learn(done)
-        return self.planner.size_for(kind)
+        return self.planner.size_for(kind, {})
 
 
 def test_begins_with_the_first_size():
-    assert Planner((2, 1, 4)).size_for("short") == 2
+    assert Planner((2, 1, 4)).size_for("short", {}) == 2
 
 
 def test_more_preemptions_than_before_double_the_size():
@@ -64,88 +68,32 @@ def test_kinds_of_rounds_are_remembered_apart():
     fleet = Fleet()
     assert fleet.play(10, kind="long") == 2
     assert fleet.play(0, 0, 0, kind="short") == 1
-    assert fleet.planner.size_for("long") == 2
+    assert fleet.planner.size_for("long", {}) == 2
 
 
 def test_what_does_not_fit_is_not_waited_for():
-    planner = Planner(SIZES)
-    planner.has_caches(1, 1000)
-    assert planner.size_for("long", foreseen_kv=940) == 1
-    assert planner.size_for("long", foreseen_kv=960) == 2  # what is not known, may fit
-    planner.has_caches(2, 3000)
-    assert planner.size_for("long", foreseen_kv=2900) == 4
-    planner.has_caches(4, 7000)
-    assert planner.size_for("long", foreseen_kv=9000) == 1  # it fits nowhere: the rule decides
-
-
-def test_what_was_seen_counts_more_than_what_is_foreseen():
-    fleet = Fleet()
-    fleet.planner.has_caches(1, 1000)
-    assert fleet.play(0, 0, kv=500) == 1
-    assert fleet.planner.size_for("long", foreseen_kv=5000) == 1
-    assert fleet.play(0, kv=1500) == 2
+    for kv, caches, size in (
+        (940, {1: 1000}, 1),
+        (960, {1: 1000}, 2),  # what is not known, may fit
+        (2900, {1: 1000, 2: 3000}, 4),
+        (9000, {1: 1000, 2: 3000, 4: 7000}, 1),  # it fits nowhere: the rule decides
+    ):
+        planner = Planner(SIZES)
+        planner.recall(PlannerMemory({"long": KindMemory(1, kv_tokens=kv)}, caches))
+        assert planner.size_for("long", {}) == size
 
 
 def test_no_way_back_to_caches_that_are_too_small():
     fleet = Fleet()
-    fleet.planner.has_caches(1, 1000)
+    fleet.planner.set_caches(1, 1000)
     assert fleet.play(10, *[0] * (QUIET_ROUNDS + 1), kv=1500) == 2
     assert fleet.play(*[0] * QUIET_ROUNDS, kv=500) == 1  # its responses have become shorter
 
 
-def test_a_size_that_is_slower_is_left_and_gets_a_second_chance():
-    fleet = Fleet()
-    assert fleet.play(10, pace=1.0) == 2
-    assert fleet.play(5, pace=1.2) == 1
-    assert fleet.play(20, pace=1.0) == 2
-    assert fleet.play(5, pace=1.2) == 1
-    for k in range(TRIED_AGAIN - 1):
-        assert fleet.play(2**k + 20, pace=1.0) == 1
-    assert fleet.play(2**TRIED_AGAIN, pace=1.0) == 2
-
-
-def test_nearly_as_fast_is_not_slower():
-    fleet = Fleet()
-    assert fleet.play(10, pace=1.0) == 2
-    assert fleet.play(0, pace=1.01) == 2
-
-
-def test_half_the_size_is_undone_if_it_is_slower():
-    fleet = Fleet(2, 1)
-    assert fleet.play(*[0] * QUIET_ROUNDS, pace=1.0) == 1
-    assert fleet.play(0, pace=1.3) == 2
-    assert fleet.play(*[0] * QUIET_ROUNDS, pace=1.0) == 1
-    assert fleet.play(0, pace=1.3) == 2
-    assert fleet.play(*[0] * 2 * QUIET_ROUNDS, pace=1.0) == 2
-
-
-def test_twice_the_size_is_tried_once_and_kept_only_if_it_is_faster():
-    fleet = Fleet()
-    assert fleet.play(0, pace=1.0) == 2
-    assert fleet.play(0, pace=1.0) == 1
-    assert fleet.play(*[0] * 3 * QUIET_ROUNDS, pace=1.0) == 1
-    fleet = Fleet()
-    assert fleet.play(0, pace=1.0) == 2
-    assert fleet.play(0, pace=0.7) == 4  # and so on
-    assert fleet.play(0, pace=0.9) == 2
-    assert fleet.play(0, 0, 0, pace=0.7) == 2
-
-
-def test_nothing_larger_is_tried_while_something_is_preempted():
-    assert Fleet().play(0, 0, 5, 5, 5, pace=1.0) == 2
-
-
-def test_a_first_round_that_was_slow_for_other_reasons_decides_nothing():
-    fleet = Fleet()
-    assert fleet.play(10, pace=5.0) == 2
-    assert fleet.play(*[0] * (QUIET_ROUNDS + 2), pace=1.2) == 1
-    assert fleet.play(*[0] * (QUIET_ROUNDS - 1), pace=1.0) == 1
-
-
 def test_a_larger_size_without_more_room_is_no_help():
     fleet = Fleet()
-    fleet.planner.has_caches(1, 1000)
-    fleet.planner.has_caches(2, 1000)
+    fleet.planner.set_caches(1, 1000)
+    fleet.planner.set_caches(2, 1000)
     assert fleet.play(10, 20, 40) == 1
 
 
@@ -155,81 +103,57 @@ def test_one_size_stays():
 
 def test_what_was_learned_goes_on_in_another_planner():
     fleet, other = Fleet(), Fleet()
-    fleet.planner.has_caches(1, 1000)
+    fleet.planner.set_caches(1, 1000)
     fleet.play(10, 0, 0)
     other.planner.recall(fleet.planner.memory())
     assert other.planner.memory() == fleet.planner.memory()
     assert other.play(0, 0) == fleet.play(0, 0) == 1
     assert other.play(3) == 2  # and each on its own
-    assert fleet.planner.size_for("long") == 1
+    assert fleet.planner.size_for("long", {}) == 1
 
 
 def test_sizes_that_the_run_has_no_more_are_forgotten():
     fleet, other = Fleet(), Fleet(1, 2)
-    fleet.planner.has_caches(4, 1000)
+    fleet.planner.set_caches(4, 1000)
     fleet.play(10, 20)
     other.planner.recall(fleet.planner.memory())
-    assert other.planner.size_for("long") == 1
+    assert other.planner.size_for("long", {}) == 1
     assert other.planner.memory().caches == {}
 
 
+def test_where_costs_are_known_the_fastest_is_taken():
+    planner = Planner(SIZES)
+    assert planner.size_for("short", {1: 30, 2: 20, 4: 25}) == 2
+    assert planner.size_for("long", {1: 300, 2: 200, 4: 100}) == 4
+    planner.learn(PlannedRound("short", 1, 9, 20, 0, expected_s=20))
+    assert planner.size_for("short", {1: 20, 2: 19.8, 4: 25}) == 1  # little is not worth a change
+    assert planner.size_for("short", {1: 20, 2: 19, 4: 25}) == 2
+    planner.learn(PlannedRound("short", 1, 0, 220, 0, expected_s=20))  # rewards take most of it
+    assert planner.size_for("short", {1: 20, 2: 19, 4: 25}) == 1
+
+
 @pytest.mark.parametrize(
-    ("lengths", "slots", "most"),
+    ("engines", "lengths", "seconds"),
     [
-        ([], 4, 0),
-        ([10], 4, 10),
-        ([10, 10, 10], 4, 30),
-        ([10, 10, 10], 2, 20),
-        ([100, 10, 10], 4, 100),  # the short ones have gone by then
-        ([40, 30, 1], 4, 60),
+        ((1, 8, 0), [2, 5, 10], 10 + 0.1 * 17),  # the longest decides
+        ((2, 8, 0), [10, 4, 3, 3], 10 + 0.1 * 13),  # the engine with the longest
+        ((1, 1, 0), [10] * 10, 100 + 5 + 10),  # who has no slot waits
+        ((1, 8, 60), [30] * 4, 30 * 4 / 2.4 + 15 + 12),  # contexts of 25 on average
+        ((4, 8, 0), [], 0),
     ],
 )
-def test_peak_of_what_responses_hold_at_once(lengths, slots, most):
-    assert peak_kv(lengths, slots) == most
+def test_seconds_of_a_round(engines: tuple[int, int, int], lengths: list[int], seconds: float):
+    kind = EngineKind(*engines, StepCosts(base_s=1.0, response_s=0.1))
+    assert round_s(kind, lengths, 10) == pytest.approx(seconds)
 
 
-def expecting(planner: Planner, kind: str = "short", **seconds: float) -> int:
-    """The size for a round that takes engines of 1, 2 and 4 devices (a, b, c) so many seconds."""
-    return planner.size_for(kind, expected_s=dict(zip(SIZES, seconds.values(), strict=True)))
+def test_context_and_prefill_cost_what_they_cost():
+    costs = StepCosts(1.0, 0.0, token_s=0.01, prefill_s=0.5)
+    assert round_s(EngineKind(1, 8, 0, costs), [3, 3], 10) == pytest.approx(3 + 0.69 + 10)
 
 
-def took(planner: Planner, size: int, seconds: float, expected_s: float) -> None:
-    planner.learn(PlannedRound("short", size, 0, seconds, 100, 0, expected_s=expected_s))
-
-
-def test_where_costs_are_known_the_fastest_is_taken_at_once():
-    planner = Planner(SIZES)
-    assert expecting(planner, a=30, b=20, c=25) == 2
-    assert expecting(planner, "long", a=300, b=200, c=100) == 4
-
-
-def test_little_is_not_worth_a_change():
-    planner = Planner(SIZES)
-    took(planner, 1, 20.0, 20.0)
-    assert expecting(planner, a=20, b=19.8, c=25) == 1
-    assert expecting(planner, a=20, b=19, c=25) == 2
-
-
-def test_what_is_unexplained_belongs_to_all_sizes_and_the_next_best_is_tried_once():
-    planner = Planner(SIZES)
-    took(planner, 1, 30.0, 20.0)  # ten seconds for rewards and the like
-    assert expecting(planner, a=20, b=21, c=40) == 2
-    took(planner, 2, 31.0, 21.0)
-    assert expecting(planner, a=20, b=21, c=40) == 1
-    assert expecting(planner, a=20, b=24, c=40) == 1  # 4 seconds are more than may be wrong
-    took(planner, 1, 20.0, 20.0)
-
-
-def test_a_size_that_takes_longer_than_expected_is_left():
-    planner = Planner(SIZES)
-    took(planner, 1, 20.0, 20.0)
-    took(planner, 2, 29.0, 19.0)
-    assert expecting(planner, a=20, b=19, c=40) == 1
-
-
-def test_what_rounds_took_beyond_what_was_expected_is_remembered():
-    planner, again = Planner(SIZES), Planner(SIZES)
-    took(planner, 2, 29.0, 19.0)
-    again.recall(planner.memory())
-    assert again.memory() == planner.memory()
-    assert again.memory().kinds["short"].over == {2: 10.0}
+def test_lengths_that_nobody_knows_are_within_the_limit_longest_first():
+    lengths = prior_lengths(100, 1000)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 1000
+    assert 200 < sum(lengths) / 100 < 260

@@ -116,7 +116,7 @@ def test_group_is_aborted_with_the_token_at_which_it_is_behind_the_cut_and_not_b
     assert sent(run_to(d, "p2@0#0", 4), Abort) == []
     closing = run_to(d, "p2@0#0", 5)
     assert sent(closing, Abort) == [("a", Abort((("p2@0#0", 1),)))]
-    assert d.round.groups["p2@0"].state == "put off"
+    assert d.round.groups["p2@0"].state == "deferred"
 
 
 def test_siblings_of_a_response_behind_the_cut_are_aborted_too_when_all_of_them_are_needed():
@@ -269,7 +269,7 @@ def test_closed_round_tells_what_was_put_off_and_what_was_aborted_with_its_token
     [closed] = of_kind(d.decode(length), CloseRound)
     assert [str(g.state) for g in closed.round.groups.values()] == [
         "accepted",
-        "put off",
+        "deferred",
         "accepted",
     ]
     aborted = {

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.attempts import MAX_UNRECORDED
 from lightrl.core.commands import CloseRound, DrawPrompts, ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.log_entries import LogEntry, SnapshotBegan, TokensTaken
 from lightrl.core.recovery import recover, take_snapshot
+from lightrl.core.responses.responses import MAX_UNRECORDED
 from lightrl.core.settings import Tail
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk

@@ -8,7 +8,7 @@ import pytest
 
 from lightrl.core.commands import CloseRound, Report, ScoreResponse
 from lightrl.core.events import NodeLost, TokensArrived
-from lightrl.core.rounds import sample_seed
+from lightrl.core.rounds.rounds import sample_seed
 from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.training import TrainShard
 from tests.core.conftest import Driver, ids, of_kind, sent

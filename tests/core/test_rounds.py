@@ -2,10 +2,10 @@
 
 import pytest
 
-from lightrl.core import rounds
-from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish, Report
 from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
+from lightrl.core.rounds import rounds
+from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Tail
 from lightrl.core.state import DrawnPrompt, RoundState
 from lightrl.messages.nodes import Drain
@@ -44,7 +44,7 @@ def refuses(driver: Driver, *names: str) -> list[Finish]:
         for _ in range(3):
             driver.feed(WeightsRefused(name, failed))
         driver.feed(NodeLeft(name, "cannot load version 0", True))
-    if driver.core.ending.has_begun:
+    if driver.core.shutdown.has_begun:
         return of_kind(driver.feed(NodeLeft("t", "run failed", True)), Finish)
     return []
 
@@ -64,7 +64,7 @@ def test_a_run_ends_when_the_engines_of_all_its_rollout_nodes_have_failed():
     driver = Driver(num_rollouts=1)
     driver.start("a")
     driver.feed(NodeLeft("a", "the engine died 6 times", False))
-    assert driver.core.ending.has_begun
+    assert driver.core.shutdown.has_begun
     [finish] = of_kind(driver.feed(NodeLeft("t", "run failed", True)), Finish)
     assert finish.reason == "no rollout node is left: a: the engine died 6 times"
 
@@ -87,7 +87,7 @@ def test_a_run_waits_for_rollout_nodes_that_may_come(settings, others):
     if "lost" in others:
         driver.feed(NodeLost("lost", "connection lost"))
     assert refuses(driver, "a") == []
-    assert not driver.core.ending.has_begun
+    assert not driver.core.shutdown.has_begun
 
 
 def test_a_node_that_comes_back_has_not_failed_for_good():
@@ -99,7 +99,7 @@ def test_a_node_that_comes_back_has_not_failed_for_good():
     driver.join("a")
     assert refuses(driver, "b") == []
     driver.feed(NodeLost("a", "connection lost"))
-    assert not driver.core.ending.has_begun
+    assert not driver.core.shutdown.has_begun
 
 
 def test_an_engine_that_dies_while_it_serves_is_no_failure_of_the_weights(driver: Driver):
@@ -271,7 +271,7 @@ def test_the_surplus_of_a_round_counts_once_at_the_end_of_a_run(
         tail=Tail(1.5), prompts_per_step=2, num_steps=4, num_prompts=99, max_staleness=1
     ).core.settings
     backlog = Backlog(99, num_drawn=3)
-    backlog.put_off.extend(PutOff(DrawnPrompt("p9", 0, b""), 0, 0) for _ in range(num_waiting))
+    backlog.put_off.extend(Deferred(DrawnPrompt("p9", 0, b""), 0, 0) for _ in range(num_waiting))
     before = rounds.new_round(settings, "short", 0, 0.0)
     before.state = RoundState.CLOSED if is_closed else RoundState.RUNNING
     assert rounds.next_kind(settings, backlog, 1, [before]) == kind

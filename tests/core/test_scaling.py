@@ -8,9 +8,9 @@ import pytest
 
 from lightrl.core.commands import Command, Scale
 from lightrl.core.events import NodeLeft, NodeLost, TimerFired
+from lightrl.core.nodes.cost_model import Forecast, Prices
 from lightrl.core.settings import Tail
 from lightrl.core.state import NodeState
-from lightrl.core.worth import Forecast, Prices
 from lightrl.messages.nodes import Drain
 from lightrl.metrics.cost import cost_row
 from lightrl.sim.inputs.nodes import SPOT

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from lightrl.core.weight_sources import (
+from lightrl.core.weights.weight_sources import (
     MAX_CHAIN,
     MAX_PEERS,
     MAX_SHARE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.core.staleness import admissible, staleness
+from lightrl.core.rounds.rounds import admissible, staleness
 
 
 @pytest.mark.parametrize(

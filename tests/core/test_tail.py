@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.counters import Counters
-from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
+from lightrl.core.log_entries import Counters, SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
-from lightrl.core.rounds import sample_seed
+from lightrl.core.rounds.backlog import Backlog, Deferred
+from lightrl.core.rounds.rounds import sample_seed
 from lightrl.core.settings import Tail
 from lightrl.core.state import DrawnPrompt
 from lightrl.errors import InvariantViolation
@@ -98,13 +97,13 @@ def put_off_in(d: Driver, rounds: int) -> list[str]:
     again.core = Coordinator(d.core.settings, now=0.0)
     again.start("a")
     closed = again.play(length, rounds=rounds)
-    return [g.prompt.id for r in closed for g in r.groups.values() if g.state == "put off"]
+    return [g.prompt.id for r in closed for g in r.groups.values() if g.state == "deferred"]
 
 
 def test_queue_is_first_in_first_out_over_many_steps():
     d = tail(1.5, num_steps=9)
     closed = d.play(length, rounds=9)
-    put_off = [g.prompt.id for r in closed for g in r.groups.values() if g.state == "put off"]
+    put_off = [g.prompt.id for r in closed for g in r.groups.values() if g.state == "deferred"]
     taken = [g.prompt.id for r in closed if r.kind == "long" for g in r.groups.values()]
     assert taken == put_off[: len(taken)]
     assert len(taken) == 12
@@ -119,7 +118,7 @@ def test_nobody_waits_longer_than_a_period_of_rounds(eta: float):
     since: dict[str, int] = {}
     for r in d.play(length, rounds=30):
         for g in r.groups.values():
-            if g.state == "put off":
+            if g.state == "deferred":
                 since[g.id] = r.step
             elif g.id in since:
                 period = prompts // (round(eta * prompts) - prompts)
@@ -319,7 +318,7 @@ def test_evaluation_that_was_done_is_not_repeated_by_a_resumed_core():
 
 def test_of_one_prompt_that_waits_twice_a_round_takes_the_older_epoch():
     held = [
-        PutOff(DrawnPrompt(name, epoch, ids(1)), 1, 0)
+        Deferred(DrawnPrompt(name, epoch, ids(1)), 1, 0)
         for name, epoch in [("a", 0), ("a", 1), ("b", 0)]
     ]
     backlog = Backlog(10, put_off=deque(held))

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.commands import Finish, Record, ReplayShards, Report
 from lightrl.core.events import (
     CheckpointWritten,
@@ -18,6 +17,7 @@ from lightrl.core.events import (
     WeightsPublished,
 )
 from lightrl.core.log_entries import ShardSent, VersionPublished
+from lightrl.core.training import trainer_feed as trainer_feed
 from lightrl.messages.nodes import PROTOCOL, Drain, Hello, Welcome
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
@@ -289,7 +289,7 @@ def test_version_of_a_step_whose_round_is_open_is_ignored():
     for finish in (d.running()[0], None):
         commands = [*d.publish(2), *d.feed(StepTrained("t", StepDone(1, 2, {})))]
         assert d.core.fleet.published is published
-        assert (d.core.step, d.core.trainer_feed.stands_at) == (1, 1)
+        assert (d.core.step, d.core.trainer_feed.trained_step) == (1, 1)
         assert [c.text for c in of_kind(commands, Report)] == [
             "t published version 2, but the round of step 1 is still open: ignored"
         ]
@@ -297,7 +297,7 @@ def test_version_of_a_step_whose_round_is_open_is_ignored():
             d.finish(finish)
     d.finish_round()
     d.train(1)
-    assert (d.core.fleet.published.policy_version, d.core.trainer_feed.stands_at) == (2, 2)  # type: ignore[union-attr]
+    assert (d.core.fleet.published.policy_version, d.core.trainer_feed.trained_step) == (2, 2)  # type: ignore[union-attr]
 
 
 def test_version_of_a_step_after_the_one_that_is_trained_is_ignored():
@@ -309,7 +309,7 @@ def test_version_of_a_step_after_the_one_that_is_trained_is_ignored():
     d.publish(1)
     d.publish(2)
     assert d.core.fleet.published is not None
-    assert (d.core.fleet.published.policy_version, d.core.trainer_feed.stands_at) == (1, 1)
+    assert (d.core.fleet.published.policy_version, d.core.trainer_feed.trained_step) == (1, 1)
 
 
 def test_trainer_that_trains_again_publishes_what_was_published_whatever_round_is_open():
@@ -317,9 +317,9 @@ def test_trainer_that_trains_again_publishes_what_was_published_whatever_round_i
     come_back(d, 0)
     for version in (1, 2):
         d.publish(version)
-    assert (d.core.step, d.core.trainer_feed.stands_at) == (2, 2)
+    assert (d.core.step, d.core.trainer_feed.trained_step) == (2, 2)
     d.publish(3)
-    assert d.core.trainer_feed.stands_at == 2
+    assert d.core.trainer_feed.trained_step == 2
 
 
 @pytest.mark.parametrize("news", [ShardLeft(0, 0), ShardsDelivered("t", ShardsTaken(0, 0))])

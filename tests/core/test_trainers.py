@@ -58,7 +58,7 @@ def test_a_lost_follower_ends_the_set_and_the_leader_is_still_heard(driver):
     lost = driver.feed(NodeLost("u", "gone"), now=1.0)
     assert told(lost) == {"t": TrainerSet("t")}
     assert reports(lost)[-1] == "the run waits 60 s for 1 of 2 trainer nodes to come back"
-    assert driver.core.trainer_feed.stands_at == 0
+    assert driver.core.trainer_feed.trained_step == 0
     back = driver.join("u", "trainer", incarnation=2)
     now = TrainerSet("t", (("u", 3),))
     assert told(back) == {"t": now, "u": now}

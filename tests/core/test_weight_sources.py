@@ -17,7 +17,7 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.log_entries import VersionPublished
-from lightrl.core.weight_sources import MAX_PEERS, MAX_UPDATES_PER_JOIN
+from lightrl.core.weights.weight_sources import MAX_PEERS, MAX_UPDATES_PER_JOIN
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.training import StepDone
 from lightrl.messages.weights import (

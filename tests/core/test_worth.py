@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.offload import best_window_s
-from lightrl.core.worth import Engine, Forecast, Prices, StepWork
+from lightrl.core.nodes.cost_model import Engine, Forecast, Prices, StepWork
+from lightrl.core.sharing.sharing_rules import best_window_s
 
 # 10 ms a step and 0.1 ms for each response in it; 10 at once
 ENGINE = Engine(base=0.01, slope=0.0001, slots=10)

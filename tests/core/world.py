@@ -6,11 +6,10 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
-from lightrl.core import trainer_feed
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
-    BroadcastHeard,
+    BroadcastReported,
     DrainRequested,
     EndpointOpened,
     Event,
@@ -28,9 +27,10 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.log_entries import ShardSent, SnapshotEnded
-from lightrl.core.staleness import staleness
+from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import Node, Response, Round
-from lightrl.core.weight_sources import MAX_PEERS
+from lightrl.core.training import trainer_feed
+from lightrl.core.weights.weight_sources import MAX_PEERS
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
@@ -71,7 +71,7 @@ class World:
         self.incarnation = 1
         self.past: list[Event] = []  # news that may come once more, much later
         self.has_trainer = True
-        self.stands_at = 0  # the trainer trains this step next
+        self.trained_step = 0  # the trainer trains this step next
         self.checkpoint = 0  # and may have to begin again from here
         self.forgets = False  # it seldom has a checkpoint
         self.to_train: deque[int] = deque()  # steps that the trainer has all of
@@ -148,7 +148,7 @@ class World:
                 self.close(closed.round)
         for node, shard in sent(commands, TrainShard):
             assert node == "t"
-            assert shard.step == shard.policy_version == self.stands_at
+            assert shard.step == shard.policy_version == self.trained_step
             if shard.index == 0:
                 self.shards[shard.step] = []
             earlier = self.shards[shard.step]
@@ -163,7 +163,7 @@ class World:
                 assert len(self.to_train) == 0, "a step before the one at the trainer is done"
                 self.to_train.append(shard.step)
         for again in of_kind(commands, ReplayShards):
-            assert again.step == self.stands_at
+            assert again.step == self.trained_step
             assert self.shards[again.step][-1].last, "a step that was never whole"
             self.to_train.append(again.step)
             self.num_replays += 1
@@ -411,7 +411,7 @@ class World:
         if self.to_train and self.sharing.may_finish:
             step = self.to_train.popleft()
             self.untaken.clear()
-            self.stands_at = step + 1
+            self.trained_step = step + 1
             self.sharing.park()
             self.remember(WeightsPublished("t", self.driver.publication(step + 1)))
             metrics = {"timing_s/forward_backward": self.train_s, "timing_s/optimizer": 0.0}
@@ -436,7 +436,7 @@ class World:
             self.untaken.clear()
             self.to_train.clear()
             if self.rng.random() < 0.3:
-                self.checkpoint = self.stands_at
+                self.checkpoint = self.trained_step
                 self.sharing.lose_devices()
                 self.feed(lambda: self.driver.feed(NodeLeft("t", "preempted", ok=True)))
             else:
@@ -449,7 +449,7 @@ class World:
                 self.incarnation += 1
                 self.sharing.lose_devices()  # they start in the host's memory
             if self.rng.random() < 0.5 or self.forgets:
-                self.stands_at = self.checkpoint
+                self.trained_step = self.checkpoint
                 self.round_otherwise()
             self.greet_trainer()
 
@@ -469,7 +469,7 @@ class World:
         self.to_train.clear()
         self.untaken.clear()
         self.broadcasts.forget("t")
-        said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastHeard
+        said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastReported
         self.past = [e for e in self.past if not isinstance(e, said)]
         self.sharing.orders.pop("t", None)
         self.sharing.given = set()
@@ -477,9 +477,9 @@ class World:
         self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation, **parked))
         if self.rng.random() < 0.7 or not self.sharing.is_on:
             self.sharing.park()
-        self.feed(lambda: self.driver.publish(self.stands_at))
-        if self.stands_at and self.rng.random() < 0.7:
-            done = StepDone(self.stands_at - 1, self.stands_at, {})
+        self.feed(lambda: self.driver.publish(self.trained_step))
+        if self.trained_step and self.rng.random() < 0.7:
+            done = StepDone(self.trained_step - 1, self.trained_step, {})
             self.feed(lambda: self.driver.feed(StepTrained("t", done)))
 
     def restart_coordinator(self) -> None:
@@ -563,7 +563,7 @@ class World:
         """A trainer says that it has trained what it has not been sent yet."""
         round, published = self.core.steps.training(), self.core.fleet.published
         is_open = round is not None and round.state != "closed"
-        if is_open and round.step == self.core.trainer_feed.stands_at:
+        if is_open and round.step == self.core.trainer_feed.trained_step:
             self.feed(lambda: self.driver.publish(round.step + 1))
             assert self.core.fleet.published is published
 

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.core.commands import Command, ReplayShards, Send
 from lightrl.core.events import NodeReleased, TrainerParked, WeightsRefused
-from lightrl.core.offload import Change, StepTimes, View
+from lightrl.core.sharing.sharing_rules import Change, StepTimes, View
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import WeightsFailed
 
@@ -68,7 +75,7 @@ class WorldSharing:
     def adopt(self) -> None:
         """The core of this world, maybe a new one, decides as the seed has it."""
         if self.is_on and self.is_whim:
-            self._world.core.sides.rule = self.rule
+            self._world.core.policy.rule = self.rule
 
     def fields(self, name: str, is_new: bool = True) -> dict[str, Any]:
         """What its hello says of that."""
@@ -105,12 +112,12 @@ class WorldSharing:
             match command:
                 case Send(_, TrainShard()) | ReplayShards():
                     self.fetch()
-                case Send("t", Give(step, parts)):
+                case Send("t", AssignDevices(step, parts)):
                     self.give(step, set(parts))
-                case Send(name, (Release() | Wake() | Park()) as order):
+                case Send(name, (SleepEngine() | WakeEngine() | SuspendTrainer()) as order):
                     self.orders.setdefault(name, deque()).append(order)
-                    is_wanted = name in self._world.core.sides.wanted
-                    self.num_within += is_wanted and isinstance(order, Release)
+                    is_wanted = name in self._world.core.policy.wanted
+                    self.num_within += is_wanted and isinstance(order, SleepEngine)
                 case _:
                     pass
 
@@ -126,7 +133,7 @@ class WorldSharing:
     def give(self, step: int, parts: set[int]) -> None:
         assert self.is_on
         assert not self._world.core.fleet.devices.are_whole
-        if step != self._world.stands_at:
+        if step != self._world.trained_step:
             return  # of the step before, to which it was on its way
         assert parts > self.given, "nothing is taken back so"
         beside = {name for name in self._there() if self.part_of(name) in parts}
@@ -143,7 +150,7 @@ class WorldSharing:
         """The ranks give the devices back."""
         if self.is_on:
             self.lose_devices()
-            said = TrainerParked("t", Parked(number, 1000, 0.1))
+            said = TrainerParked("t", TrainerSuspended(number, 1000, 0.1))
             self._world.feed(lambda: self._world.driver.feed(said))
 
     def lose_devices(self) -> None:
@@ -164,18 +171,18 @@ class WorldSharing:
     def _obey(self, name: str) -> None:
         world, order = self._world, self.orders[name].popleft()
         match order:
-            case Park(number):
+            case SuspendTrainer(number):
                 if world.has_trainer:
                     self.num_parks += 1
                     self.park(number)
-            case Release(number):
+            case SleepEngine(number):
                 world.give_up(name)
                 self.awake.discard(name)
                 self.given_up.discard(name)
                 self.num_slept += 1
-                said = NodeReleased(name, Released(number, 1000, 0.1))
+                said = NodeReleased(name, EngineAsleep(number, 1000, 0.1))
                 world.remember(said)
-            case Wake():
+            case WakeEngine():
                 self.num_wakes += 1
                 whole = world.core.fleet.devices.are_whole
                 assert not (self.train and whole), f"{name} wakes beside the ranks"

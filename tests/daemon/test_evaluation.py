@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.rounds import sample_seed
+from lightrl.core.rounds.rounds import sample_seed
 from lightrl.errors import DataError
 from lightrl.metrics.evaluation import Evaluated, eval_figures
 from lightrl.metrics.sinks import read

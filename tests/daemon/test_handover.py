@@ -16,12 +16,12 @@ import pytest
 from lightrl.config.sections import Journal
 from lightrl.coordinator.journaling import FOLDER, Journaling
 from lightrl.coordinator.replays import Replays
-from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.commands import Command, Record, ReplayShards, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, ShardLeft, ShardsDelivered
 from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, VersionPublished
 from lightrl.core.recovery import recover
+from lightrl.core.training import trainer_feed as trainer_feed
 from lightrl.journal import disk
 from lightrl.journal.read import LOG, newest
 from lightrl.messages.training import ShardsTaken, TrainShard

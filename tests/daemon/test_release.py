@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightrl.messages.broadcasts import BroadcastFailed, JoinBroadcast
 from lightrl.messages.nodes import Bye, Drain, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
-from lightrl.messages.sharing import Release, Released, Wake
+from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 from lightrl.messages.weights import WeightsFailed, WeightsReady
 from tests.daemon.test_reconnect import NAMES, scripted, some_tokens, until_says
 from tests.daemon.test_runs import children_of
@@ -62,13 +61,13 @@ async def awake_node(tmp_path: Path, **args: float) -> AsyncIterator[Node]:
 
 
 async def wake(head: ScriptedHead, number: int, version: int) -> None:
-    head.send(Wake(number))
+    head.send(WakeEngine(number))
     assert (await head.expect(WeightsReady)).policy_version == version
 
 
-async def release(head: ScriptedHead, number: int) -> Released:
-    head.send(Release(number))
-    released = await head.expect(Released)
+async def release(head: ScriptedHead, number: int) -> EngineAsleep:
+    head.send(SleepEngine(number))
+    released = await head.expect(EngineAsleep)
     assert released.number == number
     return released
 
@@ -92,7 +91,7 @@ def test_no_engine_is_started_before_the_devices_are_its_own(tmp_path: Path):
     async def scenario():
         async with shared_node(tmp_path) as (head, daemon):
             head.offer("a", 0)
-            assert await release(head, 5) == Released(5, 0, 0.0)
+            assert await release(head, 5) == EngineAsleep(5, 0, 0.0)
             assert children_of(daemon.pid) == []
             await wake(head, 6, 0)
             await one_engine(daemon)
@@ -141,7 +140,7 @@ def test_a_version_that_is_published_meanwhile_is_fetched_and_loaded_when_it_wak
             assert (hello.serves, hello.is_released) == (None, True)
             head.send(head.welcome)
             assert (await release(head, 2)).freed_bytes == 14_800_000  # it still sleeps
-            head.send(Wake(3))
+            head.send(WakeEngine(3))
             ready = await head.expect(WeightsReady)
             assert (ready.policy_version, ready.digest) == (1, file.digest)
             assert ready.load_s > 0
@@ -155,19 +154,19 @@ def test_a_version_that_is_published_meanwhile_is_fetched_and_loaded_when_it_wak
 def test_orders_that_come_twice_or_late_or_crosswise(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path, sleep_ms=200.0) as (head, _):
-            head.send(Release(3))
+            head.send(SleepEngine(3))
             first = await release(head, 3)
             again = await release(head, 3)
             assert (first.seconds >= 0.2, again.seconds) == (True, 0.0)
-            head.send(Release(1))  # late
+            head.send(SleepEngine(1))  # late
             await wake(head, 4, 0)
-            head.send(Wake(4))
+            head.send(WakeEngine(4))
             await head.expect(WeightsReady)  # it serves
-            assert {m.number for m in head.heard if isinstance(m, Released)} == {3}
+            assert {m.number for m in head.heard if isinstance(m, EngineAsleep)} == {3}
             since = len(head.heard)
-            head.send(Release(5))
+            head.send(SleepEngine(5))
             await wake(head, 6, 0)  # before it was released: one after the other
-            assert not any(isinstance(m, Released) for m in head.heard[since:])
+            assert not any(isinstance(m, EngineAsleep) for m in head.heard[since:])
             await release(head, 7)
 
     asyncio.run(scenario())
@@ -181,9 +180,9 @@ def test_an_engine_that_loads_a_version_sleeps_when_it_has_it(tmp_path: Path):
             while (await head.ask_to_rejoin()).serves is not None:  # it does not load yet
                 head.send(head.welcome)
             head.send(head.welcome)
-            head.send(Release(1))
+            head.send(SleepEngine(1))
             assert (await head.expect(WeightsReady)).policy_version == 1
-            assert (await head.expect(Released)).number == 1
+            assert (await head.expect(EngineAsleep)).number == 1
 
     asyncio.run(scenario())
 
@@ -216,11 +215,11 @@ def test_an_engine_that_still_starts_gets_up_and_then_sleeps_at_once(tmp_path: P
     async def scenario():
         async with shared_node(tmp_path, grace_s=0.2, start_ms=2000.0) as (head, daemon):
             head.offer("a", 0)
-            head.send(Wake(0))
+            head.send(WakeEngine(0))
             engine = await one_engine(daemon)
-            head.send(Release(1))
+            head.send(SleepEngine(1))
             await until_says(daemon, STARTS)
-            released = await head.expect(Released)
+            released = await head.expect(EngineAsleep)
             assert (released.number, released.freed_bytes) == (1, 14_800_000)
             assert released.seconds > 0.2
             assert not any(isinstance(m, WeightsReady) for m in head.heard)
@@ -234,7 +233,7 @@ def test_an_engine_that_still_starts_gets_up_and_then_sleeps_at_once(tmp_path: P
 def test_a_start_that_hangs_is_cut_short_in_the_end(tmp_path: Path):
     async def scenario():
         async with shared_node(tmp_path, patience_s=1.5, start_ms=60_000.0) as (head, daemon):
-            head.send(Wake(0))
+            head.send(WakeEngine(0))
             await one_engine(daemon)
             released = await release(head, 1)
             assert released.freed_bytes == 0
@@ -260,7 +259,7 @@ def test_an_engine_that_dies_asleep_is_started_when_it_is_woken_and_after_the_se
                     await wake(head, 2, 0)
             await until_says(daemon, b"its devices only train")
             head.skip()
-            head.send(Wake(4))
+            head.send(WakeEngine(4))
             failed = await head.expect(WeightsFailed)
             assert "engines here do not wake, so its devices only train" in failed.reason
             assert "killed by SIGKILL" in failed.reason
@@ -278,7 +277,7 @@ def test_an_engine_that_dies_while_it_wakes_is_started_again_at_once(tmp_path: P
     async def scenario():
         async with awake_node(tmp_path, wake_ms=60_000.0) as (head, daemon):
             await release(head, 1)
-            head.send(Wake(2))
+            head.send(WakeEngine(2))
             engine = await one_engine(daemon)
             hello = await head.ask_to_rejoin()
             assert (hello.is_released, hello.serves) == (False, None)
@@ -301,7 +300,7 @@ def test_a_coordinator_that_missed_the_release_hears_of_it(tmp_path: Path):
         async with awake_node(tmp_path, sleep_ms=1000.0) as (head, _):
             head.generate(*NAMES)
             await some_tokens(head)
-            head.send(Release(7))
+            head.send(SleepEngine(7))
             await head.until_finished(*NAMES)
             hello = await head.ask_to_rejoin()
             assert not hello.is_released
@@ -312,7 +311,7 @@ def test_a_coordinator_that_missed_the_release_hears_of_it(tmp_path: Path):
             since = len(head.heard)
             head.send(head.welcome)
             await head.until_finished(*NAMES, since=since)
-            assert not any(isinstance(m, Released) for m in head.heard)
+            assert not any(isinstance(m, EngineAsleep) for m in head.heard)
             await wake(head, 0, 0)  # it counts anew
 
     asyncio.run(scenario())
@@ -334,16 +333,6 @@ def test_a_node_that_sleeps_can_be_sent_away(tmp_path: Path):
 
 
 @pytest.mark.e2e
-def test_it_is_a_member_of_no_broadcast_group(tmp_path: Path):
-    async def scenario():
-        async with awake_node(tmp_path) as (head, _):
-            head.send(JoinBroadcast("g", "127.0.0.1:1", 1, 1, 2, "gloo"))
-            assert (await head.expect(BroadcastFailed)).group == "g"
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.e2e
 def test_a_node_with_devices_of_its_own_keeps_them(tmp_path: Path):
     async def scenario():
         async with scripted(tmp_path) as head, rollout_daemon(head.address, head.key_file):
@@ -352,10 +341,10 @@ def test_a_node_with_devices_of_its_own_keeps_them(tmp_path: Path):
             head.send(head.welcome)
             head.offer("a", 0)
             await head.expect(WeightsReady)
-            head.send(Release(1))
+            head.send(SleepEngine(1))
             head.generate("r")
             await head.until_finished("r")
-            assert not any(isinstance(m, Released) for m in head.heard)
+            assert not any(isinstance(m, EngineAsleep) for m in head.heard)
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from lightrl.core.rounds import sample_seed
+from lightrl.core.rounds.rounds import sample_seed
 from lightrl.keys import coordinator_public_key
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics.sinks import read

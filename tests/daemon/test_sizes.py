@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.planner import Planner
+from lightrl.core.sharing.planner import PlannedRound, Planner
 from lightrl.core.state import NodeState
 from lightrl.devices.sizes import sized_engines
 from tests.daemon.test_runs import children_of
@@ -32,10 +32,13 @@ RESULT = ("steps", "weights_digest", "responses_digest", "trained_responses")
 class InTurn(Planner):
     """Another size for each round, whatever it takes."""
 
-    def size_for(
-        self, kind: str, foreseen_kv: float = 0.0, expected_s: Mapping[int, float] = {}
-    ) -> int:
-        return SIZES[sum(m.num_rounds for m in self._kinds.values()) % 2]
+    num_rounds = 0
+
+    def learn(self, round: PlannedRound) -> None:
+        self.num_rounds += 1
+
+    def size_for(self, kind: str, expected_s: Mapping[int, float]) -> int:
+        return SIZES[self.num_rounds % 2]
 
 
 class Seen:

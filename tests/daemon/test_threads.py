@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.coordinator.history_sync import Histories
+from lightrl.daemon.main import DaemonOptions
 from lightrl.daemon.worker import Worker
 from lightrl.errors import LightRLError, WeightsError
 from lightrl.history.saved import SavedHistory
@@ -88,7 +89,7 @@ def test_a_pull_without_threads_is_a_failed_pull(tmp_path: Path, lack):
 
 def test_a_node_waits_for_a_thread_to_look_for_devices_in(tmp_path: Path, lack, caplog):
     config = make_config(tmp_path)
-    worker = Worker("a", ("rollout",), "tcp://127.0.0.1:1", "")
+    worker = Worker(DaemonOptions("a", ("rollout",)), "tcp://127.0.0.1:1")
     lack(*OF_CALLS, times=2)
     found = asyncio.run(worker._find_gpus(config, model_files(config.model.path)))
     assert len(found.engines) <= 1
@@ -114,7 +115,8 @@ def test_a_node_leaves_in_order_without_a_thread_that_would_end_it_by_force(tmp_
     async def scenario() -> None:
         async with a_run(tmp_path) as running:
             running.trainer.may_publish.clear()  # the run is not over before "a" is there
-            worker = Worker("b", ("rollout",), running.head.address, running.key)
+            options = DaemonOptions("b", ("rollout",), key=running.key)
+            worker = Worker(options, running.head.address)
             working = asyncio.create_task(worker.run())
             await running.until(
                 lambda s: any(n.name == "b" and n.state == "ready" for n in s.nodes)

@@ -12,7 +12,7 @@ import lightrl.engine.process, lightrl.engine.torch, lightrl.trainer.rank.rank
 """
 DAEMON = """
 import sys
-import lightrl.devices.plan, lightrl.engine.vllm_versions, lightrl.launch.check
+import lightrl.devices.plan, lightrl.engine.vllm_versions, lightrl.launch.checks
 assert not {"torch", "vllm", "transformers"} & {*sys.modules}
 """
 

@@ -11,11 +11,11 @@ from lightrl.config.run_file import parse_config
 from lightrl.messages.responses import Sampling
 from lightrl.trainer.protocol import (
     Accumulate,
-    FinishStep,
     Published,
     StartRank,
     StepFinished,
     TrainSample,
+    Update,
 )
 from lightrl.trainer.rank.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
@@ -110,10 +110,10 @@ def trained(rank: Rank, samples: tuple[TrainSample, ...]) -> tuple[Published, di
     """The version after a step on these, and the step's figures."""
     num_tokens = sum(len(s.token_ids) // 4 for s in samples)
     list(rank.perform(Accumulate(rank.step, (samples,))))
-    events = list(rank.perform(FinishStep(rank.step, len(samples), num_tokens, rank.step + 1)))
-    (published,) = (e for e in events if isinstance(e, Published))
-    (finished,) = (e for e in events if isinstance(e, StepFinished))
-    return published, finished.metrics
+    update = Update(rank.step, len(samples), num_tokens, rank.step + 1)
+    (finished,) = (e for e in rank.perform(update) if isinstance(e, StepFinished))
+    assert finished.published is not None
+    return finished.published, finished.metrics
 
 
 def assert_agrees(engine: EngineClient, rank: Rank, ask: Callable) -> None:

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.engine.base import EngineSpec, ProveWeights
+from lightrl.engine.base import EngineSpec, LeaveGroup
 from lightrl.system.child import ChildDied
 from tests.engine.conftest import MAX_LENGTH, EngineClient, Origins, TinyModel
 from tests.engine.test_broadcast import (
-    DROP,
     answer,
     assert_serves_nothing,
-    join,
     rank,
     receive,
     served,
@@ -54,25 +52,23 @@ def test_both_workers_get_what_a_file_leaves(two, ask, tiny):
     two.load(1)
     assert served(two, ask, 1, "other-") != expected
     with rank(world=WORLD) as one:
-        join(two, one)
         two.child.send(receive(one, tiny.files[2]))
-        two.child.send(ProveWeights(one.send(tiny.files[2])))
+        one.send(tiny.files[2])
         assert answer(two).policy_version == 2
         assert served(two, ask, 2, "group-") == expected
 
 
 @pytest.mark.parametrize("how", ["rank goes", "rank is stopped"])
 def test_what_is_not_wanted_ends_with_the_group_or_when_nothing_moves(two, ask, tiny, how):
-    """The group's end reaches each worker by itself; without it the time limit does."""
-    with rank(timeout_s=2.0 if how == "rank is stopped" else 60.0, world=WORLD) as one:
-        join(two, one)
+    """Each worker notices the end by itself, or the time limit ends it."""
+    with rank(timeout_s=4.0, world=WORLD) as one:
         two.child.send(receive(one, tiny.files[2]))
         if how == "rank is stopped":
-            one.send(tiny.files[2], 7, signal.SIGSTOP)
+            one.send(tiny.files[2], signal=signal.SIGSTOP)
         else:
-            one.send(tiny.files[2], 7)
+            one.send(tiny.files[2], waits=True)
             assert one.says() == "waits"
-        two.child.send(DROP)
+        two.child.send(LeaveGroup())
         if how == "rank goes":
             one.process.kill()
         failed = answer(two)
@@ -82,18 +78,15 @@ def test_what_is_not_wanted_ends_with_the_group_or_when_nothing_moves(two, ask, 
     assert len(served(two, ask, 1, f"{how}-")) > 0
 
 
-def test_a_worker_that_dies_alone_ends_the_group_and_its_engine(two, tiny):
+def test_a_worker_that_dies_alone_ends_its_engine(two, tiny):
     two.load(1)
     with rank(timeout_s=60.0, world=WORLD) as one:
-        join(two, one)
         two.child.send(receive(one, tiny.files[2]))
-        one.send(tiny.files[2], 7)
+        one.send(tiny.files[2], waits=True)
         assert one.says() == "waits"
         os.kill(workers(two.child.pid)[1], signal.SIGKILL)
         with pytest.raises(ChildDied):
             answer(two)
-        one.pipe.send("go on")
-        assert "is gone" in one.says()
 
 
 def workers(engine: int) -> list[int]:

@@ -18,15 +18,13 @@ from lightrl.trainer.protocol import (
     RANK_EVENTS,
     RANK_TARGET,
     Accumulate,
-    Accumulated,
-    FinishStep,
-    Published,
+    Done,
     RankStarted,
     Save,
     Saved,
-    Staged,
     StartRank,
     StepFinished,
+    Update,
 )
 from tests.gpu.conftest import cuda_count
 from tests.gpu.test_trainer import config_of, samples_of
@@ -102,16 +100,16 @@ def test_two_ranks_on_two_gpus_train_and_save(device, tmp_path):
         async with started(tmp_path, model, 2) as (ranks, _):
             for rank, batches in zip(ranks, micro_batches(samples, 2, 400), strict=True):
                 rank.send(Accumulate(0, batches))
-                rank.send(FinishStep(0, len(samples), tokens, 1))
+                rank.send(Update(0, len(samples), tokens, 1))
                 rank.send(Save(1, str(checkpoint)))
             digest = ""
             for i, rank in enumerate(ranks):
-                await expect(rank, Accumulated)
-                if i == 0:
-                    digest = (await expect(rank, Published)).file.digest
+                await expect(rank, Done)
                 finished = await expect(rank, StepFinished)
+                if i == 0:
+                    digest = finished.published.file.digest
                 assert finished.metrics["grad_norm"] > 0
-                await expect(rank, Staged)
+                await expect(rank, Done)
                 if i == 0:
                     await expect(rank, Saved)
             return digest
@@ -136,11 +134,9 @@ def test_two_ranks_have_the_losses_of_one(device, tmp_path, figure):
             for step in range(STEPS):
                 for rank, batches in zip(ranks, micro_batches(samples, world, 400), strict=True):
                     rank.send(Accumulate(step, batches))
-                    rank.send(FinishStep(step, len(samples), tokens, step + 1))
+                    rank.send(Update(step, len(samples), tokens, step + 1))
                 for i, rank in enumerate(ranks):
-                    await expect(rank, Accumulated)
-                    if i == 0:
-                        await expect(rank, Published)
+                    await expect(rank, Done)
                     finished = await expect(rank, StepFinished)
                     metrics += [finished.metrics] if i == 0 else []
             return metrics

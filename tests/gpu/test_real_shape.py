@@ -199,13 +199,13 @@ def test_lora_of_a_real_shape_fits_beside_its_engine(device, kind, tmp_path, fig
     label = f"LoRA of {shape}, rank 16, {kind} engine"
     figure(f"{label}: s/step, the last", steps[-1]["timing_s/step"])
     figure(f"{label}: tokens of a step", steps[-1]["num_tokens"])
-    figure(f"{label}: micro-batches of a step", steps[-1]["num_micro_batches"])
+    figure(f"{label}: micro-batches of a step", steps[-1]["perf/micro_batches"])
     gap = max(r["train_rollout_logprob_abs_diff"] for r in steps)
     figure(f"{label}: train_rollout_logprob_abs_diff, largest of {len(steps)} steps", gap)
     assert len(steps) == 2
     assert all(r["grad_norm"] > 0 for r in steps)
     assert gap <= (0.03 if device == "cuda" else 1e-4)
     if watched is not None:
-        assert max(r["num_tokens"] / r["num_micro_batches"] for r in steps) > LORA_TOKENS / 2
+        assert max(r["num_tokens"] / r["perf/micro_batches"] for r in steps) > LORA_TOKENS / 2
         figure(f"{label}: trainer and engine together, GiB", watched.most_bytes / GIB)
         assert watched.most_bytes <= CARD_BYTES

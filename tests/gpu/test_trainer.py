@@ -33,7 +33,7 @@ import json, sys
 from pathlib import Path
 import torch
 from lightrl.trainer.rank.rank import Rank
-from lightrl.trainer.protocol import Accumulate, FinishStep, Save, StartRank, TrainSample
+from lightrl.trainer.protocol import Accumulate, Update, Save, StartRank, TrainSample
 from lightrl.trainer.checkpoint.saved import checkpoint_path
 from lightrl.wire import from_json
 from safetensors.torch import save_file
@@ -53,8 +53,8 @@ for step in range(job["first"], job["first"] + job["steps"]):
         torch.cuda.reset_peak_memory_stats()
     for i in range(0, len(samples), size):
         list(rank.perform(Accumulate(step, (tuple(samples[i : i + size]),))))
-    published, finished = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-    said["digests"].append(published.file.digest)
+    [finished] = rank.perform(Update(step, len(samples), tokens, step + 1))
+    said["digests"].append(finished.published.file.digest)
     said["metrics"].append(finished.metrics)
     if rank.device.type == "cuda":
         said["peak"] = torch.cuda.max_memory_allocated()

@@ -1,6 +1,6 @@
 """What a run has cost, from a core that is driven by hand."""
 
-from lightrl.core.worth import Prices
+from lightrl.core.nodes.cost_model import Prices
 from lightrl.metrics.cost import cost_figures, cost_row
 from tests.core.conftest import Driver
 

@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from lightrl.config.sections import Weights
-from lightrl.messages.broadcasts import BroadcastFailed
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.rollout.fetched import Fetched
@@ -54,7 +53,7 @@ class Node:
             Callbacks(
                 self.said.put_nowait,
                 lambda: None,
-                lambda group, reason: self.said.put_nowait(BroadcastFailed(group, reason)),
+                lambda offer, reason: None,
             ),
         )
 

@@ -16,12 +16,7 @@ from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_fil
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.keys import new_key
 from lightrl.messages import fields
-from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-)
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
@@ -145,20 +140,13 @@ def test_honest_messages_pass(message: Message):
         WeightsReady(1, "d", broadcast_s=float("nan")),
         Heartbeat(num_workers=-1),
         Heartbeat(num_workers=1025),
-        *(BroadcastOpened(1, "g", address) for address in NO_ADDRESSES),
-        BroadcastOpened(1, "g\n", "h:1"),
-        BroadcastOpened(1, "", "h:1"),
-        BroadcastOpened(-1, "g", "h:1"),
-        BroadcastOpened(1, "g", "h:1", "x" * 10_000),
-        BroadcastJoined("\x1b[2J"),
-        BroadcastJoined("g" * 300),
-        BroadcastSums("g\0", 1, (1,)),
-        BroadcastSums("g", 1, ()),
-        BroadcastSums("g", 1, (-1,)),
-        BroadcastSums("g", 1, (1,) * 17),
-        BroadcastSums("g", -1, (1,)),
-        BroadcastFailed("g\n", "r"),
-        BroadcastFailed("g", "x" * 10_000),
+        *(BroadcastStatus(1, "g", address) for address in NO_ADDRESSES),
+        BroadcastStatus(1, "g\n", "h:1"),
+        BroadcastStatus(1, "", "h:1"),
+        BroadcastStatus(-1, "g", "h:1"),
+        BroadcastStatus(1, "g", "h:1", "x" * 10_000),
+        BroadcastStatus(1, "\x1b[2J", reason="r"),
+        BroadcastStatus(1, "g" * 300, reason="r"),
         StepDone(1, 2, {f"m{k}": 0.0 for k in range(fields.MAX_METRICS + 1)}),
         Checkpointed(-1),
         Drain("n", "x" * 10_000),
@@ -182,8 +170,8 @@ def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publis
             allowed.add(type(message).__name__)
     of_itself = {"Hello", "Heartbeat", "TokenChunk", "Bye"}
     of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed", "BadSource"}
-    of_groups = {"BroadcastJoined", "BroadcastFailed"}
-    of_devices = {"Released"}
+    of_groups = {"BroadcastStatus"}
+    of_devices = {"EngineAsleep"}
     assert allowed == of_itself | of_weights | of_groups | of_devices
 
 

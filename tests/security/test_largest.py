@@ -115,7 +115,9 @@ def named(name: str, rest: dict[str, Any], field: str) -> Largest:
 STEP = {"step": 1, "policy_version": 1}
 CHUNK = {"policy_version": 1, "digest": "d"}
 SHARD = {"step": 1, "index": 1, "policy_version": 1}
-JOIN = {"group": "g", "rank": 1, "num_ranks": 1, "world": 2, "backend": "gloo"}
+PLACE = {"name": "g", "address": "h:1", "rank": 1, "world": 2, "backend": "gloo"}
+ORDER = {"world": 2, "backend": "gloo"}
+TAKEN = {"policy_version": 1, "wants_delta": True}
 GROUP = {"group": "g", "prompt": TICK}
 HISTORY = {"group": "g", "responses": (), "rewards": ()}
 GENERATE = {"policy_version": 1, "sampling": {}, "requests": ()}
@@ -161,13 +163,18 @@ TABLE = [
     text("WeightsReady", {"policy_version": 1}, "digest", fields.MAX_WORD),
     text("BadSource", {"policy_version": 1, "node": "n"}, "reason", fields.MAX_TEXT),
     text("WeightsFailed", {"policy_version": 1}, "reason", fields.MAX_TEXT),
-    text("BroadcastOpened", {"epoch": 1, "group": "g", "address": "a"}, "reason", fields.MAX_TEXT),
-    text("JoinBroadcast", JOIN, "address", fields.MAX_WORD),
-    text("BroadcastJoined", {}, "group", fields.MAX_WORD),
-    text("SendBroadcast", {"policy_version": 1}, "group", fields.MAX_WORD),
-    text("BroadcastFailed", {"group": "g"}, "reason", fields.MAX_TEXT),
-    of(
-        "BroadcastSums", {"group": "g", "policy_version": 1}, "sums", fields.MAX_SUMS, (1 << 64) - 1
+    text("BroadcastStatus", {"policy_version": 1, "group": "g"}, "reason", fields.MAX_TEXT),
+    Largest(
+        "VersionTaken",
+        "broadcast",
+        fields.MAX_WORD,
+        lambda n: {**TAKEN, "broadcast": {**ORDER, "group": "\U0001f600" * n}},
+    ),
+    Largest(
+        "PublishWeights",
+        "group",
+        fields.MAX_WORD,
+        lambda n: {**PUBLISH, "group": {**PLACE, "name": "\U0001f600" * n}},
     ),
     of("TrainerSet", {"leader": "t"}, "followers", fields.MAX_TRAINERS, ("u", BIG)),
     Largest(
@@ -183,12 +190,12 @@ TABLE = [
     of("Snapshot", SHOWN, "events", fields.MAX_ROWS, (1, "e")),
     of("Snapshot", SHOWN, "rewards", fields.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
-    of("Give", {"step": BIG}, "parts", fields.MAX_PARTS, BIG),
+    of("AssignDevices", {"step": BIG}, "parts", fields.MAX_PARTS, BIG),
 ]
 # numbers alone
 FIXED = {
-    *("Checkpointed", "OpenBroadcast", "ShardsTaken", "VersionTaken", "Watch"),
-    *("Release", "Released", "Wake", "Park", "Parked"),
+    *("Checkpointed", "ShardsTaken", "Watch"),
+    *("SleepEngine", "EngineAsleep", "WakeEngine", "SuspendTrainer", "TrainerSuspended"),
 }
 
 

@@ -6,10 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from lightrl.core.offload import StepTimes, View
-from lightrl.core.placement import Outlook
+from lightrl.core.responses.placement import Outlook
+from lightrl.core.sharing.sharing_rules import StepTimes, View, Window
 from lightrl.core.state import Node
-from lightrl.core.window import Window
 from lightrl.sim.inputs.scenario import Scenario, Switches
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.world import World
@@ -28,7 +27,7 @@ TRAINS = replace(
 
 def view(opened_at: float) -> View:
     reserved, other = (Node(name, 1, ("rollout",), 8, 0.0, 1, "h") for name in ("n0", "s0"))
-    looks = [Outlook(node, [1.0], 0.0) for node in (reserved, other)]
+    looks = [Outlook(node, [1.0]) for node in (reserved, other)]
     return View("plain", opened_at, 0.0, looks[:1], looks[1:], [], 1.0, 0.0, (), 0.0, [1.0])
 
 

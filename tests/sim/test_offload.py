@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.handover import Handover
-from lightrl.core.offload import Change, Rule, StepTimes, View
 from lightrl.core.settings import EvalSet, Tail
+from lightrl.core.sharing.sharing_rules import Change, Rule, StepTimes, View
 from lightrl.messages.responses import Sampling
 from lightrl.sim.inputs.scenario import OffloadRule, Switches
 from lightrl.sim.inputs.traces import TraceEvent
@@ -62,7 +61,7 @@ class Noting:
 
 
 def noting(w: World) -> Noting:
-    w.core.sides.rule = noted = Noting(w.core.sides.rule)
+    w.core.policy.rule = noted = Noting(w.core.policy.rule)
     return noted
 
 
@@ -112,24 +111,3 @@ def test_without_preemptible_nodes_both_rules_scale_down():
     out = {rule: shared_world(rule, (), fleet=nodes(4)).run() for rule in ("off", *RULES)}
     assert sum(steps_s(out["window"])) < sum(steps_s(out["off"]))
     assert sum(steps_s(out["foreseen"])) < 1.02 * sum(steps_s(out["window"]))
-
-
-def test_few_responses_move_as_long_ones_start_on_nodes_that_go_on(monkeypatch):
-    """From the third step on lengths are foreseen, from the epoch before."""
-    training = replace(SCENARIO.training, token_s=2e-4)
-    seconds, moved = {True: 0.0, False: 0.0}, {True: 0, False: 0}
-    for seed in range(3):
-        lengths = replace(SCENARIO.workload.lengths, s_p=0.6, s_r=0.2, seed=seed)
-        workload = replace(SCENARIO.workload, lengths=lengths, num_prompts=24)
-        scenario = replace(SCENARIO, training=training, workload=workload)
-        changes = {"prompts_per_step": 12, "num_prompts": 24, "run_seed": seed, "num_steps": 6}
-        for apart in (True, False):
-            with monkeypatch.context() as patched:
-                if not apart:
-                    patched.setattr(Handover, "may_leave", False)
-                switches = Switches(offload="foreseen")
-                out = world(scenario, switches, nodes(4), ALWAYS, **changes).run()
-            seconds[apart] += sum(steps_s(out)[2:])
-            moved[apart] += out.counters["responses_moved"]
-    assert moved[True] < 0.75 * moved[False]
-    assert seconds[True] < 1.005 * seconds[False]

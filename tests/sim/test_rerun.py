@@ -138,7 +138,7 @@ def test_a_run_is_predicted_from_what_it_left(tmp_path: Path, capsys, tail: str)
     for times in (measured, predicted):
         parts = ("rollout_s", "training_s", "publishing_s", "weights_s")
         assert times["step_s"] == pytest.approx(sum(times[part] for part in parts))
-    assert abs(said["error"]) < 0.05
+    assert abs(said["error"]) < 0.07
     assert abs(said["median_error"]) < 0.09
     for phase in ("training_s", "publishing_s", "weights_s"):
         assert predicted[phase] == pytest.approx(measured[phase], abs=0.03)
@@ -184,7 +184,7 @@ def test_a_change_is_predicted_from_a_run_without_it(tmp_path: Path, capsys):
     run = ("--workload", tmp_path / "run", "rollout.slots=4")
     said = simulate(capsys, *run)["prediction"]
     assert said["changed"]["step_s"] == pytest.approx(after, rel=0.08)
-    assert said["predicted"]["step_s"] == pytest.approx(before, rel=0.04)
+    assert said["predicted"]["step_s"] == pytest.approx(before, rel=0.06)
 
 
 def test_names_and_nodes_and_people(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.weight_sources import choose
+from lightrl.core.weights.weight_sources import choose
 from lightrl.sim.weights.swarm import Parcel, Swarm
 from tests.sim.buckets import MISSED_AFTER_S, BucketSwarm
 from tests.support.tiers import e2e

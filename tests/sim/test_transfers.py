@@ -169,6 +169,6 @@ def test_what_transfers_took_is_printed():
     text = str(tables(figures(out, scenario))[-1])
     assert "weights    3 pulls, " in text
     assert "% of the bytes from peers, the trainer sent each version 0.7 times" in text
-    assert "broadcast  to 3 nodes, 1 s each; 0 broken" in text
+    assert "broadcast  to 3 nodes, 3 s each; 0 broken" in text
     nothing = figures(world(num_steps=1, scenario=lines(num_bytes=0.0)).run(), lines())
     assert "weights  " not in str(tables(nothing)[-1])

@@ -166,7 +166,7 @@ def preempted(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, Any]) -> 
     # The tasks did not sit out their grace time: the node was free once their tokens were sent.
     assert took < 25, run.said()
     said = run.said()
-    assert said.count("SIGUSR1: this job is told to leave") == 2, said
+    assert said.count("SIGUSR1: this job has to leave") == 2, said
     assert said.count("back to the queue") == 2, said
     assert "Traceback" not in said
 
@@ -231,7 +231,7 @@ def test_a_coordinator_that_is_killed_goes_on_in_the_same_job(cluster, tmp_path,
     subprocess.run(("kill", "-9", str(head["pid"])), check=True)
     assert same(run.until_finished(), undisturbed), run.said()
     assert run.restarts(run.head) == 0
-    assert "killed by SIGKILL; the run goes on" in run.said()
+    assert "killed by SIGKILL; the run continues" in run.said()
 
 
 @pytest.mark.slow

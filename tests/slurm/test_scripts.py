@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightrl.launch.slurm.scripts import reserved_script, spot_script, trainers_script
+from lightrl.launch.slurm.scripts import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart" / "run.toml"
@@ -31,9 +31,8 @@ def slurm(
 
 
 def test_the_scripts_of_the_repository_are_those_that_the_package_writes():
-    assert (ROOT / "scripts" / "slurm" / "reserved.sbatch").read_text() == reserved_script()
-    assert (ROOT / "scripts" / "slurm" / "preemptible.sbatch").read_text() == spot_script()
-    assert (ROOT / "scripts" / "slurm" / "trainers.sbatch").read_text() == trainers_script()
+    for script in SCRIPTS:
+        assert (ROOT / "scripts" / "slurm" / script.file).read_text() == script.text()
 
 
 def test_a_dry_run_prints_both_scripts_and_leaves_nothing(tmp_path):

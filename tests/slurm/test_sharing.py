@@ -104,7 +104,7 @@ def test_they_are_there_while_their_trainer_node_is(tmp_path):
         assert len(first & second) == 1
         [coordinator] = [pid for pid, words in children(process.pid) if "coordinator" in words]
         os.kill(coordinator, signal.SIGKILL)
-        until(process, "the coordinator was killed by SIGKILL; the run goes on")
+        until(process, "the coordinator was killed by SIGKILL; the run continues")
         assert not second & {pid for pid, _ in children(process.pid)}  # the memory is the ranks'
         assert len(rollout_nodes(process, 2)) == 2
         until(process, "resumed at step")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightrl.config.run_file import load_config, to_toml
-from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
     LogEntry,
@@ -19,6 +18,7 @@ from lightrl.core.log_entries import (
     TokensTaken,
     VersionPublished,
 )
+from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.settings import EvalSet
 from lightrl.core.state import DrawnPrompt
 from lightrl.journal.read import LOG
@@ -82,7 +82,7 @@ FIRST: list[LogEntry] = [
 ]
 SECOND: list[LogEntry] = [  # begins with what of the first one still stands
     *(SnapshotBegan(1, 2, version=1, digests={1: ("bb" * 16,)}), note(61.0)),
-    RoundSnapshot(1, "plain", 1, (PutOff(OTHER, 0, 1),), False),
+    RoundSnapshot(1, "plain", 1, (Deferred(OTHER, 0, 1),), False),
     *(TokensTaken(0, (tokens("p2@0#0", 0, [31, 32], attempt=2),)), SnapshotEnded()),
     TokensTaken(1, (tokens("p2@0#0", 2, [33, 34, 35], attempt=2),)),
 ]

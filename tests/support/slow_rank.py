@@ -4,10 +4,10 @@ import socket
 import time
 from collections.abc import Iterator
 
-from lightrl.trainer.protocol import Computing, FinishStep, RankCommand, RankEvent, StartRank
+from lightrl.trainer.protocol import Progress, RankCommand, RankEvent, StartRank, Update
 from lightrl.trainer.rank.emulated import EmulatedRank
 from lightrl.trainer.rank.main import serve
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.membership import IsUnwanted
 
 SLOW_TARGET = "tests.support.slow_rank:main"
 LATE_S = 0.7
@@ -22,10 +22,10 @@ class SlowRank(EmulatedRank):
     def perform(
         self, command: RankCommand, is_unwanted: IsUnwanted | None = None
     ) -> Iterator[RankEvent]:
-        if isinstance(command, FinishStep):
+        if isinstance(command, Update):
             for _ in range(SIGNS):
                 time.sleep(EVERY_S)
-                yield Computing(command.step)
+                yield Progress(command.step)
         yield from super().perform(command, is_unwanted)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from lightrl.journal.read import StepPortions, recut
 from lightrl.messages.broadcasts import VersionTaken
-from lightrl.messages.sharing import Give
+from lightrl.messages.sharing import AssignDevices
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
@@ -55,7 +56,9 @@ class Coordinator:
         self.published.mkdir(exist_ok=True)
         self.server = WeightServer()
         versions = ServedVersions(self.server)
-        self.trainer = Trainer(config, folder, self.published, versions, self.take, self.restarted)
+        self.trainer = Trainer(
+            config, Place(folder, self.published), versions, self.take, self.restarted
+        )
 
     def restarted(self):
         self.num_hellos += 1
@@ -80,7 +83,7 @@ class Coordinator:
                 if self._expects_position or version > self._stands_at:
                     self._expects_position, self._stands_at = False, version
                     if self.says_taken and version < self.config.train.steps:
-                        self.trainer.handle(VersionTaken(version, False, True))
+                        self.trainer.handle(VersionTaken(version, wants_delta=True))
                     if happens is None and version < self.config.train.steps:
                         self.feed(version)
             case StepDone(step):
@@ -108,7 +111,7 @@ class Coordinator:
 
     def hand_over(self, shard):
         if self.parts is not None:
-            self.trainer.handle(Give(shard.step, self.parts))
+            self.trainer.handle(AssignDevices(shard.step, self.parts))
         self.trainer.handle(shard)
 
     def feed(self, step):

@@ -57,7 +57,7 @@ CHILDREN = (
     "lightrl.trainer.rank.emulated",
     "lightrl.trainer.rank.evaluated",
     "lightrl.rewards.worker",
-    "lightrl.trainer.model.targets",
+    "lightrl.trainer.model.lora",
     "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2",
 )

@@ -124,7 +124,7 @@ def test_what_lies_in_the_working_directory_is_not_imported(tmp_path, monkeypatc
     asyncio.run(scenario())
 
 
-def test_the_obituary_names_the_exit_status():
+def test_the_exit_reason_names_the_exit_status():
     async def scenario() -> None:
         async with child("echo") as process:
             process.send(End(7))

@@ -1,8 +1,5 @@
 """Memory that is handed back to the kernel, and what a process is told to have it in huge pages."""
 
-import ctypes
-import mmap
-import os
 import platform
 import subprocess
 import sys
@@ -68,17 +65,3 @@ def test_a_process_that_is_told_so_asks_the_kernel_for_huge_pages():
 
     told = pages.huge_pages({})
     assert (asks({}), asks(told)) == (["False"] * 2, ["True"] * 2)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other kernels may keep what is forgotten")
-def test_pages_that_lie_wholly_in_a_range_are_handed_back_and_no_others():
-    page = mmap.PAGESIZE
-    memory = mmap.mmap(-1, 16 * page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory[:] = bytes([7]) * len(memory)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert pages.forget(address + 1, page) == ""  # has no whole page
-    assert set(memory[:]) == {7}
-    assert pages.forget(address + 1, 16 * page - 2) == ""
-    assert memory[:page] == memory[-page:] == bytes([7]) * page
-    assert set(memory[page:-page]) == {0}  # the kernel has them no more
-    assert pages.forget(0, 4 * page) == os.strerror(12)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.trainer.model.policy import load_policy
-from lightrl.trainer.protocol import Accumulate, FinishStep, Published, RankStarted, Save
+from lightrl.trainer.protocol import Accumulate, RankStarted, Save, StepFinished, Update
 from lightrl.trainer.rank.canary import drawn_text, score
 from lightrl.weights.canary import NUM_TOKENS
 from lightrl.weights.version.tensors import read_tensors
@@ -27,8 +27,7 @@ def step_of(samples, number, world=1):
     tokens = sum(len(s.token_ids) // 4 for s in samples)
     batches = [tuple((s,) for s in samples[rank::world]) for rank in range(world)]
     return [
-        [Accumulate(number, b), FinishStep(number, len(samples), tokens, number + 1)]
-        for b in batches
+        [Accumulate(number, b), Update(number, len(samples), tokens, number + 1)] for b in batches
     ]
 
 
@@ -36,7 +35,8 @@ def train(rank, samples, number):
     """The version after one step on a rank in this process."""
     ((accumulate, finish),) = step_of(samples, number)
     list(rank.perform(accumulate))
-    (published,) = (e for e in rank.perform(finish) if isinstance(e, Published))
+    [finished] = rank.perform(finish)
+    published = finished.published
     assert published.canary is not None or rank.config.weights.canary == 0
     return published
 
@@ -135,9 +135,8 @@ def test_two_ranks_say_what_one_says(start, new_rank, processes, samples, dtype)
                             rank.send(command)
                 while len(versions) <= number:
                     event = await ranks[0].receive()
-                    if isinstance(event, RankStarted):
-                        event = event.published
-                    versions += [event] if isinstance(event, Published) else []
+                    if isinstance(event, RankStarted | StepFinished):
+                        versions.append(event.published)
             return versions
 
     alone = new_rank(**settings)

@@ -7,15 +7,16 @@ import signal
 import pytest
 
 from lightrl.config.run_file import parse_config
-from lightrl.messages.sharing import Give, Park, Parked
-from lightrl.messages.training import ShardsTaken
+from lightrl.messages.sharing import AssignDevices, SuspendTrainer, TrainerSuspended
+from lightrl.messages.training import ShardsTaken, TrainShard
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.protocol import Accumulate, FinishStep, RankParked
+from lightrl.trainer.protocol import Accumulate, Suspended, Update
 from lightrl.trainer.state import TrainerState
 from tests.support.trainer_coordinator import Coordinator, kill, turns, until
 
 STEPS = 3
 HALF, BOTH = (1,), (0, 1)
+SHARD = TrainShard(0, 0, 0, ())
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ class Giving(Coordinator):
     number = 0
 
     def give(self, step, parts):
-        self.trainer.handle(Give(step, parts))
+        self.trainer.handle(AssignDevices(step, parts))
 
     async def hand(self, shard):
         self.trainer.handle(shard)
@@ -60,11 +61,11 @@ class Giving(Coordinator):
 
     @property
     def parked(self):
-        return [m.number for m in self.sent if isinstance(m, Parked)]
+        return [m.number for m in self.sent if isinstance(m, TrainerSuspended)]
 
     async def park(self):
         self.number += 1
-        self.trainer.handle(Park(self.number))
+        self.trainer.handle(SuspendTrainer(self.number))
         await until(lambda: self.number in self.parked)
 
 
@@ -95,7 +96,7 @@ def test_a_replica_works_while_others_have_no_devices_and_the_step_ends_when_the
     def prepare(coordinator):
         async def step():
             await half_of_a_step(coordinator)
-            assert coordinator.trainer._step.can_go_on is False
+            assert coordinator.trainer._step.can_advance is False
             assert 2 not in coordinator.digests
             coordinator.give(0, BOTH)  # of a step that is over
             await turns()
@@ -173,7 +174,7 @@ def test_an_update_in_the_middle_of_a_step_waits_for_all_devices(new_config, gro
             step = await until(lambda: coordinator.trainer._step)
             await until(lambda: step.queue.has_mini_batch and not step.is_busy)
             await turns()
-            assert not step.can_go_on
+            assert not step.can_advance
             assert sum(step.queue.portions) == 4
             coordinator.give(1, BOTH)
 
@@ -226,7 +227,7 @@ def test_a_rank_that_dies_while_it_is_asked_for_half_of_the_devices_answers_by_t
             await half_of_a_step(coordinator)
             kill(1, signal.SIGSTOP)
             coordinator.number += 1
-            coordinator.trainer.handle(Park(coordinator.number))
+            coordinator.trainer.handle(SuspendTrainer(coordinator.number))
             await turns()
             assert 1 not in coordinator.parked
             kill(1)
@@ -266,7 +267,7 @@ def node(new_config):
 
 def park(node):
     for rank in range(2):
-        node.heard(rank, RankParked(100, 0.5))
+        node.on_event(rank, Suspended(100, 0.5))
 
 
 def test_who_may_work(node):
@@ -274,25 +275,25 @@ def test_who_may_work(node):
     devices.starting(4)
     park(devices)
     devices.published()
-    devices.work_came()
+    devices.on_message(SHARD)
     assert not devices.is_given
-    devices.give(Give(3, BOTH))
+    devices.give(AssignDevices(3, BOTH))
     assert not devices.is_given
-    devices.give(Give(4, HALF))
+    devices.give(AssignDevices(4, HALF))
     assert devices.is_given
     assert not devices.all_given
     assert [devices.is_given_to(k) for k in BOTH] == [False, True]
-    devices.told(Accumulate(4, ()))
+    devices.on_command(Accumulate(4, ()))
     devices.ask(1, ends_first=True)  # it cannot end
     assert not devices.is_given
     park(devices)
-    assert said == [Parked(1, 200, said[0].seconds)]
-    devices.give(Give(4, BOTH))
+    assert said == [TrainerSuspended(1, 200, said[0].seconds)]
+    devices.give(AssignDevices(4, BOTH))
     assert devices.all_given
-    devices.told(FinishStep(4, 1, 1, 5))
-    devices.give(Give(4, BOTH))  # it was on its way
+    devices.on_command(Update(4, 1, 1, 5))
+    devices.give(AssignDevices(4, BOTH))  # it was on its way
     assert not devices.is_given
-    devices.give(Give(5, HALF))
+    devices.give(AssignDevices(5, HALF))
     devices.forget_orders()
     assert not devices.is_given
 
@@ -304,14 +305,14 @@ def test_whose_ranks_are_lost_says_so_only_while_they_have_to_wait(node):
     assert devices.has_devices  # nobody was told a version: they start at once
     park(devices)
     devices.published()
-    devices.give(Give(0, BOTH))
-    devices.told(Accumulate(0, ()))
+    devices.give(AssignDevices(0, BOTH))
+    devices.on_command(Accumulate(0, ()))
     devices.ask(1, ends_first=True)
     devices.lost()
     assert devices.has_devices
     assert said == []
     devices.forget_orders()
-    devices.give(Give(0, HALF))
+    devices.give(AssignDevices(0, HALF))
     devices.ask(2)
     devices.lost()
     assert not devices.has_devices
@@ -323,6 +324,6 @@ def test_whose_ranks_are_lost_says_so_only_while_they_have_to_wait(node):
 
 def test_of_devices_that_change_sides_as_a_whole_work_says_all(new_config):
     devices = NodeDevices(new_config(replicas=1), lambda _: None)
-    devices.work_came()
+    devices.on_message(SHARD)
     assert devices.all_given
     assert devices.is_given_to(1)

@@ -16,11 +16,10 @@ from lightrl.config.run_file import parse_config
 from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
 from lightrl.trainer.checkpoint import initial
-from lightrl.trainer.checkpoint.initial import take_over
+from lightrl.trainer.checkpoint.checksums import find_corruption, with_checksums
+from lightrl.trainer.checkpoint.initial import take_over, where_to_start
 from lightrl.trainer.checkpoint.saved import SavedStep, latest, oldest_kept, put_in_place
-from lightrl.trainer.checkpoint.seal import damage, sealed
-from lightrl.trainer.checkpoint.start_point import where_to_start
-from lightrl.trainer.protocol import Accumulate, FinishStep, Save
+from lightrl.trainer.protocol import Accumulate, Save, Update
 from lightrl.wire import from_json, to_json
 from tests.trainer.test_rank import started
 
@@ -31,8 +30,8 @@ OPTIM = {"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"}
 def trained(rank, samples, step):
     list(rank.perform(Accumulate(step, (tuple(samples),))))
     tokens = sum(len(s.token_ids) // 4 for s in samples)
-    published, finished = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-    return published.file.digest, finished.metrics["lr"]
+    [finished] = rank.perform(Update(step, len(samples), tokens, step + 1))
+    return finished.published.file.digest, finished.metrics["lr"]
 
 
 def saved_as(rank, tmp_path: Path, step: int) -> Path:
@@ -95,7 +94,7 @@ def test_two_steps_and_a_new_run_of_three_are_a_run_of_five(
     again = new_rank(start_step=3, checkpoint=gone, train=train, **settings)
     assert again.learner.steps_before == 2
     third = tmp_path / "third"
-    take_over(tmp_path / "run" / "checkpoints" / "step_3", third, damage)
+    take_over(tmp_path / "run" / "checkpoints" / "step_3", third, find_corruption)
     assert from_json((third / "step_0" / "trainer.json").read_bytes(), SavedStep).steps_before == 5
 
 
@@ -109,15 +108,15 @@ def test_what_was_taken_over_outlives_its_source_and_is_a_checkpoint(
     (source / "hf" / "model.safetensors").write_bytes(b"exported")
     checkpoints = tmp_path / "run" / "checkpoints"
     before = contents(source)
-    path = take_over(source, checkpoints, damage)
+    path = take_over(source, checkpoints, find_corruption)
     assert latest(checkpoints) == path == checkpoints / "step_0"
-    assert damage(path) == ""
+    assert find_corruption(path) == ""
     assert {p.name for p in path.iterdir()} == {"trainer.json", "layout.json", "state", "model"}
     tensors = next((source / "state").glob("*.distcp"))
     assert os.stat(tensors).st_ino == os.stat(path / "state" / tensors.name).st_ino  # not copied
     assert contents(source) == before
     shutil.rmtree(source.parent)  # as the other run does with old ones
-    assert damage(path) == ""
+    assert find_corruption(path) == ""
     start = partial(where_to_start, beginning_with(source), checkpoints, lambda: True)
     assert asyncio.run(start()) == 0  # and does not look for it
     assert oldest_kept(checkpoints, 0, 2) == 0
@@ -134,7 +133,9 @@ def test_it_is_kept_as_long_as_any_other_and_not_for_good(tmp_path):
     for step in range(4):
         draft = checkpoints / f".step_{step}.draft"
         draft.mkdir(parents=True)
-        (draft / "trainer.json").write_bytes(to_json(sealed(SavedStep(step, step, ""), draft)))
+        (draft / "trainer.json").write_bytes(
+            to_json(with_checksums(SavedStep(step, step, ""), draft))
+        )
         put_in_place(draft, checkpoints / f"step_{step}", keep_last=2, keep_every=2)
         there = {p.name for p in checkpoints.glob("step_*")}
         assert ("step_0" in there) == (step < 2)
@@ -149,10 +150,10 @@ def test_files_that_cannot_be_linked_are_copied(tmp_path, monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", refuse)
-    path = take_over(source, tmp_path / "checkpoints", damage)
-    assert damage(path) == ""
+    path = take_over(source, tmp_path / "checkpoints", find_corruption)
+    assert find_corruption(path) == ""
     (path / "state" / "digest").write_bytes(b"other")
-    assert damage(source) == ""
+    assert find_corruption(source) == ""
 
 
 def emulated_checkpoint(tmp_path: Path, step: int = 2, with_digests: bool = True) -> Path:
@@ -160,18 +161,20 @@ def emulated_checkpoint(tmp_path: Path, step: int = 2, with_digests: bool = True
     (source / "state").mkdir(parents=True)
     (source / "state" / "digest").write_bytes(bytes(16))
     saved = SavedStep(step, step, "")
-    saved = sealed(saved, source) if with_digests else saved
+    saved = with_checksums(saved, source) if with_digests else saved
     (source / "trainer.json").write_bytes(to_json(saved))
     return source
 
 
 def test_one_from_before_there_were_digests_gets_them(tmp_path):
-    path = take_over(emulated_checkpoint(tmp_path, 2, False), tmp_path / "checkpoints", damage)
+    path = take_over(
+        emulated_checkpoint(tmp_path, 2, False), tmp_path / "checkpoints", find_corruption
+    )
     said = json.loads((path / "trainer.json").read_bytes())
     assert (said["step"], said["policy_version"], said["steps_before"]) == (0, 0, 2)
     assert set(said["files"]) == {"state/digest"}
     (path / "state" / "digest").write_bytes(b"other")
-    assert damage(path) == "state/digest: damaged"
+    assert find_corruption(path) == "state/digest: damaged"
 
 
 def test_a_source_that_is_removed_meanwhile_or_damaged_leaves_nothing(tmp_path, monkeypatch):
@@ -186,14 +189,14 @@ def test_a_source_that_is_removed_meanwhile_or_damaged_leaves_nothing(tmp_path, 
     with monkeypatch.context() as racing:
         racing.setattr(initial.os, "link", pruned)
         with pytest.raises(TrainerError, match=r"step_2: .*(No such file|none any more)") as raised:
-            take_over(source, checkpoints, damage)
+            take_over(source, checkpoints, find_corruption)
     assert "\n" not in str(raised.value)
     assert list(checkpoints.iterdir()) == []
 
     source = emulated_checkpoint(tmp_path)
     (source / "state" / "digest").write_bytes(b"another")
     with pytest.raises(TrainerError) as raised:
-        take_over(source, checkpoints, damage)
+        take_over(source, checkpoints, find_corruption)
     why = "state/digest: damaged; the run cannot begin with this checkpoint"
     assert str(raised.value) == f"{source}: {why}"
     assert list(checkpoints.iterdir()) == []
@@ -217,7 +220,7 @@ def test_another_number_of_ranks_begins_with_the_same(
     digest, _ = trained(rank, samples, 0)
     source = saved_as(rank, tmp_path, 1)
     checkpoints = tmp_path / "run" / "checkpoints"
-    take_over(source, checkpoints, damage)
+    take_over(source, checkpoints, find_corruption)
     told = start(checkpoint={"initial_load_path": str(source)}, train={"replicas": 2, "ranks": 2})
 
     async def on_two_ranks():
@@ -232,9 +235,9 @@ def test_another_number_of_ranks_begins_with_the_same(
 def test_an_emulated_run_begins_likewise(new_emulated, tmp_path):
     rank = new_emulated()
     source = tmp_path / "other" / "step_0"
-    list(rank.perform(FinishStep(0, 0, 0, 1)))
+    list(rank.perform(Update(0, 0, 0, 1)))
     list(rank.perform(Save(1, str(source.with_name("step_1")))))
-    take_over(source.with_name("step_1"), tmp_path / "run" / "checkpoints", damage)
+    take_over(source.with_name("step_1"), tmp_path / "run" / "checkpoints", find_corruption)
     new = new_emulated(checkpoint={"initial_load_path": "any"})
     assert new.started.published.file.digest == rank.file.digest
     assert new.file.policy_version == 0

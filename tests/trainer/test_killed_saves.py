@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from lightrl.trainer.batch import streamed
+from lightrl.trainer.checkpoint.checksums import find_corruption
 from lightrl.trainer.checkpoint.saved import checkpoint_path, latest, newest_sound, step_of, tidy
-from lightrl.trainer.checkpoint.seal import damage
 from lightrl.trainer.protocol import (
     Accumulate,
     Exported,
-    FinishStep,
     RankStarted,
     Save,
     Saved,
     StepFinished,
+    Update,
 )
 
 DEADLINE_S = 110
@@ -42,7 +42,7 @@ async def train(ranks, samples, step):
     batches_R = streamed([samples], len(ranks), 60, False)
     for rank, batches in zip(ranks, batches_R, strict=True):
         rank.send(Accumulate(step, batches))
-        rank.send(FinishStep(step, len(samples), tokens, step + 1))
+        rank.send(Update(step, len(samples), tokens, step + 1))
     for rank in ranks:
         await heard(rank, StepFinished)
 
@@ -104,11 +104,11 @@ def test_a_save_that_is_killed_leaves_the_last_whole_checkpoint(
         num_cut += was_cut
         tidy(folder)
         lines: list[str] = []
-        newest = newest_sound(folder, damage, lines.append)
+        newest = newest_sound(folder, find_corruption, lines.append)
         assert lines == []
         assert newest is not None
         assert step_of(newest) >= promised
-        assert damage(newest) == ""
+        assert find_corruption(newest) == ""
         assert not list(folder.rglob("*.draft"))
         if (newest / "hf").exists():
             assert {f.name for f in (newest / "hf").iterdir()} >= {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.trainer.batch import micro_batches
-from lightrl.trainer.protocol import Accumulate, FinishStep, RankStarted, Save, Saved, Staged
+from lightrl.trainer.protocol import Accumulate, Done, RankStarted, Save, Saved, Update
 
 DEADLINE_S = 110
 
@@ -64,14 +64,14 @@ def test_no_socket_of_two_ranks_is_open_beyond_loopback(
             tokens = sum(len(s.token_ids) // 4 for s in samples)
             for rank, batches in zip(ranks, micro_batches(samples, 2, 60), strict=True):
                 rank.send(Accumulate(0, batches))
-                rank.send(FinishStep(0, len(samples), tokens, 1))
-            for rank, replies in zip(ranks, (3, 2), strict=True):  # the first one publishes
-                for _ in range(replies):
+                rank.send(Update(0, len(samples), tokens, 1))
+            for rank in ranks:
+                for _ in range(2):
                     await rank.receive()
             look(ranks)
             for rank in ranks:
                 rank.send(Save(1, str(path)))
-            assert [await rank.receive() for rank in ranks] == [Staged(str(path))] * 2
+            assert [await rank.receive() for rank in ranks] == [Done(1)] * 2
             assert await ranks[0].receive() == Saved(str(path))
             look(ranks)
 

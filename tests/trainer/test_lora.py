@@ -23,12 +23,12 @@ from lightrl.trainer.model.lora import adapters_off
 from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.protocol import (
     Accumulate,
+    Done,
     Exported,
-    FinishStep,
     Published,
     Save,
     Saved,
-    Staged,
+    Update,
 )
 from lightrl.trainer.rank.canary import _logits
 from lightrl.trainer.served import ServedVersions
@@ -51,7 +51,7 @@ def read(file):
 
 def save(rank, folder, number):
     path = folder / "run" / "checkpoints" / f"step_{number}"
-    said = [Staged(str(path)), Saved(str(path)), Exported(str(path))]
+    said = [Done(number), Saved(str(path)), Exported(str(path))]
     assert rank.save(Save(number, str(path), True)) == said
     return path
 
@@ -59,8 +59,8 @@ def save(rank, folder, number):
 def step(rank, samples, number):
     totals = (len(samples), sum(len(s.token_ids) // 4 for s in samples))
     list(rank.perform(Accumulate(number, (tuple(samples),))))
-    published, finished = rank.perform(FinishStep(number, *totals, number + 1))
-    return published, finished.metrics
+    [finished] = rank.perform(Update(number, *totals, number + 1))
+    return finished.published, finished.metrics
 
 
 def test_a_version_is_the_adapters_alone_beside_a_base_that_stays(new_rank, samples):

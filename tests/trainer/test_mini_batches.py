@@ -13,17 +13,15 @@ from lightrl.errors import TrainerError
 from lightrl.loss_mask import num_trained
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.batch import micro_batches, num_tokens
-from lightrl.trainer.nonfinite import MAX_IN_A_ROW, NonfiniteSteps
 from lightrl.trainer.protocol import (
     Accumulate,
-    Cleared,
-    ClearStep,
-    FinishStep,
-    Published,
+    Done,
     RankStarted,
-    Updated,
-    UpdateWeights,
+    ResetStep,
+    StepFinished,
+    Update,
 )
+from lightrl.trainer.supervisor import MAX_NONFINITE, NonfiniteSteps
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import pack_f32, unpack_f32, unpack_i32
 from tests.support.masks import pack_mask
@@ -78,9 +76,9 @@ def run_step(rank, halves, step=0):
             kept = tuple(tuple(s for s in batch if totals([s])[1]) for batch in batches)
             list(rank.perform(Accumulate(step, kept)))
         if i < len(halves) - 1:
-            assert list(rank.perform(UpdateWeights(step, *totals(every)))) == [Updated(step)]
-    published, finished = rank.perform(FinishStep(step, *totals(every), step + 1))
-    return published, finished.metrics
+            assert list(rank.perform(Update(step, *totals(every)))) == [Done(step)]
+    [finished] = rank.perform(Update(step, *totals(every), step + 1))
+    return finished.published, finished.metrics
 
 
 def whole(*halves):
@@ -292,13 +290,13 @@ def test_the_difference_to_the_engine_is_of_the_weights_that_it_serves(new_rank,
 def test_a_step_is_lost_when_none_of_its_updates_is_finite(new_rank, samples):
     poisoned = [*samples[:11], replace(samples[11], advantage=math.inf)]
     rank, lost, before = new_rank(train=train()), NonfiniteSteps(), None
-    for step in range(MAX_IN_A_ROW):
+    for step in range(MAX_NONFINITE):
         published, metrics = run_step(rank, whole(samples[12:], poisoned), step)
         assert (metrics["train/skipped_nonfinite"], metrics["train/updates"]) == (1, 1)
         assert published.file.digest != before  # the other one has moved them
         before = published.file.digest
         lost.count(step, metrics)
-    for step in range(MAX_IN_A_ROW, 2 * MAX_IN_A_ROW - 1):
+    for step in range(MAX_NONFINITE, 2 * MAX_NONFINITE - 1):
         published, metrics = run_step(rank, whole(poisoned, poisoned), step)
         assert published.file.digest == before
         lost.count(step, metrics)
@@ -317,9 +315,9 @@ def test_a_step_that_begins_anew_takes_its_updates_back(new_rank, samples, num_s
         if is_disturbed:
             some = samples[3:9]
             list(rank.perform(Accumulate(num_steps, (tuple(some),))))
-            list(rank.perform(UpdateWeights(num_steps, *totals(some))))
+            list(rank.perform(Update(num_steps, *totals(some))))
             list(rank.perform(Accumulate(num_steps, (tuple(some),))))
-            assert list(rank.perform(ClearStep(num_steps))) == [Cleared(num_steps)]
+            assert list(rank.perform(ResetStep(num_steps))) == [Done(num_steps)]
         for step in (num_steps, num_steps + 1):
             published, _ = run_step(rank, halves, step)
         digests.append(published.file.digest)
@@ -331,9 +329,9 @@ def test_a_step_that_ends_after_a_mini_batch_has_no_more_to_update(new_rank, sam
     first, second = new_rank(train=train()), new_rank(train=train())
     published, metrics = run_step(first, whole(samples))
     list(second.perform(Accumulate(0, (tuple(samples),))))
-    list(second.perform(UpdateWeights(0, *totals(samples))))
-    again, finished = second.perform(FinishStep(0, 0, 0, 1))
-    assert again.file.digest == published.file.digest
+    list(second.perform(Update(0, *totals(samples))))
+    [finished] = second.perform(Update(0, 0, 0, 1))
+    assert finished.published.file.digest == published.file.digest
     for key in METRICS:
         assert finished.metrics[key] == metrics[key]
 
@@ -397,7 +395,7 @@ def test_two_ranks_take_the_steps_of_one(start, new_rank, processes, masked, old
     def commands(step):
         first, second = halves
         yield [Accumulate(step, (tuple(first[:7]),)), Accumulate(step, (tuple(first[7:]),))]
-        yield UpdateWeights(step, *totals(first))
+        yield Update(step, *totals(first))
         yield [Accumulate(step, (tuple(second[:2]),)), Accumulate(step, (tuple(second[2:]),))]
 
     async def on_two_ranks():
@@ -409,16 +407,16 @@ def test_two_ranks_take_the_steps_of_one(start, new_rank, processes, masked, old
                 ):
                     rank.send(mine)
 
-            for command in [*commands(0), ClearStep(0)]:
+            for command in [*commands(0), ResetStep(0)]:
                 tell(command)
             for step in range(2):
-                for command in [*commands(step), FinishStep(step, *totals(halves[1]), step + 1)]:
+                for command in [*commands(step), Update(step, *totals(halves[1]), step + 1)]:
                     tell(command)
             seen = []
             while len(seen) < 3:
                 event = await ranks[0].receive()
-                if isinstance(event, Published | RankStarted):
-                    seen.append(event)
+                if isinstance(event, StepFinished | RankStarted):
+                    seen.append(event.published)
             return dict(read_tensors(seen[-1].file))
 
     alone = new_rank(**sections)

@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 
 from lightrl.config.run_file import parse_config
-from lightrl.messages.sharing import Park, Parked
+from lightrl.messages.sharing import SuspendTrainer, TrainerSuspended
 from lightrl.messages.trainers import TrainerRelay
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.nodes.follower import Follower
-from lightrl.trainer.protocol import Accumulate, ClearStep, FinishStep, RankParked, RankStarted
+from lightrl.trainer.nodes.node import Follower
+from lightrl.trainer.protocol import Accumulate, RankStarted, ResetStep, Suspended, Update
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.state import TrainerState
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
 
@@ -60,11 +61,11 @@ class Asking(Coordinator):
 
     @property
     def parked(self):
-        return [m for m in self.sent if isinstance(m, Parked)]
+        return [m for m in self.sent if isinstance(m, TrainerSuspended)]
 
     def ask(self):
         self.number += 1
-        self.trainer.handle(Park(self.number))
+        self.trainer.handle(SuspendTrainer(self.number))
 
     async def park(self):
         """Has it park, and sees that it stays so."""
@@ -151,8 +152,8 @@ def test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does(
             kill(number=signal.SIGCONT)
             await until(lambda: any(m.number == 1 for m in coordinator.parked))
             await coordinator.park()  # once more
-            assert step.can_go_on is False  # though there is more
-            assert step._replicas.have_more
+            assert step.can_advance is False  # though there is more
+            assert step.queue.held
             for shard in others:
                 await coordinator.give(shard)
 
@@ -264,42 +265,42 @@ def devices(new_config):
     return made, said, clock
 
 
-def park(devices, is_asked=True):
+def park(devices):
     for rank in range(2):
-        devices.heard(rank, RankParked(100 + rank, 0.5 + rank, is_asked))
+        devices.on_event(rank, Suspended(100 + rank, 0.5 + rank))
 
 
 def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     node, said, clock = devices
-    node.heard(0, RankStarted("cpu", 1.0, parked=RankParked(1, 0.1)))
+    node.on_event(0, RankStarted("cpu", 1.0, suspended=Suspended(1, 0.1)))
     assert node.has_devices
-    node.heard(1, RankStarted("cpu", 1.0, parked=RankParked(2, 0.3)))
+    node.on_event(1, RankStarted("cpu", 1.0, suspended=Suspended(2, 0.3)))
     assert not node.has_devices
     assert said == []
     node.announce()
-    assert said == [Parked(0, 3, 0.3)]
-    node.told(ClearStep(0))
+    assert said == [TrainerSuspended(0, 3, 0.3)]
+    node.on_command(ResetStep(0))
     assert not node.has_devices
-    node.told(Accumulate(0, ()))
+    node.on_command(Accumulate(0, ()))
     assert node.has_devices
     node.ask(4)
     assert node.is_asked
     clock.now += 2.5
-    node.heard(1, RankParked(101, 1.5, True))
+    node.on_event(1, Suspended(101, 1.5))
     assert said[1:] == []
-    node.heard(0, RankParked(100, 0.5, True))
-    assert said[1:] == [Parked(4, 201, 2.5)]
+    node.on_event(0, Suspended(100, 0.5))
+    assert said[1:] == [TrainerSuspended(4, 201, 2.5)]
     assert not node.is_asked
     node.ask(4)  # again: it is still true
     node.ask(3)  # late
-    assert said[2:] == [Parked(4, 201, 0.0)]
-    node.told(FinishStep(0, 1, 1, 1))
+    assert said[2:] == [TrainerSuspended(4, 201, 0.0)]
+    node.on_command(Update(0, 1, 1, 1))
     node.ask(4)  # no longer
     assert not node.is_asked
     node.ask(5)
-    park(node, is_asked=False)
+    park(node)
     node.announce()
-    assert said[3:] == [Parked(5, 201, 0.0), Parked(0, 201, 1.5)]
+    assert said[3:] == [TrainerSuspended(5, 201, 0.0), TrainerSuspended(0, 201, 1.5)]
 
 
 def test_who_has_the_devices(devices):
@@ -315,9 +316,9 @@ def test_who_has_the_devices(devices):
     assert not node.are_away
     node.ask(1, ends_first=True)  # its step has come, but has not begun
     assert said == []
-    node.told(Accumulate(0, ()))
-    node.told(FinishStep(0, 1, 1, 1))
-    park(node, is_asked=False)
+    node.on_command(Accumulate(0, ()))
+    node.on_command(Update(0, 1, 1, 1))
+    park(node)
     assert [m.number for m in said] == [1]
     node.published()
     assert node.are_away
@@ -329,9 +330,9 @@ def test_who_has_the_devices(devices):
 def test_nobody_has_the_devices_until_a_version_is_said(devices):
     """For which engines wake. No shard would come for ranks that die before: they start at once."""
     node, said, _ = devices
-    for begins in (node.starting, lambda: node.told(FinishStep(0, 1, 1, 1))):
+    for begins in (node.starting, lambda: node.on_command(Update(0, 1, 1, 1))):
         begins()
-        park(node, is_asked=False)
+        park(node)
         node.announce()
         assert said.pop().number == 0
         assert not node.has_devices
@@ -339,14 +340,14 @@ def test_nobody_has_the_devices_until_a_version_is_said(devices):
         node.published()
         assert node.are_away
         node.give()
-        node.told(Accumulate(0, ()))
+        node.on_command(Accumulate(0, ()))
 
 
 def test_devices_of_its_own_are_never_given_back(new_config):
     said = []
     node = NodeDevices(new_config("own"), said.append)
     node.ask(1)
-    node.told(FinishStep(0, 1, 1, 1))
+    node.on_command(Update(0, 1, 1, 1))
     node.announce()
     assert node.has_devices
     assert node.is_given
@@ -365,11 +366,11 @@ def test_a_node_that_follows_answers_for_its_own_ranks(new_config, groups, tmp_p
         leader = coordinator.trainer
 
         def to_leader(message):
-            leader.followers.hear(TrainerRelay("follower", message.frame))
+            leader.followers.receive(TrainerRelay("follower", message.frame))
 
-        follower = Follower(config, folder, to_leader, answer=said.append)
-        leader.followers._send = lambda m: follower.hear(TrainerRelay("leader", m.frame))
-        leader.followers.told((("follower", 1),))
+        follower = Follower(config, Place(folder, folder), to_leader, said.append)
+        leader.followers._send = lambda m: follower.receive(TrainerRelay("leader", m.frame))
+        leader.followers.set_members((("follower", 1),))
 
         def numbers():
             return [m.number for m in said]

@@ -12,11 +12,11 @@ from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
     TO_LEADER,
     EndRanks,
-    RankSaid,
+    RankFrame,
     RanksGone,
     StartRanks,
 )
-from lightrl.trainer.protocol import RANK_EVENTS, Accumulated, StartRank
+from lightrl.trainer.protocol import RANK_EVENTS, Done, StartRank
 
 MEMBERS = (("u", 1), ("v", 2))
 
@@ -27,7 +27,7 @@ class Led:
     def __init__(self):
         self.said = []
         self.followers = Followers(2, self.said.append)
-        self.followers.told(MEMBERS)
+        self.followers.set_members(MEMBERS)
         self.life = self.followers.new_life()
 
     async def begin(self, folder):
@@ -35,7 +35,7 @@ class Led:
         await self.life.begin(starts, 1, folder)
 
     def hear(self, node, message):
-        self.followers.hear(TrainerRelay(node, TO_LEADER.encode(message)))
+        self.followers.receive(TrainerRelay(node, TO_LEADER.encode(message)))
 
     @property
     def told(self):
@@ -58,11 +58,11 @@ def test_each_node_starts_its_ranks_and_what_they_say_is_heard_of_this_life_only
         proof = led.told[0][1].proof
         [file] = tmp_path.iterdir()
         assert (str(file), file.read_text()) == (proof, led.life.name)
-        frame = RANK_EVENTS.encode(Accumulated(4))
-        led.hear("v", RankSaid("another life", 2, RANK_EVENTS.encode(Accumulated(3))))
-        led.hear("u", RankSaid(led.life.name, 2, RANK_EVENTS.encode(Accumulated(3))))  # not its own
-        led.hear("v", RankSaid(led.life.name, 2, frame))
-        assert await led.life.ranks[1].receive() == Accumulated(4)
+        frame = RANK_EVENTS.encode(Done(4))
+        led.hear("v", RankFrame("another life", 2, RANK_EVENTS.encode(Done(3))))
+        led.hear("u", RankFrame(led.life.name, 2, RANK_EVENTS.encode(Done(3))))  # not its own
+        led.hear("v", RankFrame(led.life.name, 2, frame))
+        assert await led.life.ranks[1].receive() == Done(4)
         await led.life.end(is_orderly=True)
         assert [m for _, m in led.told[2:]] == [EndRanks(led.life.name, True)] * 2
         assert not list(tmp_path.iterdir())
@@ -73,9 +73,13 @@ def test_each_node_starts_its_ranks_and_what_they_say_is_heard_of_this_life_only
 @pytest.mark.parametrize(
     ("happens", "kind", "why"),
     [
-        (lambda led: led.followers.told(()), RanksLost, "trainer node u, v lost"),
-        (lambda led: led.followers.told((("u", 1), ("v", 3))), RanksLost, "trainer node v lost"),
-        (lambda led: led.followers.break_off(), RanksLost, "lost touch with the other"),
+        (lambda led: led.followers.set_members(()), RanksLost, "trainer node u, v lost"),
+        (
+            lambda led: led.followers.set_members((("u", 1), ("v", 3))),
+            RanksLost,
+            "trainer node v lost",
+        ),
+        (lambda led: led.followers.disconnect(), RanksLost, "lost touch with the other"),
         (lambda led: led.hear("u", RanksGone(led.life.name, "x")), RanksLost, "^u: x$"),
         (lambda led: led.hear("u", RanksGone(led.life.name, "x", True)), TrainerError, "^u: x$"),
     ],
@@ -94,9 +98,9 @@ def test_what_ends_a_life(happens, kind, why):
 def test_what_ends_no_life():
     async def scenario():
         led = Led()
-        led.followers.told(MEMBERS)
+        led.followers.set_members(MEMBERS)
         led.hear("u", RanksGone("another life", "x"))
-        led.followers.hear(TrainerRelay("u", b"of another release"))
+        led.followers.receive(TrainerRelay("u", b"of another release"))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await led.life.watch()

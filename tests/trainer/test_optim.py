@@ -12,7 +12,7 @@ from torch import nn
 from lightrl.config.sections import Optim
 from lightrl.errors import TrainerError
 from lightrl.trainer.learner.optim import learning_rate, new_optimizer
-from lightrl.trainer.protocol import Accumulate, FinishStep, RankStarted, Save, Saved, Staged
+from lightrl.trainer.protocol import Accumulate, Done, RankStarted, Save, Saved, Update
 
 DEADLINE_S = 110
 EIGHT_BITS = {"train": {"optim": {"name": "adamw8bit", "lr": 1e-3}}}
@@ -137,8 +137,8 @@ def test_rows_are_updated_some_at_a_time(monkeypatch):
 def trained(rank, samples, step):
     list(rank.perform(Accumulate(step, (tuple(samples),))))
     tokens = sum(len(s.token_ids) // 4 for s in samples)
-    published, finished = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-    return published.file.digest, finished.metrics
+    [finished] = rank.perform(Update(step, len(samples), tokens, step + 1))
+    return finished.published.file.digest, finished.metrics
 
 
 def state_of(rank):
@@ -178,7 +178,7 @@ def test_codes_are_restored_bit_for_bit_by_any_number_of_ranks(
             for child in ranks:
                 assert isinstance(await child.receive(), RankStarted)
                 child.send(Save(2, path))
-            assert [await child.receive() for child in ranks] == [Staged(path)] * 3
+            assert [await child.receive() for child in ranks] == [Done(2)] * 3
             assert await ranks[0].receive() == Saved(path)
 
     asyncio.run(on_three_ranks())
@@ -204,9 +204,8 @@ def test_two_ranks_with_codes_train_like_one(start, new_rank, processes, samples
             for step in range(3):
                 for child, half in zip(ranks, (samples[::2], samples[1::2]), strict=True):
                     child.send(Accumulate(step, (tuple(half),)))
-                    child.send(FinishStep(step, len(samples), tokens, step + 1))
-                events = [await ranks[0].receive() for _ in range(3)]
-                events += [await ranks[1].receive() for _ in range(2)]
+                    child.send(Update(step, len(samples), tokens, step + 1))
+                events = [await child.receive() for _ in range(2) for child in ranks]
                 found.append(events[2].metrics["grad_norm"])
         return found
 

@@ -20,8 +20,8 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     Accumulate,
-    FinishStep,
     RankFailed,
+    Update,
 )
 from lightrl.trainer.rank import main as rank_main
 from lightrl.trainer.rank.rank import main
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
             "in a micro-batch of 45 tokens in 3 sequences, the longest of 19",
         ),
         (torch.optim.AdamW, "step", "in the optimizer step"),
-        (learner.Learner, "_total", "in FinishStep"),
+        (learner.Learner, "_total", "in Update"),
     ],
 )
 def test_it_is_final_and_says_which_keys_help(start, samples, monkeypatch, owner, name, where):
@@ -55,7 +55,7 @@ def test_it_is_final_and_says_which_keys_help(start, samples, monkeypatch, owner
         daemon = Pipe(ours, RANK_EVENTS, RANK_COMMANDS)
         daemon.send(start())
         daemon.send(Accumulate(0, (tuple(samples[:3]),)))
-        daemon.send(FinishStep(0, 3, 20, 1))
+        daemon.send(Update(0, 3, 20, 1))
         with pytest.raises(SystemExit):
             main(theirs)
         events = []

@@ -3,9 +3,6 @@ same checkpoints."""
 
 import asyncio
 import os
-from array import array
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +11,15 @@ from lightrl.trainer.learner import offload
 from lightrl.trainer.learner.host_memory import HostMemory
 from lightrl.trainer.protocol import (
     Accumulate,
-    Accumulated,
-    Cleared,
-    ClearStep,
-    FinishStep,
-    ParkRank,
-    Published,
-    RankParked,
+    Done,
     RankStarted,
+    ResetStep,
     Save,
     Saved,
-    Staged,
     StepFinished,
-    UpdateWeights,
+    Suspend,
+    Suspended,
+    Update,
 )
 from lightrl.weights.version.tensors import read_tensors
 from tests.support.tiers import e2e
@@ -49,36 +42,35 @@ def commands(samples, step, mini_batches=1):
     own if there are two."""
     thirds = [tuple(samples[i : i + 8]) for i in range(0, 24, 8)]
     if mini_batches == 1:
-        yield from (Accumulate(step, (third,), third is thirds[2]) for third in thirds)
-        yield FinishStep(step, *totals(samples), step + 1)
+        yield from (Accumulate(step, (third,)) for third in thirds)
+        yield Update(step, *totals(samples), step + 1)
         return
     yield Accumulate(step, (thirds[0],))
-    yield Accumulate(step, (thirds[1][:4], thirds[1][4:]), is_last=True)
-    yield UpdateWeights(step, *totals(samples[:16]))
-    yield Accumulate(step, (thirds[2],), is_last=True)
-    yield FinishStep(step, *totals(samples[16:]), step + 1)
+    yield Accumulate(step, (thirds[1][:4], thirds[1][4:]))
+    yield Update(step, *totals(samples[:16]))
+    yield Accumulate(step, (thirds[2],))
+    yield Update(step, *totals(samples[16:]), step + 1)
 
 
 OF_THE_MACHINE = ("timing", "weights/", "perf/host_memory_gib")
 
 
 def run(rank, samples, parks=(), steps=2, mini_batches=1):
-    """Digests of all versions, and the last figures; ParkRank after so many commands of a step."""
+    """Digests of all versions, and the last figures; Suspend after so many commands of a step."""
     digests, metrics = [], {}
     for step in range(rank.step, rank.step + steps):
         for i, command in enumerate(commands(samples, step, mini_batches)):
             if i in parks:
-                [parked] = rank.perform(ParkRank(step))
-                assert parked.is_asked
+                [parked] = rank.perform(Suspend(step))
+                assert parked.num_bytes
                 assert_away(rank)
             for event in rank.perform(command):
-                match event:
-                    case RankParked():
+                if isinstance(event, StepFinished):
+                    assert (event.suspended is None) == (rank.learner.parking is None)
+                    if event.suspended:
                         assert_away(rank)
-                    case Published():
-                        digests.append(event.file.digest)
-                    case StepFinished():
-                        metrics = event.metrics
+                    digests.append(event.published.file.digest)
+                    metrics = event.metrics
     return digests, {k: v for k, v in metrics.items() if not k.startswith(OF_THE_MACHINE)}
 
 
@@ -118,7 +110,7 @@ def test_a_step_has_the_same_bits_wherever_it_is_parked(new_rank, samples, way, 
     places = PLACES if way == "plain" else [(), (0, 1, 2, 3)]
     for parks in places:
         rank = new_rank(**WAYS[way], **SHARED)
-        assert rank.started.parked.num_bytes > 0
+        assert rank.started.suspended.num_bytes > 0
         assert_away(rank)
         assert run(rank, samples, parks) == expected, parks
 
@@ -149,9 +141,8 @@ def test_while_gradients_are_added_up_the_state_of_the_optimizer_is_away(new_ran
     list(rank.perform(some[0]))
     assert state() == 0
     assert on_device(rank) > 0
-    list(rank.perform(some[1]))  # the last of its mini-batch
-    assert state() > 0
-    list(rank.perform(some[2]))
+    list(rank.perform(some[1]))
+    list(rank.perform(some[2]))  # the update
     assert state() == 0
 
 
@@ -167,8 +158,8 @@ def test_a_step_that_begins_anew_while_parked_is_as_if_it_had_not_begun(
     run(rank, samples, steps=1, mini_batches=2)
     for command in list(commands(samples, 1, 2))[: parks[0]]:
         list(rank.perform(command))
-    list(rank.perform(ParkRank(1)))
-    assert list(rank.perform(ClearStep(1))) == [Cleared(1)]
+    list(rank.perform(Suspend(1)))
+    assert list(rank.perform(ResetStep(1))) == [Done(1)]
     assert_away(rank)
     if stays:
         path = str(tmp_path / "run" / "checkpoints" / "step_1")
@@ -184,7 +175,7 @@ def test_a_checkpoint_of_a_parked_rank_has_the_same_bits(new_rank, samples, tmp_
     path = tmp_path / "run" / "checkpoints" / "step_1"
     rank = new_rank(**WAYS[way], **SHARED)
     first, _ = run(rank, samples, steps=1)
-    assert rank.save(Save(1, str(path))) == [Staged(str(path)), Saved(str(path))]
+    assert rank.save(Save(1, str(path))) == [Done(1), Saved(str(path))]
     assert_away(rank)
     on, _ = run(rank, samples, steps=1)
     for sections in (WAYS[way], WAYS[way] | SHARED):
@@ -200,7 +191,6 @@ def test_memory_of_the_host_is_allocated_once():
         fresh = torch.full((5000,), float(step))  # as gradients are
         views = [kept, kept[100:200], fresh]
         host.put_away(views)
-        size = os.fstat(host._file).st_size
         assert host.bytes_of(views) == 32_000
         assert host.view(kept)[7] == 7
         host.view(fresh)[0] = 9
@@ -209,42 +199,10 @@ def test_memory_of_the_host_is_allocated_once():
         assert torch.equal(kept, torch.arange(3000.0))
         assert (fresh[0], fresh[1]) == (9, step)
         assert host.bytes_of(views) == 0
-    assert os.fstat(host._file).st_size == size == 12288 + 20480
+    assert {size: len(free) for size, free in host._free.items()} == {12_000: 1, 20_000: 1}
     host.put_away([kept])
     host.drop([kept])
-    host.put_away([torch.zeros(3000)])
-    assert os.fstat(host._file).st_size == size
-
-
-def resident_bytes(address, num_bytes):
-    """Of a range of this process: what else it allocates meanwhile does not count."""
-    first, last = address // PAGE, (address + num_bytes) // PAGE
-    with Path("/proc/self/pagemap").open("rb") as file:
-        file.seek(8 * first)
-        entries = array("Q", file.read(8 * (last - first)))
-    return PAGE * sum(entry >> 63 for entry in entries)
-
-
-@pytest.mark.parametrize("thread", ["main", "other"])
-def test_what_is_parked_is_not_resident(thread):
-    host = HostMemory(torch.device("cpu"))
-    torch.ones(31 << 18)  # 31 MiB, freed: from here on, less comes from an arena, not by mmap
-    with ThreadPoolExecutor(1) as pool:  # whose arena is another
-
-        def made():
-            return [torch.ones(4 << 20) for _ in range(4)]  # 64 MiB
-
-        tensors = made() if thread == "main" else pool.submit(made).result()
-    places = [(t.data_ptr(), t.nbytes) for t in tensors]
-
-    def resident():
-        return sum(resident_bytes(*place) for place in places)
-
-    assert resident() > 60 << 20
-    host.put_away(tensors)
-    assert resident() < 4 << 20
-    host.fetch(tensors)
-    assert all(t.sum() == 4 << 20 for t in tensors)
+    assert len(host._free[12_000]) == 1
 
 
 async def answers(ranks, kind):
@@ -273,17 +231,17 @@ async def two_steps(ranks, samples, path, parks):
                 for rank, half in zip(ranks, halves, strict=True):
                     rank.send(Accumulate(step, (tuple(half[part]),)))
                     if parks:
-                        rank.send(ParkRank(step))
+                        rank.send(Suspend(step))
                 if parks:
-                    assert all(p.num_bytes for p in await answers(ranks, RankParked))
+                    assert all(p.num_bytes for p in await answers(ranks, Suspended))
             if begins:
                 for rank in ranks:
-                    rank.send(ClearStep(step))
-                await answers(ranks, Cleared)
+                    rank.send(ResetStep(step))
+                await answers(ranks, Done)
         for rank in ranks:
-            rank.send(FinishStep(step, *totals(samples), step + 1))
-        [published] = await answers(ranks[:1], Published)
+            rank.send(Update(step, *totals(samples), step + 1))
         finished = await answers(ranks, StepFinished)
+        published = finished[0].published
     for rank in ranks:
         rank.send(Save(2, path))
     await answers(ranks[:1], Saved)
@@ -307,7 +265,7 @@ def test_two_ranks_that_park_learn_what_two_others_do(
             processes(start(**sections, **shared), world=2) as ranks,
         ):
             events = [await rank.receive() for rank in ranks]
-            assert all(isinstance(e, RankStarted) and bool(e.parked) == parks for e in events)
+            assert all(isinstance(e, RankStarted) and bool(e.suspended) == parks for e in events)
             return await two_steps(ranks, samples, path, parks)
 
     expected = asyncio.run(on_two(False))
@@ -325,28 +283,27 @@ async def steps_of_copies(ranks, samples, parks):
     async def compute(copy, step, some):
         for rank, mine in zip(copy, (some[k::half] for k in range(half)), strict=True):
             rank.send(Accumulate(step, (tuple(mine),)))
-        await answers(copy, Accumulated)
+        await answers(copy, Done)
 
     async def park(step):
         for rank in ranks if parks else ():
-            rank.send(ParkRank(step))
-        await answers(ranks if parks else (), RankParked)
+            rank.send(Suspend(step))
+        await answers(ranks if parks else (), Suspended)
 
     for step in range(2):
         for begins_anew in (True, False):
             await compute(copies[step], step, samples[:8])
             if begins_anew:
                 for rank in ranks:
-                    rank.send(ClearStep(step))
-                await answers(ranks, Cleared)
+                    rank.send(ResetStep(step))
+                await answers(ranks, Done)
             await park(step)
         await compute(copies[1 - step], step, samples[8:14])
         await park(step)
         await compute(copies[step], step, samples[14:])
         for rank in ranks:
-            rank.send(FinishStep(step, *totals(samples), step + 1))
-        [published] = await answers(ranks[:1], Published)
-        await answers(ranks, StepFinished)
+            rank.send(Update(step, *totals(samples), step + 1))
+        published = (await answers(ranks, StepFinished))[0].published
     return published.file.digest, {n: t.clone() for n, t in read_tensors(published.file)}
 
 

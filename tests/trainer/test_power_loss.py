@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.trainer.checkpoint.checksums import find_corruption
 from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,
     checkpoint_path,
@@ -16,8 +17,7 @@ from lightrl.trainer.checkpoint.saved import (
     step_of,
     tidy,
 )
-from lightrl.trainer.checkpoint.seal import damage
-from lightrl.trainer.protocol import Accumulate, FinishStep, Save, Saved, Staged
+from lightrl.trainer.protocol import Accumulate, Done, Save, Saved, Update
 from tests.support.power import Recorder, power_losses, require_every_sync
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -33,9 +33,9 @@ def recorder(new_rank, samples, tmp_path: Path) -> Recorder:
         for step in (1, 2, 2):
             if step > rank.step:
                 list(rank.perform(Accumulate(step - 1, (tuple(samples[:2]),))))
-                list(rank.perform(FinishStep(step - 1, 2, 9, step)))
+                list(rank.perform(Update(step - 1, 2, 9, step)))
             path = checkpoint_path(run_dir / CHECKPOINTS, step)
-            assert rank.save(Save(step, str(path))) == [Staged(str(path)), Saved(str(path))]
+            assert rank.save(Save(step, str(path))) == [Done(step), Saved(str(path))]
             recorder.promise(step)
     return recorder
 
@@ -60,7 +60,7 @@ def finder() -> Callable[[Path, list[Any]], None]:
             )
         )
         if files not in known:
-            known[files] = damage(path)
+            known[files] = find_corruption(path)
         return known[files]
 
     def recovers(place: Path, promises: list[Any]) -> None:

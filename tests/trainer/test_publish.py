@@ -20,12 +20,12 @@ from lightrl.trainer.model.policy import load_policy, shards
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
+    Done,
     Exported,
-    FinishStep,
     RankFailed,
     Save,
     Saved,
-    Staged,
+    Update,
 )
 from lightrl.trainer.rank.rank import main
 from lightrl.weights.delta.file import open_packed
@@ -147,7 +147,7 @@ def test_an_export_by_parts_is_the_model_that_was_loaded(routed_dir, new_rank, t
     """With the names of its own files, though transformers has others in memory; and the same of
     the checkpoint alone as of the rank that has the model."""
     path = tmp_path / "step_0"
-    said = [Staged(str(path)), Saved(str(path)), Exported(str(path))]
+    said = [Done(0), Saved(str(path)), Exported(str(path))]
     assert new_rank(routed_dir).save(Save(0, str(path), export=True)) == said
     export(path, tmp_path / "parts", shard_bytes=1)
     parts = sorted((tmp_path / "parts").glob("*.safetensors"))
@@ -273,4 +273,4 @@ def test_a_rank_publishes_no_version_with_nan_and_says_where(new_rank):
     with torch.no_grad():
         first.view(-1)[3] = math.nan
     with pytest.raises(WeightsError, match=rf"version 1: the weights are .* {name} holds NaN"):
-        list(rank.perform(FinishStep(0, 0, 0, 1)))
+        list(rank.perform(Update(0, 0, 0, 1)))

@@ -16,16 +16,14 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     Accumulate,
-    Accumulated,
+    Done,
     Exported,
-    FinishStep,
-    Published,
     RankFailed,
     RankStarted,
     Save,
     Saved,
-    Staged,
     StepFinished,
+    Update,
 )
 from lightrl.trainer.rank.rank import main
 from lightrl.weights.version.tensors import read_tensors
@@ -48,17 +46,15 @@ async def step(ranks, samples, number):
     tokens = sum(len(s.token_ids) // 4 for s in samples)
     for rank, batches in zip(ranks, micro_batches(samples, len(ranks), 60), strict=True):
         rank.send(Accumulate(number, batches))
-        rank.send(FinishStep(number, len(samples), tokens, number + 1))
+        rank.send(Update(number, len(samples), tokens, number + 1))
     published, metrics = None, {}
     async with asyncio.timeout(DEADLINE_S):
         for rank in ranks:
             accumulated = await rank.receive()
-            assert isinstance(accumulated, Accumulated), accumulated
+            assert isinstance(accumulated, Done), accumulated
             event = await rank.receive()
-            if isinstance(event, Published):
-                published, event = event, await rank.receive()
             assert isinstance(event, StepFinished)
-            metrics = event.metrics
+            published, metrics = published or event.published, event.metrics
     return published, metrics
 
 
@@ -66,7 +62,7 @@ async def save(ranks, number, path, export=False):
     for rank in ranks:
         rank.send(Save(number, str(path), export))
     async with asyncio.timeout(DEADLINE_S):
-        assert [await rank.receive() for rank in ranks] == [Staged(str(path))] * len(ranks)
+        assert [await rank.receive() for rank in ranks] == [Done(number)] * len(ranks)
         assert await ranks[0].receive() == Saved(str(path))
         if export:
             assert await ranks[0].receive() == Exported(str(path))
@@ -96,8 +92,8 @@ def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
     def on_one_rank(rank, number):
         totals = (len(samples), sum(len(s.token_ids) // 4 for s in samples))
         list(rank.perform(Accumulate(number, (tuple(samples),))))
-        published, finished = rank.perform(FinishStep(number, *totals, number + 1))
-        return published, finished.metrics
+        [finished] = rank.perform(Update(number, *totals, number + 1))
+        return finished.published, finished.metrics
 
     alone = new_rank(**settings)
     first, _ = on_one_rank(alone, 0)

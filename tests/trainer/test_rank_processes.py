@@ -14,15 +14,14 @@ from lightrl.trainer.group import join
 from lightrl.trainer.nodes.followers import RanksLost
 from lightrl.trainer.protocol import (
     Accumulate,
-    Accumulated,
-    Computing,
-    FinishStep,
-    Published,
+    Done,
+    Progress,
     RankFailed,
     StartRank,
     StepFinished,
+    Update,
 )
-from lightrl.trainer.rank_processes import PATIENCE_FACTOR, Ranks, worst
+from lightrl.trainer.rank_processes import PATIENCE_FACTOR, Place, Ranks, worst
 from tests.support.paths import python_path
 from tests.support.slow_rank import EVERY_S, LATE_S, SIGNS, SLOW_TARGET
 from tests.trainer.conftest import DEADLINE_S
@@ -33,7 +32,7 @@ PATIENCE_S = 0.5  # less than it takes to start, a third of what a step takes
 
 async def one_step(config, folder):
     (folder / "logs").mkdir()
-    ranks = Ranks(config, folder, folder, lambda _: None)
+    ranks = Ranks(config, Place(folder, folder), lambda _: None)
     watch = None
     try:
         await ranks.start(0)
@@ -50,8 +49,7 @@ async def one_step(config, folder):
 
 async def finished(ranks):
     await ranks.started()
-    ranks.tell(FinishStep(0, 0, 0, 1))
-    await ranks.reply(0, Published)
+    ranks.send_all(Update(0, 0, 0, 1))
     [done] = await ranks.replies(StepFinished)
     return done.step
 
@@ -72,11 +70,11 @@ def test_a_rank_that_takes_long_and_gives_signs_of_life_is_waited_for(
 def test_a_mini_batch_that_is_computed_at_its_end_gives_signs_of_life(new_rank, samples):
     rank = new_rank(algorithm={"name": "reinforce++"})
     batches = tuple((sample,) for sample in samples[:20])
-    assert list(rank.perform(Accumulate(0, batches))) == [Accumulated(0)]
+    assert list(rank.perform(Accumulate(0, batches))) == [Done(0)]
     assert rank.said == []
     tokens = sum(len(s.token_ids) // 4 for s in samples[:20])
-    list(rank.perform(FinishStep(0, 20, tokens, 1)))
-    assert rank.said == [Computing(0)] * 3
+    list(rank.perform(Update(0, 20, tokens, 1)))
+    assert rank.said == [Progress(0)] * 3
 
 
 class Failing:
@@ -97,7 +95,7 @@ class Failing:
 @pytest.mark.parametrize("order", [(True, *[False] * 7), (*[False] * 7, True)])
 def test_of_failures_that_come_at_once_the_final_one_counts(config, tmp_path, order):
     async def watched():
-        ranks = Ranks(config(), tmp_path, tmp_path, lambda _: None)
+        ranks = Ranks(config(), Place(tmp_path, tmp_path), lambda _: None)
         for is_final in order:
             ranks._add(Failing(is_final))
         await ranks.watch()

@@ -14,13 +14,11 @@ from torch.distributed.tensor import DTensor
 from lightrl.trainer.model import forward, sharding
 from lightrl.trainer.protocol import (
     Accumulate,
-    FinishStep,
-    Published,
+    Done,
     Save,
     Saved,
-    Staged,
     StepFinished,
-    UpdateWeights,
+    Update,
 )
 from lightrl.wire import unpack_f32
 from tests.trainer.test_canary import expected
@@ -79,13 +77,12 @@ def trained(rank, samples, number):
         list(rank.perform(Accumulate(number, (tuple(part),))))
         if part is not parts[-1]:
             some = sum(len(s.token_ids) // 4 for s in part)
-            list(rank.perform(UpdateWeights(number, len(part), some)))
+            list(rank.perform(Update(number, len(part), some)))
     last = parts[-1]
     tokens = sum(len(s.token_ids) // 4 for s in last)
-    published, finished = rank.perform(FinishStep(number, len(last), tokens, number + 1))
-    assert isinstance(published, Published)
+    [finished] = rank.perform(Update(number, len(last), tokens, number + 1))
     assert isinstance(finished, StepFinished)
-    return published, finished.metrics
+    return finished.published, finished.metrics
 
 
 @pytest.mark.parametrize("sections", SECTIONS)
@@ -102,7 +99,7 @@ def test_a_rank_trains_saves_and_is_restored(new_rank, samples, tmp_path, sectio
         assert math.isfinite(metrics["mismatch_kl/mean"])
     path = tmp_path / "run" / "checkpoints" / "step_2"
     said = rank.save(Save(2, str(path)))
-    assert said == [Staged(str(path)), Saved(str(path))]
+    assert said == [Done(2), Saved(str(path))]
     restored = new_rank(start_step=2, **sections)
     assert restored.started.published.file.digest == published.file.digest
     again = [trained(r, samples[12:], 2) for r in (rank, restored)]

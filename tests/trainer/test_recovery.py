@@ -19,7 +19,7 @@ from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.checkpoint.saved import latest
-from lightrl.trainer.protocol import Accumulate, FinishStep, UpdateWeights
+from lightrl.trainer.protocol import Accumulate, Update
 from tests.support.tiers import e2e
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
 
@@ -66,15 +66,15 @@ def undisturbed(rank, groups, portions, steps):
         for portion in portions[step + 1]:
             if len(rest) < 8 and len(rest) % size == 0:
                 done = made[-len(rest) - size : -len(rest)]
-                list(rank.perform(UpdateWeights(step, *totals(done))))
+                list(rank.perform(Update(step, *totals(done))))
             part, rest = rest[:portion], rest[portion:]
             useful = [trainable(samples, config.algorithm) for samples in part]
             [batches] = streamed(
                 useful, 1, config.train.max_tokens_per_gpu, config.run.deterministic
             )
             list(rank.perform(Accumulate(step, batches)))
-        published, _ = rank.perform(FinishStep(step, *totals(made[-size:]), step + 1))
-        digests[step + 1] = published.file.digest
+        [finished] = rank.perform(Update(step, *totals(made[-size:]), step + 1))
+        digests[step + 1] = finished.published.file.digest
     return digests
 
 
@@ -343,8 +343,8 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
     rank = new_rank(**settings(config))
     expected = undisturbed(rank, groups, coordinator.portions, 3)
     no_signal = len(groups[5].responses), sum(len(r.token_ids) // 4 for r in groups[5].responses)
-    published, _ = rank.perform(FinishStep(3, *no_signal, 4))
-    assert coordinator.digests == expected | {4: published.file.digest}
+    [finished] = rank.perform(Update(3, *no_signal, 4))
+    assert coordinator.digests == expected | {4: finished.published.file.digest}
 
 
 @pytest.mark.parametrize("mini_batches", [8, *e2e([1])])

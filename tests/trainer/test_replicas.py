@@ -12,13 +12,10 @@ from lightrl.config.run_file import parse_config
 from lightrl.messages.training import ShardsTaken
 from lightrl.trainer.protocol import (
     Accumulate,
-    Accumulated,
-    Cleared,
-    ClearStep,
-    FinishStep,
-    Published,
+    Done,
+    ResetStep,
     StepFinished,
-    UpdateWeights,
+    Update,
 )
 from lightrl.weights.version.tensors import read_tensors
 from tests.support.tiers import e2e
@@ -63,10 +60,10 @@ def splits(samples, num_ranks):
 def steps_of_one(rank, samples, num_steps):
     for step in range(num_steps):
         list(rank.perform(Accumulate(step, (tuple(samples[:12]),))))
-        list(rank.perform(UpdateWeights(step, *totals(samples[:12]))))
+        list(rank.perform(Update(step, *totals(samples[:12]))))
         list(rank.perform(Accumulate(step, (tuple(samples[12:]),))))
-        published, finished = rank.perform(FinishStep(step, *totals(samples[12:]), step + 1))
-    return dict(read_tensors(published.file)), finished.metrics
+        [finished] = rank.perform(Update(step, *totals(samples[12:]), step + 1))
+    return dict(read_tensors(finished.published.file)), finished.metrics
 
 
 async def steps_of_replicas(ranks, samples, steps):
@@ -75,16 +72,15 @@ async def steps_of_replicas(ranks, samples, steps):
         for rank, first, second in zip(ranks, *halves, strict=True):
             if first:
                 rank.send(Accumulate(step, first))
-            rank.send(ClearStep(step))
+            rank.send(ResetStep(step))
             if first:
                 rank.send(Accumulate(step, first))
-            rank.send(UpdateWeights(step, *totals(samples[:12])))
+            rank.send(Update(step, *totals(samples[:12])))
             if second:
                 rank.send(Accumulate(step, second))
-            rank.send(FinishStep(step, *totals(samples[12:]), step + 1))
-        published = await answer(ranks[0], Published)
+            rank.send(Update(step, *totals(samples[12:]), step + 1))
         finished = await answer(ranks[0], StepFinished)
-    return {n: t.clone() for n, t in read_tensors(published.file)}, finished.metrics
+    return {n: t.clone() for n, t in read_tensors(finished.published.file)}, finished.metrics
 
 
 DAPO = {"name": "dapo", "kl_coef": 0.1}
@@ -148,10 +144,10 @@ def test_no_replica_waits_for_another_before_the_update(start, processes, sample
                 for rank in second:
                     rank.send(Accumulate(0, (tuple(samples[:8]), tuple(samples[8:]))))
                 for rank in second:
-                    assert await answer(rank, Accumulated) == Accumulated(0)
+                    assert await answer(rank, Done) == Done(0)
             for rank in ranks:
-                rank.send(ClearStep(0))
-            assert await answer(ranks[0], Cleared) == Cleared(0)
+                rank.send(ResetStep(0))
+            assert await answer(ranks[0], Done) == Done(0)
 
     asyncio.run(run())
 

@@ -17,11 +17,11 @@ class Exporting:
     def __init__(self):
         self.told = []
 
-    def tell(self, command):
+    def send_all(self, command):
         self.told.append(command)
 
     async def replies(self, kind):
-        return [kind(self.told[-1].path)]
+        return [kind(self.told[-1].step)]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Which groups of a step are accumulated together, and which update they belong to."""
 
+import random
 from collections import deque
 
 import pytest
@@ -104,3 +105,58 @@ def test_masks_have_a_bit_for_each_token(length):
     assert not fits(tokens, pack_mask([False] * (8 * len(mask)) + [True]))
     if length % 8:
         assert not fits(tokens, b"\xff" * len(mask))
+
+
+def shares(sizes, replicas=2, in_order=False, free=None, queue=None):
+    """All that waits, to replicas that are free again as soon as they got a share."""
+    queue, parts = queue or ShardQueue(0, replicas), []
+    free = range(replicas) if free is None else free
+    while share := queue.next_share(sizes, free, True, in_order):
+        parts.append(share)
+        sizes = sizes[share[1] :]
+    return parts
+
+
+def test_shares_become_smaller_towards_the_end():
+    parts = shares([50] * 40)
+    sizes = [num for _, num in parts]
+    assert sizes == [20, 10, 5, 3, 1, 1]
+    assert [replica for replica, _ in parts] == [0, 1, 1, 1, 1, 1]
+    assert shares([5, 5, 5], free=[1]) == [(1, 2), (1, 1)]
+    assert shares([5, 5, 5], replicas=1) == [(0, 3)]
+
+
+def test_groups_wait_until_they_are_due_and_a_replica_is_free():
+    queue = ShardQueue(0, 2)
+    assert queue.next_share([40, 59], [0, 1], False) is None
+    assert queue.next_share([40, 60], [], True) is None
+    assert queue.next_share([], [0, 1], True) is None
+    queue.replica = 3  # in a repeated step, which had more replicas
+    assert queue.next_share([40, 60], [], False) == (1, 2)
+
+
+def test_shares_in_order_follow_from_the_groups_alone():
+    sizes = [random.Random(4).randint(1, 300) for _ in range(50)]
+    expected = shares(sizes, in_order=True)
+    assert all(num == 1 for _, num in expected)
+    for cut in (1, 7, 30):
+        queue = ShardQueue(0, 2)
+        parts = [
+            share
+            for part in (sizes[:cut], sizes[cut:])
+            for share in shares(part, in_order=True, free=[], queue=queue)
+        ]
+        assert parts == expected
+    loads = [sum(s for s, (r, _) in zip(sizes, expected, strict=True) if r == k) for k in (0, 1)]
+    assert abs(loads[0] - loads[1]) <= max(sizes)
+
+
+def test_on_shared_devices_shares_are_small_and_wait_for_their_replica():
+    queue = ShardQueue(0, 2)
+    assert queue.next_share([60, 60, 10, 10], [0, 1], True, most=100) == (0, 2)
+    assert queue.next_share([60, 60, 10, 10], [1], True, most=50) == (1, 1)
+    assert queue.next_share([10], [0], True, in_order=True, most=50) is None
+    assert queue.next_share([10, 10], [1], True, in_order=True, most=50) == (1, 1)
+    queue.replica = 0
+    assert queue.next_share([10, 10], [1], True, most=50) is None
+    assert queue.next_share([10, 10], [0], True, most=5) == (0, 2)

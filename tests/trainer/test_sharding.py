@@ -18,14 +18,12 @@ from lightrl.trainer.model.policy import load_policy, load_reference, response_l
 from lightrl.trainer.model.sharding import layers
 from lightrl.trainer.protocol import (
     Accumulate,
-    Cleared,
-    ClearStep,
     Exported,
-    FinishStep,
-    Published,
     RankStarted,
+    ResetStep,
     Save,
     StepFinished,
+    Update,
 )
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import unpack_f32
@@ -44,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 def finish(samples, step):
     tokens = sum(len(s.token_ids) // 4 for s in samples)
-    return FinishStep(step, len(samples), tokens, step + 1)
+    return Update(step, len(samples), tokens, step + 1)
 
 
 def shares(samples):
@@ -64,8 +62,8 @@ def steps_of_one(rank, samples):
     for step in range(2):
         for share in shares(samples):
             list(rank.perform(Accumulate(step, share)))
-        published, _ = rank.perform(finish(samples, step))
-    return dict(read_tensors(published.file))
+        [finished] = rank.perform(finish(samples, step))
+    return dict(read_tensors(finished.published.file))
 
 
 async def answer(rank, kind):
@@ -80,14 +78,12 @@ async def steps_of_two(ranks, samples, tmp_path):
         for rank, share in zip(ranks, shares(samples), strict=True):
             rank.send(Accumulate(step, share))
             if step == 1:
-                rank.send(ClearStep(step))
+                rank.send(ResetStep(step))
                 rank.send(Accumulate(step, share))
             rank.send(finish(samples, step))
-    cleared = await answer(ranks[1], Cleared)
-    assert cleared.step == 1
-    while (published := await answer(ranks[0], Published)).file.policy_version != 2:
+    while (finished := await answer(ranks[0], StepFinished)).step != 1:
         pass
-    metrics = (await answer(ranks[0], StepFinished)).metrics
+    published, metrics = finished.published, finished.metrics
     found = {n: t.clone() for n, t in read_tensors(published.file)}
     path = tmp_path / "run" / "checkpoints" / "step_2"
     for rank in ranks:
@@ -160,8 +156,8 @@ def test_state_is_restored_wherever_it_lies_now(
     digests = set()
     for rank in ranks:
         list(rank.perform(Accumulate(1, shares(samples)[1])))
-        published, _ = rank.perform(finish(samples, 1))
-        digests.add(published.file.digest)
+        [finished] = rank.perform(finish(samples, 1))
+        digests.add(finished.published.file.digest)
     assert len(digests) == 1
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lightrl.config.algorithm import ALGORITHMS, WHITENED
 from lightrl.trainer.model.policy import load_policy
-from lightrl.trainer.protocol import Accumulate, FinishStep, TrainSample
+from lightrl.trainer.protocol import Accumulate, TrainSample, Update
 from lightrl.wire import pack_f32, pack_i32, unpack_f32, unpack_i32
 from tests.support.tiers import e2e
 
@@ -40,7 +40,7 @@ def sample(name, modules, prompt, advantage):
 
 
 def finish(samples, step):
-    return FinishStep(step, len(samples), sum(len(s.token_ids) // 4 for s in samples), step + 1)
+    return Update(step, len(samples), sum(len(s.token_ids) // 4 for s in samples), step + 1)
 
 
 def two_steps(rank, samples, model_dir):
@@ -60,7 +60,7 @@ def gradients(rank, samples, step=2):
     """The un-normalised sum over some samples, and the metrics of the step."""
     list(rank.perform(Accumulate(step, (tuple(samples[:7]), tuple(samples[7:])))))
     found = [p.grad.clone() for p in rank.learner.policy.module.parameters()]
-    _, finished = rank.perform(finish(samples, step))
+    [finished] = rank.perform(finish(samples, step))
     return found, finished.metrics
 
 

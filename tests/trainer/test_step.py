@@ -17,7 +17,7 @@ from lightrl.trainer.algorithm import loss
 from lightrl.trainer.batch import micro_batches, num_tokens
 from lightrl.trainer.model import score
 from lightrl.trainer.model.forward import Way
-from lightrl.trainer.protocol import Accumulate, Accumulated, FinishStep, Published, StepFinished
+from lightrl.trainer.protocol import Accumulate, Done, StepFinished, Update
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import pack_f32, unpack_f32, unpack_i32
 from tests.support.tiers import e2e
@@ -27,17 +27,16 @@ from tests.trainer.conftest import DEADLINE_S
 def finish(samples, step=0, extra=0):
     """`extra` responses without signal, of 10 tokens each."""
     tokens = sum(len(s.token_ids) // 4 for s in samples)
-    return FinishStep(step, len(samples) + extra, tokens + 10 * extra, step + 1)
+    return Update(step, len(samples) + extra, tokens + 10 * extra, step + 1)
 
 
 def run_step(rank, arrivals, samples, step=0, extra=0):
     for batches in arrivals:
         [done] = rank.perform(Accumulate(step, batches))
-        assert done == Accumulated(step)
-    published, finished = rank.perform(finish(samples, step, extra))
-    assert isinstance(published, Published)
+        assert done == Done(step)
+    [finished] = rank.perform(finish(samples, step, extra))
     assert isinstance(finished, StepFinished)
-    return published, finished.metrics
+    return finished.published, finished.metrics
 
 
 def weights(rank):
@@ -193,7 +192,7 @@ def test_gradients_equal_a_naive_implementation(new_rank, samples, name):
             name: p.grad / divisor for name, p in rank.learner.policy.module.named_parameters()
         }
         assert_close(found, dict(zip(found, expected, strict=True)), 1e-4)
-    _, finished = rank.perform(finish(some, step=1))
+    [finished] = rank.perform(finish(some, step=1))
     norm = torch.nn.utils.get_total_norm(expected).item()
     assert finished.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
@@ -267,9 +266,9 @@ def test_whitening_on_two_ranks_is_that_of_one(start, new_rank, processes, sampl
             for rank, share in zip(ranks, shares, strict=True):
                 rank.send(Accumulate(0, share))
                 rank.send(finish(samples))
-            while not isinstance(event := await ranks[0].receive(), Published):
+            while not isinstance(event := await ranks[0].receive(), StepFinished):
                 pass
-            return dict(read_tensors(event.file))
+            return dict(read_tensors(event.published.file))
 
     alone = new_rank(**sections)
     run_step(alone, [(tuple(samples),)], samples)

@@ -19,7 +19,8 @@ from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import num_tokens, streamed
 from lightrl.trainer.model.collate import collate
 from lightrl.trainer.model.policy import load_policy, response_logprobs
-from lightrl.trainer.protocol import Accumulate, FinishStep
+from lightrl.trainer.protocol import Accumulate, Update
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
@@ -60,8 +61,8 @@ def train(rank, steps):
             list(rank.perform(Accumulate(step, batches)))
         samples = [s for waiting in waits for group in waiting for s in group]
         tokens = sum(len(s.token_ids) // 4 for s in samples)
-        published, _ = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-        digests.append(published.file.digest)
+        [finished] = rank.perform(Update(step, len(samples), tokens, step + 1))
+        digests.append(finished.published.file.digest)
     return digests
 
 
@@ -146,7 +147,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
             case PublishWeights(version, digest, deltas=()):
                 digests.append(digest)
                 published.put_nowait(version)
-                trainer.handle(VersionTaken(version, broadcasts=False, wants_delta=True))
+                trainer.handle(VersionTaken(version, wants_delta=True))
             case StepDone():
                 done.append(message.metrics)
 
@@ -160,7 +161,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
     server = WeightServer()
     await server.start("127.0.0.1")
     versions = ServedVersions(server)
-    trainer = Trainer(config, folder, folder / "weights", versions, send, on_restart=lambda: None)
+    trainer = Trainer(config, Place(folder, folder / "weights"), versions, send, lambda: None)
     feeding = asyncio.ensure_future(feed())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -351,7 +352,9 @@ def test_groups_wait_until_they_fill_a_micro_batch_on_every_rank(model_dir, tmp_
         await server.start("127.0.0.1")
         nonlocal trainer
         versions = ServedVersions(server)
-        trainer = Trainer(config, tmp_path, tmp_path / "weights", versions, send, lambda: None)
+        trainer = Trainer(
+            config, Place(tmp_path, tmp_path / "weights"), versions, send, lambda: None
+        )
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await trainer.run()

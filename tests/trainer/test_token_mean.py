@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightrl.trainer.learner.token_mean import KEEP, TokenMean
-from lightrl.trainer.protocol import Accumulate, Cleared, ClearStep, FinishStep, Save, UpdateWeights
+from lightrl.trainer.protocol import Accumulate, Done, ResetStep, Save, Update
 from lightrl.wire import unpack_i32
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -22,9 +22,9 @@ def train(rank, step, *updates):
     for i, samples in enumerate(updates):
         list(rank.perform(Accumulate(step, (tuple(samples),))))
         if i < len(updates) - 1:
-            list(rank.perform(UpdateWeights(step, *totals(samples))))
-    published, finished = rank.perform(FinishStep(step, *totals(updates[-1]), step + 1))
-    return published.file.digest, finished.metrics
+            list(rank.perform(Update(step, *totals(samples))))
+    [finished] = rank.perform(Update(step, *totals(updates[-1]), step + 1))
+    return finished.published.file.digest, finished.metrics
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,9 @@ def test_a_step_that_begins_again_counts_nothing_twice(new_rank, short, long):
         train(rank, 0, short)
         if is_disturbed:
             list(rank.perform(Accumulate(1, (tuple(long),))))
-            list(rank.perform(UpdateWeights(1, *totals(long))))
+            list(rank.perform(Update(1, *totals(long))))
             list(rank.perform(Accumulate(1, (tuple(short),))))
-            assert list(rank.perform(ClearStep(1))) == [Cleared(1)]
+            assert list(rank.perform(ResetStep(1))) == [Done(1)]
         digests.append([train(rank, step, long, short)[0] for step in (1, 2)])
     assert digests[0] == digests[1]
 
@@ -131,8 +131,8 @@ def test_figures_of_updates_count_responses_without_a_signal(new_rank, samples):
     for half, num in zip(halves, tokens, strict=True):
         list(rank.perform(Accumulate(0, (tuple(half),))))
         if half is halves[0]:
-            list(rank.perform(UpdateWeights(0, 4 * len(half), num)))
-    _, finished = rank.perform(FinishStep(0, 4 * len(halves[1]), tokens[1], 1))
+            list(rank.perform(Update(0, 4 * len(half), num)))
+    [finished] = rank.perform(Update(0, 4 * len(halves[1]), tokens[1], 1))
     metrics = finished.metrics
     clipped = sum(metrics[f"update/{k}/clip_frac"] * n for k, n in enumerate(tokens, 1))
     assert clipped > 0

@@ -9,7 +9,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from lightrl.core.orders import MAX_ORDER_BYTES, orders
+from lightrl.core.responses.responses import MAX_ORDER_BYTES, orders
 from lightrl.errors import PeerUnreachable, ProtocolError
 from lightrl.keys import coordinator_public_key
 from lightrl.messages.message import Message

@@ -16,47 +16,40 @@ from typing import Any
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast.group import form
-from lightrl.weights.broadcast.pieces import rows
-from lightrl.weights.broadcast.proof import Proof
-from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
+from lightrl.messages.broadcasts import BroadcastGroup
+from lightrl.system.addresses import join_address
+from lightrl.weights.broadcast.group import Group, form, listen
+from lightrl.weights.broadcast.membership import Membership
 from lightrl.weights.broadcast.transfer import receive, send
-from lightrl.weights.version.layout import TensorSpec, plan
+from lightrl.weights.version.layout import num_bytes, plan
+from lightrl.weights.version.manifest import Manifest, hash_buckets
 
-SEED = bytes(range(32))
+HOST = "127.0.0.1"
+Entries = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`member` sends itself `signal` at this tensor of this version."""
+    """`member` sends itself `signal` at this tensor of the first version; rank 0 before it."""
 
     member: int
     signal: int
-    tensor: int
-    policy_version: int = 1
+    tensor: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
     """What each member of a group is to do."""
 
-    entries: tuple[tuple[str, str, tuple[int, ...]], ...]
-    num_ranks: int = 2
-    num_receivers: int = 2
+    entries: Entries
+    num_receivers: int = 3
     versions: int = 1
     timeout_s: float = 20.0
-    piece_bytes: int = 1 << 16
     fault: Fault | None = None
-    waits_for_word: bool = False  # between versions
-    is_chain: bool = True  # else as with NCCL
 
     @property
     def world(self) -> int:
-        return self.num_ranks + self.num_receivers
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return plan(self.entries)
+        return 1 + self.num_receivers
 
 
 @dataclass(frozen=True)
@@ -64,48 +57,42 @@ class Report:
     """How it ended for one member: `error` is None if all versions arrived as they were sent."""
 
     rank: int
-    error: str | None
-    at: float  # time.monotonic()
-    sums: tuple[tuple[int, ...], ...] = ()
+    error: str | None = None
+    at: float = 0.0  # time.monotonic()
     names: tuple[str, ...] = ()
     num_right: int = 0  # versions whose every tensor was compared and found equal
 
 
-def content(spec: TensorSpec, policy_version: int) -> torch.Tensor:
-    """Whole, and different for each tensor and version."""
-    seed = hash((spec.offset, policy_version))
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randint(0, 256, (spec.num_bytes,), generator=generator, dtype=torch.uint8)
-    if spec.dtype == "bool":  # no others are valid
-        data %= 2
-    return data.view(getattr(torch, spec.dtype)).view(spec.shape)
+def version(entries: Entries, number: int) -> tuple[Manifest, torch.Tensor]:
+    """The manifest of a version, and its file, whose bytes differ for each number."""
+    tensors = plan(entries)
+    generator = torch.Generator().manual_seed(number)
+    data = torch.zeros(num_bytes(tensors), dtype=torch.uint8)
+    for t in tensors:
+        part = torch.randint(0, 256, (t.num_bytes,), generator=generator, dtype=torch.uint8)
+        # no other bools are valid
+        data[t.offset : t.offset + t.num_bytes] = part % 2 if t.dtype == "bool" else part
+    return Manifest(tensors, len(data), hash_buckets(memoryview(data.numpy()))), data
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, NaN or not."""
-    flat = [t.reshape(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(flat[0], flat[1])
+def membership(rank: int, world: int, address: str, timeout_s: float = 20.0) -> Membership:
+    return Membership(BroadcastGroup("name", address, rank, world, "gloo"), timeout_s)
 
 
-def be_member(rank: int, what: Plan, meet: Any, name: str, pipe: Connection) -> None:
+def be_member(rank: int, what: Plan, address: str, name: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    sizes = (what.num_ranks, what.world)
-    place = Membership(name, rank, *sizes, "gloo", what.timeout_s, what.piece_bytes)
-    if meet is None:
-        meet = Rendezvous("127.0.0.1")
-        pipe.send(meet.address)
+    store = None
+    if rank == 0:
+        store = listen(HOST, what.world, what.timeout_s)
+        address = join_address(HOST, store.port)
+        pipe.send(address)
+    place = BroadcastGroup(name, address, rank, what.world, "gloo")
     try:
-        group = form(meet, place, "cpu")
-        group.is_chain = what.is_chain
+        group = form(Membership(place, what.timeout_s), "cpu", store)
         pipe.send("formed")
-        report = Report(rank, None, 0.0)
-        for policy_version in range(1, what.versions + 1):
-            if what.waits_for_word:
-                pipe.recv()
-            if rank < what.num_ranks:
-                report = _send(group, what, rank, policy_version, report)
-            else:
-                report = _receive(group, what, rank, policy_version, report)
+        report = Report(rank)
+        for number in range(1, what.versions + 1):
+            report = _take_part(group, what, rank, number, report)
         # what was sent last may be on its way still
         pipe.send(replace(report, at=time.monotonic()))
         pipe.recv()
@@ -115,56 +102,33 @@ def be_member(rank: int, what: Plan, meet: Any, name: str, pipe: Connection) -> 
         pass
 
 
-def _send(group: Any, what: Plan, rank: int, policy_version: int, so_far: Report) -> Report:
-    proof = Proof(SEED)
-    tensors = what.tensors
-
-    def of_rank(i: int) -> torch.Tensor:
-        _fail(what, rank, policy_version, i)
-        whole = content(tensors[i], policy_version)
-        if not whole.shape:
-            return whole
-        first, end = rows(len(whole), rank, what.num_ranks)
-        return whole[first:end].clone()
-
-    send(group, tensors, of_rank)
-    for i, spec in enumerate(tensors):
-        if spec.shape or rank == 0:
-            mine = of_rank(i)
-            first = rows(spec.shape[0], rank, what.num_ranks)[0] if spec.shape else 0
-            row = spec.num_bytes // max(1, spec.shape[0] if spec.shape else 1)
-            proof.add(mine, spec.offset + first * row)
-    return replace(so_far, sums=(*so_far.sums, proof.sums()))
-
-
-def _receive(group: Any, what: Plan, rank: int, policy_version: int, so_far: Report) -> Report:
-    proof = Proof(SEED)
+def _take_part(group: Group, what: Plan, rank: int, number: int, so_far: Report) -> Report:
+    manifest, data = version(what.entries, number)
+    if rank == 0:
+        _fail(what, rank, 0)
+        send(group, data)
+        return so_far
     kept: list[tuple[str, torch.Tensor]] = []
-    for i, (name, tensor) in enumerate(receive(group, what.tensors, proof)):
-        _fail(what, rank, policy_version, i)
-        kept.append((name, tensor))  # compared at the end: nothing may have changed it since
-    by_name = {spec.name: spec for spec in what.tensors}
-    right = all(same(t, content(by_name[name], policy_version)) for name, t in kept)
-    return replace(
-        so_far,
-        sums=(*so_far.sums, proof.sums()),
-        names=tuple(name for name, _ in kept),
-        num_right=so_far.num_right + right,
-    )
+    for i, named in enumerate(receive(group, manifest)):
+        _fail(what, rank, i)
+        kept.append(named)  # compared at the end: nothing may have changed it since
+    is_right = len(kept) == len(manifest.tensors)
+    for spec, (_, tensor) in zip(manifest.tensors, kept, strict=True):
+        is_right &= tuple(tensor.shape) == spec.shape and str(tensor.dtype) == f"torch.{spec.dtype}"
+        flat = data[spec.offset : spec.offset + spec.num_bytes]
+        is_right &= torch.equal(tensor.reshape(-1).view(torch.uint8), flat)
+    names = tuple(name for name, _ in kept)
+    return replace(so_far, names=names, num_right=so_far.num_right + is_right)
 
 
-def _fail(what: Plan, rank: int, policy_version: int, tensor: int) -> None:
+def _fail(what: Plan, rank: int, tensor: int) -> None:
     fault = what.fault
-    if fault and (rank, policy_version, tensor) == (
-        fault.member,
-        fault.policy_version,
-        fault.tensor,
-    ):
+    if fault and (rank, tensor) == (fault.member, fault.tensor):
         os.kill(os.getpid(), fault.signal)
 
 
 class Members:
-    """The processes of one group, and what they say."""
+    """The processes of one group, and their reports."""
 
     def __init__(self, processes: list[Any], pipes: list[Connection]) -> None:
         self.processes = processes
@@ -181,12 +145,12 @@ class Members:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
-                    said = pipe.recv()
+                    received = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     del missing[pipe]
                     continue
-                if isinstance(said, Report):
-                    found[said.rank] = said
+                if isinstance(received, Report):
+                    found[received.rank] = received
                     del missing[pipe]
         return found
 
@@ -204,7 +168,7 @@ def members(what: Plan) -> Iterator[Members]:
     """Started, and gone at the end, whatever has happened to them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    meet: Any = None
+    address = ""
     name = secrets.token_hex(16)
     processes: list[Any] = []
     pipes: list[Connection] = []
@@ -212,7 +176,7 @@ def members(what: Plan) -> Iterator[Members]:
         for rank in range(what.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=be_member, args=(rank, what, meet, name, theirs), daemon=True
+                target=be_member, args=(rank, what, address, name, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -220,7 +184,7 @@ def members(what: Plan) -> Iterator[Members]:
             pipes.append(ours)
             if rank == 0:
                 assert ours.poll(90)
-                meet = ours.recv()
+                address = ours.recv()
         yield Members(processes, pipes)
     finally:
         for pipe in pipes:

@@ -11,13 +11,9 @@ import pytest
 from lightrl import wire
 from lightrl.errors import ProtocolError
 from lightrl.messages.broadcasts import (
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
+    BroadcastGroup,
+    BroadcastOrder,
+    BroadcastStatus,
     VersionTaken,
 )
 from lightrl.messages.costs import CostRow, StepForecast
@@ -32,7 +28,14 @@ from lightrl.messages.responses import (
     Sampling,
     TokenChunk,
 )
-from lightrl.messages.sharing import Give, Park, Parked, Release, Released, Wake
+from lightrl.messages.sharing import (
+    AssignDevices,
+    EngineAsleep,
+    SleepEngine,
+    SuspendTrainer,
+    TrainerSuspended,
+    WakeEngine,
+)
 from lightrl.messages.snapshot import (
     NodeRow,
     SampleText,
@@ -121,27 +124,22 @@ EXAMPLES: list[Message] = [
         canary=Canary(wire.pack_i32([5, 6]), wire.pack_f32([-0.5])),
         portions=(3, 29),
         replicas=(0, 1),
+        group=BroadcastGroup("7c1f", "10.0.0.1:41873", 2, 4, "gloo"),
         base=WeightsBase("4b7e", 2112512, 8190),
     ),
     WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
     BadSource(4, "rollout-3", "bucket 7: digest differs"),
     WeightsFailed(4, "bucket 3: digest differs"),
-    VersionTaken(4, broadcasts=True, wants_delta=False),
-    OpenBroadcast(3),
-    BroadcastOpened(3, "7c1f", "10.0.0.1:41873"),
-    JoinBroadcast("7c1f", "10.0.0.1:41873", 2, 2, 4, "gloo"),
-    BroadcastJoined("7c1f"),
-    SendBroadcast("7c1f", 4),
-    BroadcastSums("7c1f", 4, (0, 2**64 - 1)),
-    BroadcastFailed("7c1f", "rank 1: timed out", is_unreachable=True),
+    VersionTaken(4, wants_delta=False, broadcast=BroadcastOrder("7c1f", 4, "gloo")),
+    BroadcastStatus(4, "7c1f", "10.0.0.1:41873", "rank 0: timed out"),
     TrainerSet("trainer-0", (("trainer-1", 2),)),
     TrainerRelay("trainer-1", b"frame"),
-    Release(3),
-    Released(3, 14_800_000_000, 0.6),
-    Wake(4),
-    Give(4, (0, 1)),
-    Park(2),
-    Parked(2, 22_000_000_000, 1.1),
+    SleepEngine(3),
+    EngineAsleep(3, 14_800_000_000, 0.6),
+    WakeEngine(4),
+    AssignDevices(4, (0, 1)),
+    SuspendTrainer(2),
+    TrainerSuspended(2, 22_000_000_000, 1.1),
     Drain("rollout-0", "SIGTERM"),
     Bye("drained", True),
     Watch(0.5),
@@ -197,18 +195,18 @@ def test_every_field_without_a_default_is_required_and_checked(message: Message)
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_16_are_pinned():
+def test_bytes_of_protocol_17_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert PROTOCOL == 16
+    assert PROTOCOL == 17
     abort = wire.MESSAGES.encode(Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(Checkpointed(20, 10))
     assert checkpointed.hex() == "92ac436865636b706f696e74656482a47374657014a66f6c646573740a"
     taken = wire.MESSAGES.encode(ShardsTaken(4, 2))
     assert taken.hex() == "92ab53686172647354616b656e82a47374657004a5696e64657802"
-    given = wire.MESSAGES.encode(Give(4, (0, 1)))
-    assert given.hex() == "92a44769766582a47374657004a57061727473920001"
+    given = wire.MESSAGES.encode(AssignDevices(4, (0, 1)))
+    assert given.hex() == "92ad41737369676e4465766963657382a47374657004a57061727473920001"
     saving = wire.MESSAGES.encode(Heartbeat(is_saving=True))
     assert saving.hex().endswith("ab6e756d5f776f726b65727300a969735f736176696e67c3")
     chunk = TokenChunk(
@@ -250,7 +248,7 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
         "646472657373657391a3683a31a67469636b6574a174a664656c7461739185a462617365a161a67461726765"
         "74a162a6646967657374a163ae6d616e69666573745f627974657301a96e756d5f627974657302a663616e61"
         "727983a9746f6b656e5f696473c400a86c6f6770726f6273c400a56474797065a7666c6f61743332a8706f72"
-        "74696f6e739103a87265706c69636173920001a567726f7570a0a462617365c0"
+        "74696f6e739103a87265706c69636173920001a567726f7570c0a462617365c0"
     )
     bad = wire.MESSAGES.encode(BadSource(4, "n", "r"))
     assert bad.hex() == (
@@ -258,16 +256,16 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
     )
 
 
-def test_bytes_of_what_is_said_of_broadcasts_are_pinned():
-    join = wire.MESSAGES.encode(JoinBroadcast("g", "h:1", 2, 2, 4, "gloo"))
-    assert join.hex() == (
-        "92ad4a6f696e42726f61646361737486a567726f7570a167a761646472657373a3683a31a472616e6b02a96e"
-        "756d5f72616e6b7302a5776f726c6404a76261636b656e64a4676c6f6f"
+def test_bytes_of_broadcasts_are_pinned():
+    taken = wire.MESSAGES.encode(VersionTaken(4, True, BroadcastOrder("g", 4, "gloo")))
+    assert taken.hex() == (
+        "92ac56657273696f6e54616b656e83ae706f6c6963795f76657273696f6e04ab77616e74735f64656c7461c3"
+        "a962726f61646361737483a567726f7570a167a5776f726c6404a76261636b656e64a4676c6f6f"
     )
-    sums = wire.MESSAGES.encode(BroadcastSums("g", 4, (0, 2**64 - 1)))
-    assert sums.hex() == (
-        "92ad42726f61646361737453756d7383a567726f7570a167ae706f6c6963795f76657273696f6e04a473756d"
-        "739200cfffffffffffffffff"
+    status = wire.MESSAGES.encode(BroadcastStatus(4, "g", "h:1"))
+    assert status.hex() == (
+        "92af42726f61646361737453746174757384ae706f6c6963795f76657273696f6e04a567726f7570a167a761"
+        "646472657373a3683a31a6726561736f6ea0"
     )
 
 

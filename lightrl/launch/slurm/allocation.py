@@ -1,107 +1,65 @@
-"""This job as Slurm sees it: that it is told to leave, what is decided about it, and its return to
-the queue.
+"""This job as Slurm sees it: its notice to leave, Slurm's decision about it, and its return to the
+queue.
 
-Owns what is peculiar to Slurm; knows nothing of the daemon that runs in the job.
+Owns what is peculiar to Slurm; the daemon that runs in the job is started in job.py.
 
 What Slurm does, as tried with 22.05. When the GraceTime of a partition begins, it sends SIGTERM to
-the *steps* of a job alone; its batch shell gets nothing or, if the cluster says
+the *steps* of a job alone; its batch shell gets nothing or, if the cluster sets
 preempt_send_user_signal, only what --signal=B: names. When that time is over, all get SIGTERM, and
 KillWait later SIGKILL. So a small step listens in this process's place. SIGTERM to an srun ends its
-step at once: the daemon is no step. And a job that ends within the grace time has completed: it
-comes back only if it returns to the queue by itself.
+step: the daemon is no step. And a job that ends within the grace time has completed: it comes back
+only if it returns to the queue by itself.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+import subprocess
+from collections.abc import Iterator
+from functools import partial
 
 from lightrl.system.process import stop_signals
+from lightrl.system.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-ASKS = 5  # Slurm ends all processes of a job, those that ask about it as well
-# States of a job that is not over. It is signaling for the moment in which Slurm tells its steps of
-# a preemption, which is just when it asks; resizing while nodes are taken from it.
+ASKS = 5  # Slurm ends all processes of a job, its own commands as well
+# States of a job that is not over; SIGNALING: Slurm signals its steps, RESIZING: it loses nodes.
 RUNS = {"RUNNING", "SIGNALING", "RESIZING"}
 SLURM_S = 20.0  # for an answer of Slurm's commands
-LATE = "this job will notice a preemption only when its grace time is over"
-
-# Says when it listens; tells process $0 that Slurm has begun to end the job. Ends with its stdin.
-# The signal goes to each process of the step: cat may be gone before the shell has heard of it.
-SENTINEL = """
-trap 'kill -USR1 $0; kill $!; exit 0' TERM
-echo
-exec 3<&0
-cat <&3 >/dev/null &
-wait $! || kill -USR1 $0
-"""
+# A step on this node gets the signal that this process lacks, and passes it on to process $0.
+# Each process of the step gets the signal: cat may end before the shell. Ends with its stdin.
+SENTINEL = "trap 'kill -USR1 $0; kill $!; exit' TERM; exec 3<&0; cat <&3 & wait $! || kill -USR1 $0"
+STEP = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", "--quiet")
 
 
-@contextlib.asynccontextmanager
-async def noticing() -> AsyncIterator[asyncio.Event]:
-    """An event that is set when this job is told to leave, by whatever way."""
-    told = asyncio.Event()
+@contextlib.contextmanager
+def noticing() -> Iterator[asyncio.Event]:
+    """An event that is set when this job has to leave, however Slurm announces it."""
+    leaving = asyncio.Event()
 
-    def tell(name: str) -> None:
-        if not told.is_set():
-            logger.info("%s: this job is told to leave", name)
-        told.set()
+    def on_signal(name: str) -> None:
+        if not leaving.is_set():
+            logger.info("%s: this job has to leave", name)
+        leaving.set()
 
     loop = asyncio.get_running_loop()
     for number in stop_signals():
-        loop.add_signal_handler(number, tell, number.name)
-    sentinel = await _sentinel() if job_id() else None
-    if sentinel is None:
-        yield told
-        return
-    watching = asyncio.create_task(_watch(sentinel, told, tell))
+        loop.add_signal_handler(number, on_signal, number.name)
+    sentinel = None
+    if job_id():
+        where = [f"--nodelist={node}"] if (node := os.environ.get("SLURMD_NODENAME")) else []
+        command = ("srun", *STEP, *where, "sh", "-c", SENTINEL, str(os.getpid()))
+        try:
+            sentinel = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        except OSError as e:
+            logger.warning("srun: %s: this job learns of a preemption when its time is over", e)
     try:
-        yield told
+        yield leaving
     finally:
-        watching.cancel()
-        assert sentinel.stdin is not None
-        sentinel.stdin.close()
-
-
-async def _sentinel() -> asyncio.subprocess.Process | None:
-    """A step on this node that gets the signal which this process does not get."""
-    node = os.environ.get("SLURMD_NODENAME", "")
-    options = [
-        "--overlap",
-        "--nodes=1",
-        "--ntasks=1",
-        "--cpus-per-task=1",
-        "--gres=none",
-        "--quiet",
-    ]
-    options += [f"--nodelist={node}"] if node else []
-    nothing = asyncio.subprocess.DEVNULL
-    try:
-        return await asyncio.create_subprocess_exec(
-            *("srun", *options, "sh", "-c", SENTINEL, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it does
-            stdout=asyncio.subprocess.PIPE,
-            stderr=nothing,
-        )
-    except FileNotFoundError:
-        logger.warning("srun not found: %s", LATE)
-        return None
-
-
-async def _watch(
-    sentinel: asyncio.subprocess.Process, told: asyncio.Event, tell: Callable[[str], None]
-) -> None:
-    assert sentinel.stdout is not None
-    for moment in (sentinel.stdout.readline(), sentinel.wait()):  # it listens, and it has ended
-        await moment
-        _, facts = await _facts()
-        if facts.get("PreemptTime", "None") != "None":
-            tell("preempted")  # while the step still started
-    code = sentinel.returncode
-    if not told.is_set():
-        logger.warning("srun ended with %s: %s", code, LATE)
+        if sentinel is not None and sentinel.stdin is not None:
+            sentinel.stdin.close()
 
 
 def job_id() -> str:
@@ -119,7 +77,7 @@ def task_number() -> int:
 
 
 async def return_to_queue() -> int:
-    """The exit status of a job that was told to leave. One that was cancelled stays cancelled."""
+    """The exit status of a job that has to leave. One that was cancelled stays cancelled."""
     if await decision() == "runs":
         code, said = await _ask_slurm("scontrol", "requeue", job_id())
         if code == 0:
@@ -130,19 +88,20 @@ async def return_to_queue() -> int:
 
 
 async def decision() -> str:
-    """What Slurm has decided: "runs" (nothing yet), "returns" (it is requeued already) or
-    "leaves"."""
+    """Slurm's: "runs" (nothing yet), "returns" (it is requeued already) or "leaves"."""
     if not job_id():
         return "leaves"
-    error, facts = await _facts()
-    if error:
-        logger.warning("scontrol: %s", error)
+    code, text = await _ask_slurm("scontrol", "show", "job", "--oneliner", job_id())
+    if code != 0:
+        logger.warning("scontrol: %s", text)
+        return "leaves"
+    facts = dict(part.split("=", 1) for part in text.split() if "=" in part)
     return decided(facts, int(os.environ.get("SLURM_RESTART_COUNT") or 0))
 
 
 def decided(facts: dict[str, str], num_restarts: int) -> str:
-    """As `decision`, by what `scontrol show job` says of a job in its life after so many
-    restarts."""
+    """As `decision`, from the output of `scontrol show job`. `num_restarts`: at this start of the
+    job."""
     if facts.get("Requeue") != "1":
         return "leaves"
     if int(facts.get("Restarts", 0)) > num_restarts:
@@ -150,36 +109,17 @@ def decided(facts: dict[str, str], num_restarts: int) -> str:
     return "runs" if facts.get("JobState") in RUNS else "leaves"
 
 
-async def _facts() -> tuple[str, dict[str, str]]:
-    """What Slurm knows of this job: Restarts, JobState, PreemptTime, ...; or why it does not
-    answer."""
-    code, text = await _ask_slurm("scontrol", "show", "job", "--oneliner", job_id())
-    if code != 0:
-        return text or f"exit status {code}", {}
-    return "", dict(part.split("=", 1) for part in text.split() if "=" in part)
-
-
 async def _ask_slurm(*command: str) -> tuple[int, str]:
-    """Exit status and what was said."""
-    for _ in range(ASKS - 1):
-        code, said = await _ask_slurm_once(*command)
-        if code >= 0:
-            return code, said
-    return await _ask_slurm_once(*command)
-
-
-async def _ask_slurm_once(*command: str) -> tuple[int, str]:
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=pipe, stderr=asyncio.subprocess.STDOUT
-        )
-    except FileNotFoundError:
-        return 127, f"there is no {command[0]} here"
-    try:
-        async with asyncio.timeout(SLURM_S):
-            said, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        return 124, f"no answer within {SLURM_S:.0f} s"
-    return process.returncode or 0, said.decode(errors="replace").strip()
+    """Exit status and output."""
+    run = partial(
+        subprocess.run, command, capture_output=True, text=True, timeout=SLURM_S, check=False
+    )
+    code, text = -1, ""
+    for _ in range(ASKS):
+        if code < 0:  # killed
+            try:
+                done = await in_thread(run)
+            except (OSError, subprocess.TimeoutExpired) as e:
+                return 127, str(e)
+            code, text = done.returncode, (done.stdout + done.stderr).strip()
+    return code, text

@@ -1,8 +1,8 @@
-"""Inside a Slurm job: runs the daemon, starts it again if it crashes, and gives the machine back.
+"""Inside a Slurm job: runs the daemon, restarts it if it crashes, and gives the machine back.
 
-Owns what a job does until its run is over or it is told to leave; how it hears of that, and returns
-to the queue, is in allocation.py. The daemon below is an ordinary `lightrl up` or `lightrl resume`;
-rollout nodes that use the devices of a trainer node, beside it, are in sharing.py.
+Owns what a job does until its run is over or it has to leave; its notice to leave and its return to
+the queue are in allocation.py. The daemon is an ordinary `lightrl up` or `lightrl resume`; rollout
+nodes that use the devices of a trainer node, beside it, are in sharing.py.
 """
 
 import asyncio
@@ -44,10 +44,9 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0  # between two looks at files that another machine writes
 WAIT_S = 3600.0  # a node without a run gives its machine back after so long
 ENDS_S = 120.0  # a run that stops has ended by then: it writes a checkpoint
-MARKS_S = 10.0  # after its end it is known whether it returns
+MARKS_S = 10.0  # after its end the mark of a run that returns is there
 # Of a daemon, in a row: each soon after its start.
 RESTARTS = RestartPolicy(max_restarts=5, settled_s=120.0)
-RETURNS = "returns"  # a file that is there while the coordinator, stopped by Slurm, is to come back
 HERE_ONLY = {"127.0.0.1", "localhost"} | ALL_HOSTS  # no address for other machines
 
 
@@ -82,9 +81,9 @@ async def run_head(arguments: Sequence[str]) -> int:
     config = load_config(Path(files[0]), overrides)
     configure_again(config.logging.level, config.logging.json_)
     run_dir = config.run_dir.resolve()
-    mark = run_dir / SLURM_FOLDER / RETURNS
+    mark = _mark(run_dir)
     crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
-    async with noticing() as told:
+    with noticing() as leaving:
         while True:
             if _is_finished(run_dir, config.train.steps):
                 mark.unlink(missing_ok=True)
@@ -96,16 +95,16 @@ async def run_head(arguments: Sequence[str]) -> int:
             now = load_config(run_dir / CONFIG_FILE) if is_resumed else config
             beside = await sharing(now, run_dir, _name_of("head"), 0)
             clearing = asyncio.create_task(_clear(mark, run_dir))
-            code = await _daemon(command, _announce_return(told, mark), beside=beside)
+            code = await _daemon(command, _announce_return(leaving, mark), beside=beside)
             clearing.cancel()
-            if told.is_set() and not _is_finished(run_dir, config.train.steps):
+            if leaving.is_set() and not _is_finished(run_dir, config.train.steps):
                 return await return_to_queue()
             if code >= 0:
                 return code
             if not has_journal(run_dir) or crashes.crashed(clock() - began) is None:
                 return 1
             name = signal.Signals(-code).name
-            logger.warning("the coordinator was killed by %s; the run goes on", name)
+            logger.warning("the coordinator was killed by %s; the run continues", name)
 
 
 async def run_node(
@@ -118,10 +117,10 @@ async def run_node(
         key_file = run_dir / JOIN_FILE
     _log_as_run(run_dir)
     crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
-    async with noticing() as told:
+    with noticing() as leaving:
         while True:
             began = clock()  # while a node waits for its run, no crash follows the other
-            address = await _find_run(target, run_dir, told)
+            address = await _find_run(target, run_dir, leaving)
             if address is None:
                 break
             _log_as_run(run_dir)
@@ -132,13 +131,13 @@ async def run_node(
                 beside = await sharing(config, run_dir, _name_of("node"), number, address)
             code = await _daemon(
                 _join_command(address, key_file, options),
-                told.wait(),
+                leaving.wait(),
                 _moves_away(run_dir, address),
                 beside=beside,
             )
-            if told.is_set():
+            if leaving.is_set():
                 break
-            if code == 0 and (run_dir is None or await _is_dismissed(run_dir, address, told)):
+            if code == 0 and (run_dir is None or await _is_dismissed(run_dir, address, leaving)):
                 return 0
             if code != 0 and crashes.crashed(clock() - began) is None:
                 return 1
@@ -159,7 +158,7 @@ def _log_as_run(run_dir: Path | None) -> None:
 
 
 def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[str]:
-    """To begin the run, or to go on with it if a job was here before."""
+    """To start the run, or to resume it if a job was here before."""
     run_dir = config.run_dir.resolve()
     host, port = host_and_port(config.run.bind)
     bind = config.run.bind
@@ -189,8 +188,8 @@ async def _daemon(
     *reasons: Coroutine[Any, Any, Any],
     beside: SharingNodes | None = None,
 ) -> int:
-    """The exit status of `lightrl COMMAND`, which is asked to leave when one of the reasons is
-    there. `beside`: who shares its devices and leaves with it."""
+    """The exit status of `lightrl COMMAND`, which is stopped when one of the reasons returns.
+    `beside`: nodes that share its devices and leave with it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "lightrl.cli", *command),
         env={**os.environ, **log_environment("launcher")},
@@ -218,48 +217,44 @@ async def _daemon(
             await beside.end(is_heard=(process.returncode or 0) >= 0)
 
 
-async def _announce_return(told: asyncio.Event, mark: Path) -> None:
-    """Returns when this job is told to leave. Nodes must know before the run stops whether it goes
-    on."""
-    await told.wait()
+async def _announce_return(leaving: asyncio.Event, mark: Path) -> None:
+    """Returns when this job has to leave; nodes learn before the run stops whether it returns."""
+    await leaving.wait()
     if await decision() != "leaves":
-        _leave_mark(mark)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()  # noqa: ASYNC240, one small file
 
 
 async def _clear(mark: Path, run_dir: Path) -> None:
-    """Takes the mark away once the run is there again; earlier, nodes would take it for over."""
-    while True:
-        if listening(run_dir) is not None and final_snapshot(run_dir) is None:
-            mark.unlink(missing_ok=True)  # noqa: ASYNC240, one small file
-            return
+    """Remove the mark once the run is there again; earlier, nodes would take it for over."""
+    while listening(run_dir) is None or final_snapshot(run_dir) is not None:  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)
+    mark.unlink(missing_ok=True)  # noqa: ASYNC240, one small file
 
 
-async def _find_run(target: str, run_dir: Path | None, told: asyncio.Event) -> str | None:
-    """Where the run listens. None: it is over, or this job has been told to leave."""
+async def _find_run(target: str, run_dir: Path | None, leaving: asyncio.Event) -> str | None:
+    """Where the run listens. None: it is over, or this job has to leave."""
     deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not told.is_set() and not (run_dir is not None and _is_over(run_dir)):
+    while not leaving.is_set() and not (run_dir is not None and _is_over(run_dir)):
         address = listening(run_dir) if run_dir is not None else target
         if address is not None and await _answers(address):
             return address
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await told.wait()
+        await asyncio.sleep(LOOK_S)
         if asyncio.get_running_loop().time() > deadline:
             raise PeerUnreachable(f"{target}: no run listens there for {WAIT_S / 60:.0f} minutes")
     return None
 
 
-async def _is_dismissed(run_dir: Path, address: str, told: asyncio.Event) -> bool:
-    """Whether a node that was sent away is not needed again: the run is over, or goes on without
+async def _is_dismissed(run_dir: Path, address: str, leaving: asyncio.Event) -> bool:
+    """Whether a node that was sent away is not needed again: the run is over, or continues without
     it.
 
     Slurm stops coordinator and trainer directly, too, so that nodes may be sent away before the
-    mark says that both return.
+    mark is there.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + ENDS_S
-    while clock() < deadline and not told.is_set() and not _returns(run_dir):
+    while clock() < deadline and not leaving.is_set() and not _mark(run_dir).exists():
         last = final_snapshot(run_dir)
         if last is None:
             with contextlib.suppress(LightRLError):
@@ -274,8 +269,7 @@ async def _is_dismissed(run_dir: Path, address: str, told: asyncio.Event) -> boo
 
 
 async def _moves_away(run_dir: Path | None, address: str) -> None:
-    """Returns when the run goes on elsewhere: its coordinator was requeued and got another
-    machine."""
+    """Returns when the run continues elsewhere: its coordinator was requeued to another machine."""
     while True:
         await asyncio.sleep(LOOK_S)
         now = listening(run_dir) if run_dir is not None else None
@@ -285,7 +279,7 @@ async def _moves_away(run_dir: Path | None, address: str) -> None:
 
 
 async def _answers(address: str) -> bool:
-    """Without a thread to ask in, nobody does: it is asked again soon."""
+    """False without a thread to ask in: the caller asks again soon."""
     try:
         return await in_thread(accepts, address)
     except OSError:
@@ -297,19 +291,15 @@ def _directory(target: str) -> Path | None:
     return None if target.startswith("tcp://") else Path(target).resolve()
 
 
-def _leave_mark(mark: Path) -> None:
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
-
-
 def _is_finished(run_dir: Path, steps: int) -> bool:
     last = final_snapshot(run_dir)
     return last is not None and last.state == RunState.FINISHED and last.step >= steps
 
 
 def _is_over(run_dir: Path) -> bool:
-    return final_snapshot(run_dir) is not None and not _returns(run_dir)
+    return final_snapshot(run_dir) is not None and not _mark(run_dir).exists()
 
 
-def _returns(run_dir: Path) -> bool:
-    return (run_dir / SLURM_FOLDER / RETURNS).exists()
+def _mark(run_dir: Path) -> Path:
+    """A file that is there while the coordinator, stopped by Slurm, is to come back."""
+    return run_dir / SLURM_FOLDER / "returns"

@@ -28,8 +28,8 @@ ABOUT_RESERVED = """\
 #
 #   sbatch scripts/slurm/reserved.sbatch run.toml [section.key=value ...]
 #
-# Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds
-# before the time limit: time for a checkpoint, after which the job puts itself back into the queue.
+# Submitted again, or requeued by Slurm, the run continues where it was. USR1 comes so many seconds
+# before the time limit: time for a checkpoint, after which the job returns to the queue.
 # With rollout.placement = "shared" the run's rollout.nodes are processes of this job, too: they use
 # the trainer's devices in turn with it. With rollout.parallel so are its engines of all sizes, on
 # GPUs that no rank has.
@@ -59,7 +59,7 @@ ABOUT_SPOT = """\
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a user says of the cluster; empty: what Slurm does without being told."""
+    """The user's options for the cluster; empty: Slurm's default."""
 
     nodes: int = 1
     partition_reserved: str = ""
@@ -69,55 +69,36 @@ class SlurmOptions:
     spot_args: str = ""
 
 
-def reserved_script(
-    arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
-) -> str:
-    """The script that runs coordinator and trainer. `options` are lines for sbatch,
-    "--time=1:00:00"."""
-    return _script(
-        "lightrl", ("--signal=B:USR1@180", *options), ABOUT_RESERVED, lightrl, "head", arguments
-    )
+@dataclass(frozen=True)
+class Script:
+    """A batch script: the one that runs a `part` of `lightrl slurm-job`. `signal_s`: before the
+    time limit of the job."""
+
+    file: str
+    name: str
+    part: str
+    signal_s: int
+    about: str
+
+    def text(
+        self, arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
+    ) -> str:
+        """`options` are lines for sbatch, "--time=1:00:00"."""
+        lines = (
+            *(f"--job-name={self.name}", "--nodes=1", "--ntasks=1", "--requeue"),
+            *("--open-mode=append", f"--signal=B:USR1@{self.signal_s}", *options),
+        )
+        settings = "\n".join(f"#SBATCH {line}" for line in lines)
+        words = " ".join(shlex.quote(a) for a in (*self.part.split(), *arguments))
+        # exec: Slurm signals the batch shell alone, so it must be the process that handles them
+        command = f'exec "${{LIGHTRL:-{lightrl}}}" slurm-job {words} "$@"'
+        return f"#!/bin/bash\n{settings}\n\n{self.about}\n{command}\n"
 
 
-def spot_script(
-    arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
-) -> str:
-    """The script of which every array task is one rollout node."""
-    return _script(
-        "rollout",
-        ("--signal=B:USR1@60", *options),
-        ABOUT_SPOT,
-        lightrl,
-        "node",
-        ("--preemptible", *arguments),
-    )
-
-
-def trainers_script(
-    arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
-) -> str:
-    """The script of which every array task is one more trainer node."""
-    settings = ("--signal=B:USR1@180", *options)
-    return _script("trainer", settings, ABOUT_TRAINERS, lightrl, "trainer", arguments)
-
-
-def _script(
-    name: str, options: Sequence[str], about: str, lightrl: str, part: str, arguments: Sequence[str]
-) -> str:
-    lines = [
-        f"--job-name={name}",
-        "--nodes=1",
-        "--ntasks=1",
-        "--requeue",
-        "--open-mode=append",
-        *options,
-    ]
-    settings = "\n".join(f"#SBATCH {line}" for line in lines)
-    words = " ".join(shlex.quote(a) for a in arguments)
-    # exec: Slurm signals the batch shell alone, which must be the process that knows what to do
-    # about it.
-    command = f'exec "${{LIGHTRL:-{lightrl}}}" slurm-job {part}{" " + words if words else ""} "$@"'
-    return f"#!/bin/bash\n{settings}\n\n{about}\n{command}\n"
+RESERVED = Script("reserved.sbatch", "lightrl", "head", 180, ABOUT_RESERVED)
+TRAINERS = Script("trainers.sbatch", "trainer", "trainer", 180, ABOUT_TRAINERS)
+SPOT = Script("preemptible.sbatch", "rollout", "node --preemptible", 60, ABOUT_SPOT)
+SCRIPTS = (RESERVED, TRAINERS, SPOT)
 
 
 def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list[str]:
@@ -128,19 +109,26 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
     require_files(config)
     run_dir = config.run_dir.resolve()
     if not has_journal(run_dir):
-        settled(config)  # of a run to begin from, its newest checkpoint is asked for in the job
+        settled(config)  # of a run to begin from, its newest checkpoint is found in the job
         require_new(config)
     folder = run_dir / SLURM_FOLDER
-    scripts = _scripts(config, options, folder)
     jobs, notes = _jobs(config, options, folder), list(_notes(config))
     if dry_run:
-        texts = [line for file, text in scripts.items() for line in (f"== {relative(file)}", text)]
+        texts = [line for job in jobs for line in (f"== {relative(job.script)}", job.text)]
         return [
             *(f"{job.kind}: {job.what} ({relative(job.script)})" for job in jobs),
             *notes,
             *texts,
         ]
-    _write(folder, {**scripts, folder / SLURM_CONFIG: to_toml(_anchored(config, run_dir))})
+    anchored = config.run.model_copy(update={"dir": str(run_dir.parent)})  # wherever a job starts
+    files = {job.script: job.text for job in jobs}
+    files[folder / SLURM_CONFIG] = to_toml(config.model_copy(update={"run": anchored}))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            file.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{e.filename}: cannot be written: {e.strerror}") from None
     done: list[str] = []
     first = ""
     for job in jobs:
@@ -152,7 +140,7 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
     return [
         *done,
         *notes,
-        f"what they say is in {relative(folder)}; lightrl top {relative(run_dir)} shows the run",
+        f"their output is in {relative(folder)}; lightrl top {relative(run_dir)} shows the run",
     ]
 
 
@@ -161,6 +149,7 @@ class _Job:
     """Without `tasks` it is the first job; else an array of so many, which starts after that."""
 
     script: Path
+    text: str
     what: str
     tasks: int = 0
 
@@ -171,16 +160,26 @@ class _Job:
 
 def _jobs(config: Config, options: SlurmOptions, folder: Path) -> list[_Job]:
     """In the order in which they are submitted."""
-    nodes = config.train.nodes
+    run_dir, nodes, spot = str(folder.parent), config.train.nodes, options.nodes
+    lightrl = str(Path(sys.executable).with_name("lightrl"))
+
+    def job(script: Script, argument: str, what: str, tasks: int = 0) -> _Job:
+        is_spot = script is SPOT
+        partition = options.partition_spot if is_spot else options.partition_reserved
+        given = (("--partition", partition), ("--time", options.time))
+        lines = [f"{key}={value}" for key, value in given if value]
+        lines += [f"--output={folder}/%x-{'%A_%a' if tasks else '%j'}.out"]
+        lines += shlex.split(options.spot_args if is_spot else options.reserved_args)
+        return _Job(folder / script.file, script.text([argument], lines, lightrl), what, tasks)
+
     head = f"coordinator and trainer{_beside(config, [0], 'its')}"
-    jobs = [_Job(folder / "reserved.sbatch", head)]
-    if (more := nodes - 1) > 0:
-        what = f"{more} more trainer nodes{_beside(config, range(1, nodes), 'their')}"
-        jobs.append(_Job(folder / "trainers.sbatch", what, more))
-    if options.nodes:
+    jobs = [job(RESERVED, str(folder / SLURM_CONFIG), head)]
+    if nodes > 1:
+        what = f"{nodes - 1} more trainer nodes{_beside(config, range(1, nodes), 'their')}"
+        jobs.append(job(TRAINERS, run_dir, what, nodes - 1))
+    if spot:
         own = " with devices of their own" if config.rollout.placement == "shared" else ""
-        what = f"{options.nodes} rollout nodes{own}"
-        jobs.append(_Job(folder / "preemptible.sbatch", what, options.nodes))
+        jobs.append(job(SPOT, run_dir, f"{spot} rollout nodes{own}", spot))
     return jobs
 
 
@@ -210,56 +209,11 @@ def _notes(config: Config) -> Iterator[str]:
         )
 
 
-def _scripts(config: Config, options: SlurmOptions, folder: Path) -> dict[Path, str]:
-    lightrl = str(Path(sys.executable).with_name("lightrl"))
-    time = [f"--time={options.time}"] if options.time else []
-    head = [*_partition(options.partition_reserved), *time, f"--output={folder}/%x-%j.out"]
-    spot = [*_partition(options.partition_spot), *time, f"--output={folder}/%x-%A_%a.out"]
-    scripts = {
-        folder / "reserved.sbatch": reserved_script(
-            [str(folder / SLURM_CONFIG)], [*head, *shlex.split(options.reserved_args)], lightrl
-        ),
-        folder / "preemptible.sbatch": spot_script(
-            [str(config.run_dir.resolve())], [*spot, *shlex.split(options.spot_args)], lightrl
-        ),
-    }
-    if config.train.nodes > 1:
-        more = [*_partition(options.partition_reserved), *time, f"--output={folder}/%x-%A_%a.out"]
-        scripts[folder / "trainers.sbatch"] = trainers_script(
-            [str(config.run_dir.resolve())], [*more, *shlex.split(options.reserved_args)], lightrl
-        )
-    return scripts
-
-
-def _partition(name: str) -> list[str]:
-    return [f"--partition={name}"] if name else []
-
-
-def _anchored(config: Config, run_dir: Path) -> Config:
-    """The same run, whatever directory a job starts in."""
-    update: dict[str, object] = {"run": config.run.model_copy(update={"dir": str(run_dir.parent)})}
-    return config.model_copy(update=update)
-
-
-def _write(folder: Path, files: dict[Path, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
-            file.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"{e.filename}: cannot be written: {e.strerror}") from None
-
-
 def _sbatch(*arguments: str) -> str:
-    """The id of the submitted job. Raises LightRLError with what sbatch says."""
+    """The id of the submitted job. Raises LightRLError with the error of sbatch."""
+    command = ("sbatch", "--parsable", *arguments)
     try:
-        done = subprocess.run(
-            ("sbatch", "--parsable", *arguments),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=SBATCH_S,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SBATCH_S)
     except FileNotFoundError:
         raise LightRLError("there is no sbatch here: run this where jobs are submitted") from None
     except subprocess.CalledProcessError as e:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,18 +19,16 @@ from lightrl.config.schema import Config
 from lightrl.devices.plan import engines_of, for_sizes, for_trainer_node, part_with
 from lightrl.devices.sizes import sized_options
 from lightrl.joining import reachable
-from lightrl.launch.daemons import Daemon
+from lightrl.launch import daemons
+from lightrl.launch.daemons import Daemon, Daemons
 from lightrl.system.child import retry_on_resource_limit
-from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.system.threads import in_thread
+from lightrl.system.threads import cancel, in_thread
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2  # between two looks at whether the coordinator of this job listens
 KILL_S = 3.0
-RESTARTS = RestartPolicy(
-    max_restarts=5, first_pause_s=0.2, growth=2.0, longest_pause_s=5.0, settled_s=120.0
-)
+RESTARTS = replace(daemons.RESTARTS, settled_s=120.0)
 
 
 async def sharing(
@@ -71,66 +70,43 @@ class SharingNodes:
         grace_s: float,
         address: str,
     ) -> None:
-        """`nodes`: what each is told when it starts, by name."""
+        """`nodes`: the options of each, by name."""
         self._run_dir = run_dir
         self._trainer = trainer
         self._nodes = nodes
         self._grace_s = grace_s
         self._address = address
-        self._before = left_at(run_dir)  # one of then is an old one
-        self._daemons: dict[str, Daemon] = {}
-        self._is_over = False  # none is started any more
+        self._before = left_at(run_dir)  # an address of then is an old one
+        self._daemons = Daemons(run_dir, lambda _: None, RESTARTS)
         self._keepers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._keepers = [asyncio.create_task(self._keep(name)) for name in self._nodes]
 
     def leave(self) -> None:
-        """Asks them to: they send their last tokens, and end."""
-        self._is_over = True
-        self._signal(signal.SIGTERM)
+        """Ask all of them to send their last tokens and end."""
+        self._daemons.over.set()
+        self._daemons.send(signal.SIGTERM)
 
     async def end(self, is_heard: bool) -> None:
-        """Returns when they have ended. `is_heard`: somebody may still hear their last tokens."""
-        self._is_over = True
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        """Returns when they have ended. `is_heard`: the coordinator may still take their tokens."""
+        self._daemons.over.set()
+        await cancel(*self._keepers)
         steps = ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S))
-        for number, wait_s in steps if is_heard else steps[1:]:
-            self._signal(number)
-            if alive := [d.ended for d in self._daemons.values() if not d.ended.done()]:
-                await asyncio.wait(alive, timeout=wait_s)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for daemon in self._daemons.values():
-            daemon.signal(number)
+        await self._daemons.end(*(steps if is_heard else steps[1:]))
 
     async def _keep(self, node: str) -> None:
-        """Starts one, and again whenever it crashes. One that ends in order was sent away."""
+        """Start one, and restart it when it crashes. One that ends in order was sent away."""
         name = f"{self._trainer}-{node}"
         options = (*self._nodes[node], "--join", await self._listening())
-        start = partial(Daemon.start, name, "rollout", self._run_dir, *options)
-        crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
-        while not self._is_over:
-            try:
-                daemon = await retry_on_resource_limit(start, name, logger.warning)
-            except OSError as e:
-                logger.error("%s cannot be started: %s", name, e.strerror or e)
-                return
-            self._daemons[name] = daemon
-            began = clock()
-            if self._is_over:  # it was told before it was there
-                daemon.signal(signal.SIGTERM)
-            await asyncio.wait([daemon.ended])
-            if self._is_over or not daemon.has_failed:
-                return
-            pause_s = crashes.crashed(clock() - began) if daemon.has_crashed else None
-            if pause_s is None:
-                logger.error("%s; it is not started again in this job", daemon.obituary())
-                return
-            logger.warning("%s; starting it again", daemon.obituary())
-            await asyncio.sleep(pause_s)
+        start = partial(self._daemons.start, name, "rollout", *options)
+        try:
+            daemon = await self._daemons.keep(await start(), start, _has_crashed)
+        except OSError as e:
+            logger.error("%s cannot be started: %s", name, e.strerror or e)
+            return
+        if daemon.has_failed and not self._daemons.over.is_set():
+            logger.error("%s; it is not started again in this job", daemon.exit_reason())
 
     async def _listening(self) -> str:
         """The address of the coordinator, once it has left one."""
@@ -140,3 +116,7 @@ class SharingNodes:
             else:
                 await asyncio.sleep(LOOK_S)
         return self._address
+
+
+async def _has_crashed(daemon: Daemon) -> bool:
+    return daemon.has_crashed

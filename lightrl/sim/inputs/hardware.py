@@ -17,7 +17,7 @@ from pydantic import (
     with_config,
 )
 
-from lightrl.core.curve import Curve
+from lightrl.core.nodes.curve import Curve
 from lightrl.messages.load import StepCosts
 
 MIN_STEP_S = 1e-6

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 
 from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.config.schema import Config
-from lightrl.core.curve import Curve
+from lightrl.core.nodes.curve import Curve
 from lightrl.errors import SimError
 from lightrl.history import lengths
 from lightrl.metrics import sinks

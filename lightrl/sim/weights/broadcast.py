@@ -1,27 +1,19 @@
-"""Broadcasts among simulated machines: a group forms, its trainer sends, its members verify.
+"""Broadcasts among simulated machines: a group forms, its trainer sends, its members receive.
 
-Owns when the trainer and the members answer the core's orders. The core decides who is a member,
-when a group is over, and who pulls instead.
+Owns what the trainer answers to the core's orders, and when members have a version. Decides
+nothing: the core decides who is a member, when a group is over and who pulls instead.
 
-The bytes go from member to member, so that each line carries them once in each direction, all at
-the pace of the line with the least bandwidth beside the pulls. Checksums are computed during the
-transfer; only the time that they take longer is added. The trainer does not train until it has
-sent. A member that waits for a lost one waits until the core detects the loss.
+From member to member, so that the trainer's line and those of the members carry the bytes once in
+each direction, all at the pace of the one that has least left beside the pulls. A member checks
+what it received beside the transfer, so only what that takes longer is added. Until the trainer has
+sent, it does not train. A lost member holds up the others until the core ends the group.
 """
 
 import math
+from collections.abc import Callable
 
-from lightrl.core.events import BroadcastHeard, BroadcastNews
-from lightrl.messages.broadcasts import (
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
-    JoinBroadcast,
-    OpenBroadcast,
-    SendBroadcast,
-    VersionTaken,
-)
-from lightrl.messages.message import Message
+from lightrl.core.events import BroadcastReported
+from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, VersionTaken
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import TRAINER
 from lightrl.sim.mechanism import Simulation
@@ -29,67 +21,77 @@ from lightrl.sim.weights.swarm import Parcel, Swarm
 
 
 class Broadcast:
-    def __init__(self, world: Simulation, swarm: Swarm) -> None:
+    def __init__(
+        self,
+        world: Simulation,
+        swarm: Swarm,
+        plan: Callable[[], None],
+        received: Callable[[str], None],
+    ) -> None:
+        """`plan()` follows when lines carry something else than before; `received(group)` when its
+        members have the version."""
         self._world = world
         self._transfer = world.scenario.transfer
         self._swarm = swarm
+        self._plan = plan
+        self._received = received
         self._path: tuple[str, ...] = ()  # of the newest group, the trainer first
-        self._order: SendBroadcast | None = None  # being carried out
+        self._order: VersionTaken | None = None  # being carried out
+        self._group = ""  # to which it sends
         self._began_at = 0.0
-        self._is_awaited = False  # the trainer waits for orders, or sends
+        self._is_awaited = False  # the trainer waits for members, or sends
 
-    def deliver_to_trainer(self, message: Message) -> None:
-        match message:
-            case VersionTaken(_, broadcasts):
-                self._stop()
-                self._world.outcome.weights.num_broken += self._is_awaited and not broadcasts
-                self._await(broadcasts)
-            case OpenBroadcast(epoch):
-                self._answer(TRAINER, BroadcastOpened(epoch, f"group-{epoch}", f"{TRAINER}:1"))
-            case JoinBroadcast(group):
-                self._path = (TRAINER,)
-                self._answer(TRAINER, BroadcastJoined(group), self._transfer.form_s)
-            case SendBroadcast():
-                self._send(message)
-            case _:
-                pass
+    def deliver_to_trainer(self, message: VersionTaken) -> None:
+        version, order = message.policy_version, message.broadcast
+        self._stop()
+        self._world.outcome.weights.num_broken += self._is_awaited and order is None
+        self._await(order is not None)
+        if order is None:
+            return
+        self._order = message
+        if order.group:
+            self._send(message, order.group)
+            return
+        self._path = (TRAINER,)
+        status = BroadcastStatus(version, f"group-{version}", f"{TRAINER}:1")
+        world = self._world
+        world.at(world.now, lambda: world.feed(BroadcastReported(TRAINER, status)))
 
-    def join(self, machine: SimMachine, message: JoinBroadcast) -> None:
-        """Members get the order by their ranks, after the trainer."""
+    def join(self, machine: SimMachine, group: BroadcastGroup) -> None:
+        """Members join in the order of their ranks, after the trainer; the last one completes the
+        group."""
+        if machine.spec.name in self._path:
+            return
         self._path = (*self._path, machine.spec.name)
-        world, incarnation = self._world, machine.incarnation
-
-        def joined() -> None:
-            if machine.present and machine.incarnation == incarnation:
-                self._answer(machine.spec.name, BroadcastJoined(message.group))
-
-        world.at(world.now + self._transfer.form_s, joined)
+        order, world = self._order, self._world
+        if order is not None and len(self._path) == group.world:
+            world.at(world.now + self._transfer.form_s, lambda: self._send(order, group.name))
 
     def lose(self, name: str) -> None:
         if name in self._path:
             self._stop()
 
     def sent(self) -> None:
-        """All members have the bytes; the trainer reports its sums when they are computed."""
+        """All bytes are with the members, which have checked them soon."""
         world, order = self._world, self._order
-        verified_at = self._began_at + self._transfer.num_bytes / self._transfer.prove_bytes_per_s
+        checked_at = self._began_at + self._transfer.num_bytes / self._transfer.prove_bytes_per_s
 
-        def report() -> None:
+        def check() -> None:
             if order is not None and self._order is order:
                 self._order = None
                 self._await(False)
-                sums = BroadcastSums(order.group, order.policy_version, (0,))
-                world.feed(BroadcastHeard(TRAINER, sums))
+                self._received(self._group)
 
-        world.at(max(world.now, verified_at), report)
+        world.at(max(world.now, checked_at), check)
 
-    def _send(self, order: SendBroadcast) -> None:
+    def _send(self, order: VersionTaken, group: str) -> None:
         machines = self._world.machines
-        # else the core detects a loss soon
-        if all(machines[name].present for name in self._path[1:]):
-            self._order, self._began_at = order, self._world.now
+        is_there = all(machines[name].present for name in self._path[1:])  # else one is lost soon
+        if order is self._order and is_there:
+            self._began_at, self._group = self._world.now, group
             parcel = Parcel(order.policy_version)
             self._swarm.send(self._world.now, self._path, parcel, self._transfer.num_bytes)
+            self._plan()
 
     def _stop(self) -> None:
         self._order = None
@@ -101,7 +103,3 @@ class Broadcast:
             self._is_awaited = is_awaited
             self._world.trainer.publish(self._world.now, math.inf if is_awaited else 0.0)
             self._world.plan_training()
-
-    def _answer(self, name: str, message: BroadcastNews, after_s: float = 0.0) -> None:
-        world = self._world
-        world.at(world.now + after_s, lambda: world.feed(BroadcastHeard(name, message)))

@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightrl.core.events import TokensArrived, WeightsPublished
-from lightrl.core.weight_sources import MAX_CHAIN
-from lightrl.messages.broadcasts import BroadcastSums, JoinBroadcast
+from lightrl.core.weights.weight_sources import MAX_CHAIN
+from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
 from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.sim.fleet.machines import SimMachine
@@ -54,7 +54,7 @@ class Transfers:
             self._swarm.add_node(name, transfer.relay_bytes_per_s or down, down)
         self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the current event
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
-        self._broadcast = Broadcast(world, self._swarm)
+        self._broadcast = Broadcast(world, self._swarm, self._plan, self._received)
         self._ready_version, self._ready_s = -1, list[float]()  # measured times not used yet
         self._next_at = math.inf  # of the newest entry in the world's heap
         self._is_planned = False  # `_plan_next` is in the world's heap
@@ -75,22 +75,14 @@ class Transfers:
         return int(can_join and not machine.spec.parallel)
 
     def deliver(self, machine: SimMachine, message: Message) -> None:
-        match message:
-            case PublishWeights(policy_version):
-                machine.loading = policy_version
-                self._offered.append((machine, message))
-            case JoinBroadcast():
-                self._broadcast.join(machine, message)
-            case BroadcastSums(group):
-                inbound = self._inbound.get(machine.spec.name)
-                if inbound is not None and inbound.group == group:
-                    self._world.at(self._world.now, lambda: self._received(inbound))
-            case _:
-                pass
+        if isinstance(message, PublishWeights):
+            machine.loading = message.policy_version
+            self._offered.append((machine, message))
 
     def deliver_to_trainer(self, message: Message) -> None:
-        self._broadcast.deliver_to_trainer(message)
-        self._plan()
+        if isinstance(message, VersionTaken):
+            self._broadcast.deliver_to_trainer(message)
+            self._plan()
 
     def begin(self) -> None:
         """Begin all transfers that were offered by the current event."""
@@ -100,7 +92,7 @@ class Transfers:
         for machine, message in offered:
             inbound = self._inbound.get(machine.spec.name)
             current = (inbound.version, inbound.group) if inbound is not None else None
-            if inbound is not None and current == (message.policy_version, message.group):
+            if inbound is not None and current == (message.policy_version, _group(message)):
                 self._add_sources(inbound, message)
                 continue
             if not machine.engine.running:
@@ -144,10 +136,11 @@ class Transfers:
 
     def _begin(self, machine: SimMachine, message: PublishWeights) -> None:
         world, name, version = self._world, machine.spec.name, message.policy_version
-        inbound = _Inbound(machine, version, world.now, message.group)
+        inbound = _Inbound(machine, version, world.now, _group(message))
         self._inbound[name] = inbound
-        if message.group:
+        if message.group is not None:
             self._swarm.end_pull(world.now, name)
+            self._broadcast.join(machine, message.group)
             world.at(world.now, lambda: self._stop(inbound))
         elif self._transfer.num_bytes and not machine.is_with_trainer(self._is_colocated):
             inbound.parcels = self._parcels(machine, message)
@@ -268,9 +261,9 @@ class Transfers:
         if deltas:
             world.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
 
-    def _received(self, inbound: _Inbound) -> None:
-        """The broadcast is complete, and the sums agree."""
-        if self._is_current(inbound):
+    def _received(self, group: str) -> None:
+        """The members of this group have their version, in place."""
+        for inbound in [i for i in self._inbound.values() if i.group == group]:
             self._world.outcome.weights.add_broadcast(self._world.now - inbound.began_at)
             self._world.confirm(inbound.machine, inbound.version)
 
@@ -284,3 +277,8 @@ class Transfers:
     def _is_current(self, inbound: _Inbound) -> bool:
         """False if the machine has left, or gets a newer version."""
         return self._inbound.get(inbound.machine.spec.name) is inbound
+
+
+def _group(message: PublishWeights) -> str:
+    """The name of the group by which a version comes; "" = it is pulled."""
+    return message.group.name if message.group is not None else ""

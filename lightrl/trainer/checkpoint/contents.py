@@ -1,18 +1,17 @@
-"""What is in one checkpoint, for torch.distributed.checkpoint (DCP): weights and optimizer, on
-whatever number of ranks.
-
-Owns the state that is saved and restored. How it is written is `saver`'s, the names around it are
-`saved`'s. Knows nothing of what a run resumes besides the trainer (data cursor, journal).
+"""What a checkpoint holds for torch.distributed.checkpoint (DCP): weights and optimizer, readable
+on any number of ranks.
 
     step_N/trainer.json SavedStep
-    step_N/state/       DCP: master weights and optimizer state, readable by any number of ranks
+    step_N/state/       DCP: master weights and optimizer state
     step_N/layout.json  Layout, and
-    step_N/model/       the small files of the model directory: what an export needs besides
+    step_N/model/       the small files of the model directory: for an export
     step_N/hf/          optional: safetensors, config and tokenizer
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,7 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
+from lightrl.adapters import public_name
 from lightrl.errors import ProtocolError, TrainerError
+from lightrl.trainer.checkpoint.layout import Layout
 from lightrl.trainer.checkpoint.saved import STATE, SavedStep, read_step
 from lightrl.trainer.model.policy import Policy
 
@@ -44,7 +47,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 def state_of(
     policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool, view: View = as_it_is
 ) -> dict[str, Any]:
-    """The tensors themselves, not copies; of each what `view` makes of it. Call on all ranks."""
+    """Return the tensors themselves, each as `view` returns it. A collective."""
     model = get_model_state_dict(policy.module, options=_options(policy))
     state: dict[str, Any] = {"model": model}
     if with_optimizer:
@@ -69,9 +72,8 @@ def restore(
     expect: Callable[[], None] | None = None,
     view: View = as_it_is,
 ) -> SavedStep:
-    """Loads a checkpoint into a policy and its optimizer, on whatever number of ranks. Call on all
-    ranks. `expect` makes the optimizer's state that is read into, where torch is not to; a
-    checkpoint from before the first update has none. `view`: as for `state_of`.
+    """Load a checkpoint into a policy and its optimizer. A collective. `expect` creates the
+    optimizer's state instead of torch. `view`: as for `state_of`.
 
     Raises TrainerError if there is no complete checkpoint of this model at `path`.
     """
@@ -87,22 +89,85 @@ def restore(
         load_state(state, checkpoint_id=path / STATE, no_dist=world == 1)
     except (*PROBLEMS, CheckpointException) as e:
         raise TrainerError(f"{path}: cannot be restored: {first_line(e)}") from e
-    # Tensors were read into those of the module and the optimizer, wherever they lie; the rest of
-    # an optimizer's state follows from the config.
+    # tensors were read in place; the rest of an optimizer's state follows from the config
     return saved
 
 
 def _options(policy: Policy) -> StateDictOptions:
-    """With adapters these alone: the model that they are beside is where it was."""
+    """With adapters these alone."""
     return StateDictOptions(
         ignore_frozen_params=policy.has_adapters, strict=not policy.has_adapters
     )
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint, in the `saved` dtype, to be read in `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    saved: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Reader(FileSystemReader):
+    """Reads one checkpoint, and its index once."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint / STATE)
+        self.checkpoint = checkpoint
+        self._index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = super().read_metadata(*args, **kwargs)
+        return self._index
+
+
+def find_tensors(reader: Reader, dtypes: dict[str, str]) -> Iterator[Stored]:
+    """Find tensors of these names, to read in these dtypes. Raises TrainerError, one line, if one
+    is missing."""
+    checkpoint = reader.checkpoint
+    try:
+        known = reader.read_metadata().state_dict_metadata
+    except (OSError, EOFError, RuntimeError, ValueError) as e:
+        raise TrainerError(f"{checkpoint / STATE}: cannot be read: {e}") from e
+    for name, dtype in dtypes.items():
+        entry = known.get(f"model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TrainerError(f"{checkpoint}: has no tensor {name}")
+        yield Stored(name, getattr(torch, dtype), tuple(entry.size), entry.properties.dtype)
+
+
+def read_tensors(reader: Reader, layer: list[Stored]) -> dict[str, Tensor]:
+    """Read them one by one, so that one at a time is in memory in another dtype. Raises
+    TrainerError, one line."""
+    found: dict[str, Tensor] = {}
+    for stored in layer:
+        state = {"model": {stored.name: torch.empty(stored.shape, dtype=stored.saved)}}
+        try:
+            load_state(state, storage_reader=reader, no_dist=True)
+        except (RuntimeError, ValueError, CheckpointException) as e:
+            what = f"{reader.checkpoint}: {stored.name}"
+            raise TrainerError(f"{what} cannot be read: {e}") from e
+        found[stored.name] = state["model"].pop(stored.name).to(stored.dtype)
+    return found
+
+
+def read_adapters(checkpoint: Path, layout: Layout) -> dict[str, Tensor]:
+    """Read all adapters, under peft's names. Raises TrainerError, one line."""
+    reader = Reader(checkpoint)
+    tensors = read_tensors(reader, list(find_tensors(reader, layout.dtypes)))
+    return {public_name(name): tensor for name, tensor in tensors.items()}
+
+
 @contextlib.contextmanager
 def together(world: int) -> Iterator[None]:
-    """Waits for all ranks at the end. Raises TrainerError on each of them if what is inside failed
-    on one."""
+    """Wait for all ranks at the end. Raise TrainerError on all of them if one failed."""
     problem = ""
     try:
         yield
@@ -118,7 +183,7 @@ def together(world: int) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what a user is told; with several ranks, of what the first of them met."""
+    """First line of its message; with several ranks, of the first error."""
     if isinstance(error, CheckpointException):
         error = next((problem for problem, _ in error.failures.values()), error)
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,8 +1,5 @@
-"""A checkpoint as a model directory that transformers and vLLM read: safetensors, config,
-tokenizer.
-
-Owns how it is made from what lies on the disk: with one file of the export in memory, in float32
-only one layer of it. Needs no device, no run and no model directory.
+"""Exports a checkpoint as a model directory that transformers and vLLM read: safetensors, config,
+tokenizer. One file of it is in memory at a time. Needs no device, no run and no model directory.
 """
 
 import json
@@ -21,6 +18,13 @@ from lightrl.adapters import PREFIX
 from lightrl.errors import TrainerError
 from lightrl.model_files import ADAPTER_CONFIG, ADAPTERS, weights_folder
 from lightrl.system import files
+from lightrl.trainer.checkpoint.contents import (
+    Reader,
+    Stored,
+    find_tensors,
+    read_adapters,
+    read_tensors,
+)
 from lightrl.trainer.checkpoint.layout import (
     MODEL,
     Layout,
@@ -28,13 +32,6 @@ from lightrl.trainer.checkpoint.layout import (
     model_of,
     read_layout,
     reverter,
-)
-from lightrl.trainer.checkpoint.tensors import (
-    Reader,
-    Stored,
-    find_tensors,
-    read_adapters,
-    read_tensors,
 )
 from lightrl.weight_files import WEIGHTS_INDEX, weight_files
 
@@ -46,8 +43,7 @@ def export(
     revert: Reverter | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Makes `folder`, which must not be there, of a checkpoint that is as it was saved: it appears
-    whole or not at all.
+    """Export to `folder`, which must not exist: it appears whole or not at all.
 
     A file is larger than `shard_bytes` only if it is one layer. `revert`: of the model, where it is
     loaded. Raises OSError, or TrainerError in one line, also when it is not wanted any more.
@@ -80,8 +76,8 @@ def export(
 
 
 def merge(checkpoint: Path, folder: Path) -> None:
-    """As `export`, of adapters: the model that they are beside, with what they add to it, in its
-    dtypes and by its files, one of them in memory. Raises OSError, LightRLError."""
+    """Export the model beside adapters, with them added to it, in its dtypes and files. Raises
+    OSError, LightRLError."""
     layout = read_layout(checkpoint)
     if not layout.adapter:
         raise TrainerError(f"{checkpoint}: has no adapters that could be merged")
@@ -111,7 +107,7 @@ def merge(checkpoint: Path, folder: Path) -> None:
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """A draft that becomes `folder`, durably, if nothing is raised."""
+    """Yield a draft that is renamed to `folder`, durably, if nothing is raised."""
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -125,16 +121,14 @@ def _whole(folder: Path) -> Iterator[Path]:
 
 
 def _write_adapters(checkpoint: Path, draft: Path, layout: Layout) -> None:
-    """As peft does, with the tokenizer beside them. Without a config.json: who finds one looks for
-    a model."""
+    """Write them as peft does, with the tokenizer. Without config.json, which means a model."""
     _write(draft / ADAPTERS, read_adapters(checkpoint, layout))
     files.write_whole(draft / ADAPTER_CONFIG, f"{layout.adapter}\n".encode())
     _finish(draft, {}, 0, checkpoint / MODEL, but=("config.json", "generation_config.json"))
 
 
 def _parts(stored: Iterator[Stored], shard_bytes: int) -> Iterator[list[list[Stored]]]:
-    """Layers stay together: what transformers has joined when it loaded them, or split, is undone
-    within one."""
+    """Divide them into files. Layers stay together: transformers joins and splits within them."""
     layers: dict[str, list[Stored]] = {}
     for tensor in stored:
         layers.setdefault(_layer(tensor.name), []).append(tensor)
@@ -162,7 +156,6 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file(contiguous, path, {"format": "pt"})
     except SafetensorError as e:
-        # that of the system is said in words only
         if number := re.search(r"\(os error (\d+)\)", str(e)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from e
         raise TrainerError(f"{path}: {str(e).splitlines()[0]}") from e
@@ -177,8 +170,8 @@ def _finish(
     model: Path,
     but: tuple[str, ...] = (),
 ) -> None:
-    """All but the weights. `config.json` is that of the model directory: what transformers would
-    write names the dtype of the master weights."""
+    """Write all but the weights. transformers' own `config.json` would name the dtype of the master
+    weights."""
     for file in sorted(path for path in model.iterdir() if path.name not in but):
         shutil.copyfile(file, draft / file.name)
         files.sync(draft / file.name)

@@ -1,8 +1,7 @@
-"""The checkpoint of another run that a run begins with: taken over as that of its own step 0.
+"""Where a trainer begins: its newest checkpoint, or that of another run, taken over as its step 0.
 
-Owns how it is taken: the files are linked where that can be, else copied, so that the other run may
-go on, and remove it. Nothing of the other run is changed. Must not import torch: the daemon imports
-this file.
+The files of the other run are linked where possible, else copied: it may continue, and remove them.
+Must not import torch: the daemon imports this file.
 """
 
 import errno
@@ -11,18 +10,26 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
+from lightrl.log import reporter
 from lightrl.system import files
+from lightrl.system.child import retry_on_resource_limit
+from lightrl.system.threads import in_thread
+from lightrl.trainer.checkpoint.checksums import find_corruption, with_checksums, with_seal
 from lightrl.trainer.checkpoint.saved import (
     EXPORT,
     STEP_FILE,
     SavedStep,
     checkpoint_path,
+    newest_sound,
     put_in_place,
+    step_of,
+    tidy,
 )
-from lightrl.trainer.checkpoint.seal import resealed, sealed
 from lightrl.wire import from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -32,12 +39,39 @@ GONE = {errno.ENOENT, errno.ENOTDIR}
 NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def take_over(source: Path, checkpoints: Path, damage: Callable[[Path], str]) -> Path:
-    """`checkpoints`/step_0, of the state in `source`; `damage` says what of it is not as it was
-    saved. Where it fails nothing is left. Call when nobody writes a checkpoint.
+async def where_to_start(config: Config, checkpoints: Path, is_wanted: Callable[[], bool]) -> int:
+    """Return the step of the newest sound checkpoint; 0 if the run begins with a model or with
+    another run's checkpoint, which is taken over here. Checking takes no longer than `is_wanted`.
+    The checkpoint of an evaluation has a step of its own.
 
-    Steps count from 0; how many the schedule had before goes with it. Raises TrainerError, one
-    line, or OSError if the same may do later.
+    Raises TrainerError if a checkpoint cannot be read: it may be sound.
+    """
+    if config.eval.checkpoint:
+        return config.eval.step
+    initial = config.checkpoint.initial_load_path
+    find = partial(find_corruption, is_wanted=is_wanted)
+
+    def look() -> Path | None:
+        tidy(checkpoints)  # of many gigabytes, maybe
+        path = newest_sound(checkpoints, find, reporter(logger))
+        return take_over(Path(initial), checkpoints, find) if initial and path is None else path
+
+    try:
+        path = await retry_on_resource_limit(
+            partial(in_thread, look), "the trainer", logger.warning
+        )
+    except OSError as e:
+        where = e.filename or checkpoints
+        raise TrainerError(f"{where}: cannot look for a checkpoint: {e.strerror or e}") from None
+    return 0 if path is None else step_of(path)
+
+
+def take_over(source: Path, checkpoints: Path, find_corruption: Callable[[Path], str]) -> Path:
+    """Make `checkpoints`/step_0 of the state in `source`, or nothing if that fails. Call when
+    nobody writes a checkpoint.
+
+    Steps count from 0; the schedule continues. Raises TrainerError, one line, or OSError if a later
+    try may succeed.
     """
     path = checkpoint_path(checkpoints, 0)
     draft = path.with_name(f".{path.name}.draft")
@@ -45,10 +79,9 @@ def take_over(source: Path, checkpoints: Path, damage: Callable[[Path], str]) ->
         files.make_folder(checkpoints)
         shutil.rmtree(draft, ignore_errors=True)
         _link(source, draft)
-        # From here on it is ours: what the other run removes stays.
-        if problem := damage(draft):
+        if problem := find_corruption(draft):
             raise TrainerError(f"{source}: {problem}; the run cannot begin with this checkpoint")
-        _begin_anew(draft)
+        _reset_step(draft)
         put_in_place(draft, path, keep_last=1)
     except OSError as e:
         shutil.rmtree(draft, ignore_errors=True)
@@ -66,8 +99,7 @@ def take_over(source: Path, checkpoints: Path, damage: Callable[[Path], str]) ->
 
 
 def _link(source: Path, draft: Path) -> None:
-    """All of it but an export, which nothing is restored from, and unfinished ones. Raises
-    OSError."""
+    """Link all of it but exports. Raises OSError."""
     draft.mkdir()
     num_copied = 0
     for file in (source / STEP_FILE, *sorted(source.rglob("*"))):
@@ -82,7 +114,7 @@ def _link(source: Path, draft: Path) -> None:
 
 
 def _link_file(file: Path, link: Path) -> int:
-    """Bytes that had to be copied. Raises OSError."""
+    """Return bytes that had to be copied. Raises OSError."""
     try:
         os.link(file, link)
     except OSError as e:
@@ -93,13 +125,13 @@ def _link_file(file: Path, link: Path) -> int:
     return 0
 
 
-def _begin_anew(draft: Path) -> None:
-    """What it says of itself is that of a run of no steps. Raises OSError."""
+def _reset_step(draft: Path) -> None:
+    """Make it a checkpoint of 0 steps. Raises OSError."""
     data = (draft / STEP_FILE).read_bytes()
-    (draft / STEP_FILE).unlink()  # that of the other run has another name yet
+    (draft / STEP_FILE).unlink()  # a link to that of the other run
     then = from_json(data, SavedStep)
     before = then.steps_before + then.step
-    begun = replace(then, step=0, policy_version=0, steps_before=before)
-    # one from before there were digests gets them now
-    begun = resealed(begun) if begun.files else sealed(begun, draft)
-    files.write_whole(draft / STEP_FILE, to_json(begun))
+    now = replace(then, step=0, policy_version=0, steps_before=before)
+    # an old checkpoint has no digests
+    now = with_seal(now) if now.files else with_checksums(now, draft)
+    files.write_whole(draft / STEP_FILE, to_json(now))

@@ -1,7 +1,5 @@
-"""How the tensors of a checkpoint are called and typed in the model directory they came from.
-
-Owns what a checkpoint says of that, and the small files that it takes from there: enough for an
-export without the run, its model directory or a device.
+"""Names and dtypes of a checkpoint's tensors in the model directory, and its small files: enough
+for an export without the run, its model directory or a device.
 """
 
 import json
@@ -36,16 +34,14 @@ class Layout:
 
     # of parameters and persistent buffers, tied ones once -> as stored in the model directory
     dtypes: dict[str, str]
-    # what transformers has renamed, joined or split when it loaded the model; None: it did not load
-    # it, so that its defaults hold
+    # renamings, joins and splits by transformers when it loaded the model; None: its defaults
     conversions: tuple[str, ...] | None = ()
-    # what peft's adapter_config.json says of adapters, which are all that there is then, under the
-    # names that they have in `state`; "" = the model itself
+    # adapter_config.json of peft, if the checkpoint holds adapters alone; "" = the model itself
     adapter: str = ""
 
 
 def describe(policy: Policy, base: str = "") -> Layout:
-    """No collective. `base`: which model it is that adapters are beside."""
+    """Describe a policy. No collective. `base`: the model beside adapters."""
     if policy.has_adapters:
         named = policy.module.named_parameters()
         dtypes = {name: dtype_name(p.dtype) for name, p in named if is_adapter(name)}
@@ -75,7 +71,7 @@ def read_layout(checkpoint: Path) -> Layout:
 
 
 def reverter(module: Any) -> Reverter:
-    """Of a model that transformers has loaded, or `model_of` made."""
+    """Of a model that transformers has loaded, or of one by `model_of`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -85,8 +81,8 @@ def reverter(module: Any) -> Reverter:
 
 
 def model_of(checkpoint: Path, layout: Layout) -> Any:
-    """A model without memory, which knows how the checkpoint's tensors are to be named. Raises
-    TrainerError if this transformers does not."""
+    """Create a model without memory, with the names of the checkpoint's tensors. Raises
+    TrainerError if this transformers does not have them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -1,13 +1,12 @@
-"""Which checkpoints of a run lie on the disk: their names, the newest one, what a killed save left
-behind.
+"""The checkpoints of a run on the disk: their names, the newest one, leftovers of killed saves.
 
-Owns the names in a run's folder of checkpoints. Must not import torch: daemons ask where to start.
+Must not import torch: daemons look for the newest one.
 
     checkpoints/latest              name of the newest complete checkpoint
-    checkpoints/step_N/trainer.json SavedStep; what else is in there, `trainer.checkpoint` knows
-    checkpoints/step_0              of another run, with which this one begins: see initial.py
-    checkpoints/step_N.damaged      not what was saved any more; not used
-    checkpoints/step_N.rewound      of steps that `resume --from-checkpoint` has undone; not used
+    checkpoints/step_N/trainer.json SavedStep; contents.py has the rest
+    checkpoints/step_0              of another run, with which this one begins (initial.py)
+    checkpoints/step_N.damaged      corrupt; not used
+    checkpoints/step_N.rewound      undone by `resume --from-checkpoint`; not used
     checkpoints/.step_N.draft       being written
     checkpoints/.step_N.old         being replaced by a draft that is complete
     checkpoints/.step_N.gone        being removed
@@ -27,10 +26,10 @@ from lightrl.system import files
 from lightrl.wire import from_json
 
 STEP_FILE = "trainer.json"  # in a checkpoint
-EXPORT = "hf"  # its user's: may be edited or removed, as nothing is restored from it
-STATE = "state"  # the folder of what ranks restore in it
-LAYOUT_FILE, MODEL = "layout.json", "model"  # see layout.py; of a run that has a model
-DAMAGED, REWOUND = "damaged", "rewound"  # why one was set aside
+EXPORT = "hf"  # users may edit or remove it: nothing is restored from it
+STATE = "state"  # what ranks restore
+LAYOUT_FILE, MODEL = "layout.json", "model"  # see layout.py
+DAMAGED, REWOUND = "damaged", "rewound"  # reasons for which one is set aside
 
 _SET_ASIDE = re.compile(rf"step_(\d+)\.(?:{DAMAGED}|{REWOUND})", re.ASCII)
 
@@ -42,28 +41,26 @@ class SavedStep:
     # optimizer steps done
     step: int
     policy_version: int
-    # of the published version: restored weights must give it again, in the same dtype
+    # of the published version; restored weights must have it, in the same dtype
     digest: str
-    # there is no state before the first update
+    # false before the first update
     has_optimizer: bool = True
-    # of the published parameters; "" in a checkpoint from before digests were those of manifests
+    # of the published parameters; "" in old checkpoints
     dtype: str = ""
-    # of its learning-rate schedule, before the run began: those of the run that it began from
+    # steps of the learning-rate schedule before step 0, in the run that this one began from
     steps_before: int = 0
-    # whose state there is, as train.optim.name; "" = not known, or none
+    # train.optim.name of the state; "" = not known, or none
     optimizer: str = ""
     # responses and tokens of the running mean, see learner/token_mean.py
     token_sums: tuple[float, float] = (0.0, 0.0)
     # path in the checkpoint -> digest
     files: dict[str, str] = field(default_factory=dict[str, str])
-    # digest of all the above, see trainer/checkpoint/seal.py
+    # digest of all the above, see checksums.py
     seal: str = ""
 
     def require_digest(self, digest: str, dtype: str, has_adapters: bool = False) -> None:
-        """Raises TrainerError if the restored weights, published in `dtype`, are not those saved.
-
-        In another dtype than then it cannot be told. The digest of adapters is that of the model
-        beside them, too.
+        """Raise TrainerError if the restored weights, published in `dtype`, are not those saved. In
+        another dtype they are not comparable. The digest of adapters covers the model beside them.
         """
         if dtype == self.dtype and digest != self.digest:
             why = ", as they have beside another model than they were trained with"
@@ -85,62 +82,61 @@ def checkpoint_path(checkpoints: Path, step: int) -> Path:
 
 
 def restored_at(checkpoints: Path, step: int, settings: Checkpoint) -> Path | None:
-    """What ranks restore that start at `step`; None = they begin with the model."""
+    """Return what ranks restore that start at `step`; None = they begin with the model."""
     has_any = step > 0 or bool(settings.initial_load_path)
     return checkpoint_path(checkpoints, step) if has_any else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps done in a checkpoint, by its name."""
+    """Read the optimizer steps from its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint of a run, if there is one."""
+    """Return the newest complete checkpoint of a run."""
     named = _named(checkpoints)
     if named is not None and _is_complete(named):
         return named
-    # The pointer is written after the checkpoint, so that it may be missing, or name one that is
-    # gone.
+    # `latest` is written after the checkpoint: it may be missing, or name one that is gone
     return next((path for path in reversed(by_step(checkpoints)) if _is_complete(path)), None)
 
 
 def newest_in(folder: Path) -> Path | None:
-    """What a user means by a directory: it is a complete checkpoint, or that of a run, or of the
-    checkpoints of one, whose newest is meant. None: there is none."""
+    """Find the checkpoint that a user means by a directory: itself, or the newest of a run or of a
+    folder of checkpoints."""
     if (folder / STEP_FILE).is_file():
         return folder
     return latest(folder / CHECKPOINTS) or latest(folder)
 
 
 def by_step(checkpoints: Path) -> list[Path]:
-    """All that have the name of a checkpoint, lowest step first."""
+    """List all that have the name of a checkpoint, lowest step first."""
     return sorted((p for p in checkpoints.glob("step_*") if _is_numbered(p.name)), key=step_of)
 
 
 def those_beside(absent: Path) -> str:
-    """For an error: complete checkpoints in the folder of one that is not there; "" if none are."""
+    """For an error message: complete checkpoints in the folder of one that is absent."""
     whole = [path.name for path in by_step(absent.parent) if _is_complete(path)]
     return f"; there are {', '.join(whole)}" if whole else ""
 
 
 def oldest_kept(checkpoints: Path, step: int, keep_last: int) -> int:
-    """Steps done where a trainer may have to begin that has saved `step`: in the oldest of the
-    `keep_last` newest checkpoints. The model that the run began with counts as one of 0 steps.
+    """Return the step of the oldest of the `keep_last` newest checkpoints, from which a trainer
+    that has saved `step` may have to restart. The model that the run began with counts as step 0.
     """
     whole = [step_of(p) for p in by_step(checkpoints) if _is_complete(p)]
     return [0, *(s for s in whole if s <= step)][-keep_last:][0]
 
 
 def newest_sound(
-    checkpoints: Path, damage: Callable[[Path], str], report: Callable[[str], None]
+    checkpoints: Path, find_corruption: Callable[[Path], str], report: Callable[[str], None]
 ) -> Path | None:
-    """The newest complete checkpoint in which `damage` finds nothing; others are moved aside, as
-    `report` is told in one line for each. Call when nobody writes a checkpoint.
+    """Return the newest complete checkpoint without corruption. Move others aside and `report` each
+    in one line. Call when nobody writes a checkpoint.
 
     Raises TrainerError if one cannot be moved.
     """
-    while (path := _newest(checkpoints)) is not None and (problem := damage(path)):
+    while (path := _newest(checkpoints)) is not None and (problem := find_corruption(path)):
         try:
             aside = set_aside(path, DAMAGED)
             if (other := latest(checkpoints)) is not None:
@@ -155,7 +151,7 @@ def newest_sound(
 
 
 def set_aside(checkpoint: Path, why: str) -> Path:
-    """Where it lies now. Raises OSError."""
+    """Rename it. Return its new path. Raises OSError."""
     aside = checkpoint.with_name(f"{checkpoint.name}.{why}")
     shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
     checkpoint.rename(aside)
@@ -163,10 +159,8 @@ def set_aside(checkpoint: Path, why: str) -> Path:
 
 
 def forget_set_aside(checkpoints: Path, step: int) -> None:
-    """Removes what was set aside of steps before `step`, of which there is a sound checkpoint now.
-
-    Of later ones the newest of each kind stays: somebody may want to look at it.
-    """
+    """Remove what was set aside of steps before `step`, which has a sound checkpoint; of later
+    steps the newest of each kind stays."""
     for why in (DAMAGED, REWOUND):
         paths = checkpoints.glob(f"step_*.{why}")
         found = {int(m[1]): path for path in paths if (m := _SET_ASIDE.fullmatch(path.name))}
@@ -176,23 +170,23 @@ def forget_set_aside(checkpoints: Path, step: int) -> None:
 
 
 def point(checkpoints: Path, newest: Path) -> None:
-    """Makes `latest` name this one, durably. Raises OSError."""
+    """Make `latest` name this one, durably. Raises OSError."""
     files.write_whole(checkpoints / "latest", f"{newest.name}\n".encode())
 
 
 def put_in_place(draft: Path, path: Path, keep_last: int, keep_every: int = 0) -> None:
-    """The draft becomes the newest checkpoint, `path`, once everything in it is on the disk; all
-    but the newest `keep_last`, and those of each `keep_every` steps, are removed, and what was set
+    """Rename the draft to `path`, the newest checkpoint, once everything in it is on the disk.
+    Remove all but the newest `keep_last` and those of each `keep_every` steps, and what was set
     aside of earlier steps. Raises OSError.
     """
     for entry in [*draft.rglob("*"), draft]:
         files.sync(entry)
-    if path.exists():  # the same step saved again, after a resume
+    if path.exists():  # of the same step, before a resume
         old = path.with_name(f".{path.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
         draft.rename(path)
-        files.sync(path.parent)  # else the old files may be gone and still have the name
+        files.sync(path.parent)  # before the old files go
         shutil.rmtree(old)
     else:
         draft.rename(path)  # its name lasts once `latest` does, in the same folder
@@ -208,7 +202,7 @@ def put_in_place(draft: Path, path: Path, keep_last: int, keep_every: int = 0) -
 
 
 def remove(checkpoint: Path) -> None:
-    """In two steps, so that half of a checkpoint never has the name of a whole one."""
+    """Remove it under another name: a part of a checkpoint never has the name of a whole one."""
     gone = checkpoint.with_name(f".{checkpoint.name}.gone")
     with contextlib.suppress(OSError):
         shutil.rmtree(gone, ignore_errors=True)
@@ -217,17 +211,17 @@ def remove(checkpoint: Path) -> None:
 
 
 def tidy(checkpoints: Path) -> None:
-    """Removes what a save that was killed left behind. Call when nobody writes a checkpoint."""
+    """Remove leftovers of killed saves. Call when nobody writes a checkpoint."""
     for left in [p for p in checkpoints.glob(".step_*") if p.is_dir()]:
         name, _, state = left.name.removeprefix(".").partition(".")
         path = left.with_name(name)
         if state == "old" and _is_complete(left) and not path.exists():
-            with contextlib.suppress(OSError):  # killed before its successor took its place
+            with contextlib.suppress(OSError):  # it was not replaced
                 left.rename(path)
                 continue
         if state in {"old", "draft", "gone"}:
             shutil.rmtree(left, ignore_errors=True)
-    for pattern in (".life-*", ".ranks-*"):  # where ranks of several nodes met
+    for pattern in (".life-*", ".ranks-*"):  # rendezvous of several nodes
         for left in checkpoints.glob(pattern):
             left.unlink(missing_ok=True)
     for left in checkpoints.glob(f"step_*/.{EXPORT}.draft"):
@@ -235,7 +229,7 @@ def tidy(checkpoints: Path) -> None:
 
 
 def _newest(checkpoints: Path) -> Path | None:
-    """What `latest` names, even if it has become incomplete."""
+    """Return what `latest` names, even if it is incomplete."""
     named = _named(checkpoints)
     return named if named is not None and named.is_dir() else latest(checkpoints)
 

@@ -1,9 +1,8 @@
-"""A checkpoint that is written while the ranks go on: what it holds is copied first, all else is
-done in a thread.
+"""Asynchronous checkpoints: the tensors are copied, and a thread writes them while the rank
+continues.
 
-Owns one rank's part in it, that the checkpoint appears whole or not at all (see `saved`), and the
-export after it. The copy is made in memory that is kept for the next one: 12 bytes for each
-parameter of this rank's shards, pinned on CUDA.
+A checkpoint appears whole or not at all (saved.py). The copy uses memory that is kept for the next
+one: 12 bytes for each parameter of this rank's shards, pinned on CUDA.
 """
 
 import contextlib
@@ -27,14 +26,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from lightrl.config.sections import Checkpoint
 from lightrl.errors import TrainerError
 from lightrl.system import files
+from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of, together
 from lightrl.trainer.checkpoint.export import export
 from lightrl.trainer.checkpoint.layout import Layout, describe, reverter, write_description
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
-from lightrl.trainer.checkpoint.seal import sealed
 from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S
 from lightrl.trainer.model.policy import Policy
-from lightrl.trainer.protocol import Exported, Saved, SaveEvent, SaveFailed
+from lightrl.trainer.protocol import Exported, Saved, SaveEvent
 from lightrl.wire import to_json
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ MB = 1_000_000
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to become `path`, and then perhaps an export."""
+    """A checkpoint that is written as `draft`."""
 
     path: Path
     draft: Path
@@ -64,8 +63,8 @@ class Saver:
         base: str = "",
         view: View = as_it_is,
     ) -> None:
-        """Make it on all ranks. On rank 0 `report` is given, in a thread, what comes of a save.
-        `base`: what `model_dir` is to others, a path or a hub id. `view`: see `state_of`."""
+        """A collective. On rank 0 `report` gets the results, in a thread. `base`: the model of
+        `model_dir` for other machines, a path or a hub id. `view`: see `state_of`."""
         self._policy = policy
         self._optimizer = optimizer
         self._model_dir = model_dir
@@ -75,7 +74,7 @@ class Saver:
         self._report = report
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._first = self._world == 1 or dist.get_rank() == 0
-        # Of its own: the ranks compute meanwhile, with collectives that must not be mixed up.
+        # its own group: the ranks compute meanwhile, with other collectives
         limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         group = dist.new_group(backend="gloo", timeout=limit) if self._world > 1 else None
         assert not isinstance(group, int)  # of a rank that is not in it
@@ -90,15 +89,15 @@ class Saver:
         return self._work is not None and not self._work.done()
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait for a running save."""
         if self._work is not None:
             self._work.result()
 
     def begin(self, path: Path, saved: SavedStep, has_export: bool) -> str:
-        """Copies what the checkpoint `path` (.../step_N) is to hold, and has it written. Why that
-        cannot be, in one line, on all ranks if on one of them; "" if it is under way.
+        """Copy the state for the checkpoint `path` (.../step_N), and write it in the thread. Return
+        why that fails, in one line, on all ranks if on one of them, or "".
 
-        Call on all ranks. Waits for the checkpoint before, whose export is given up.
+        A collective. Waits for the checkpoint before, whose export is cancelled.
         """
         self._is_export_unwanted.set()
         self.wait()
@@ -129,18 +128,18 @@ class Saver:
             if self._first:
                 shutil.rmtree(job.draft, ignore_errors=True)
             return str(e)
-        assert isinstance(uploading, Future)  # the stager has returned a copy, not a promise of it
+        assert isinstance(uploading, Future)
         self._work = self._thread.submit(self._finish, uploading, job)
         return ""
 
     def _finish(self, uploading: Future[Any], job: _Job) -> None:
-        """In the thread. All ranks have written what is theirs when `uploading` is done on one."""
+        """In the thread. When `uploading` is done on one rank, all have written their parts."""
         problem = ""
         try:
             uploading.result()
             if self._first:
                 write_description(job.draft, job.layout, self._model_dir)
-                (job.draft / STEP_FILE).write_bytes(to_json(sealed(job.saved, job.draft)))
+                (job.draft / STEP_FILE).write_bytes(to_json(with_checksums(job.saved, job.draft)))
                 keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
                 put_in_place(job.draft, job.path, keep_last, keep_every)
         except (Exception, CheckpointException) as e:
@@ -148,17 +147,15 @@ class Saver:
             logger.exception("%s was not saved", job.path)
         if not self._first:
             return
-        with contextlib.suppress(EOFError):  # the daemon is gone: so are we, in a moment
+        with contextlib.suppress(EOFError):  # the daemon is gone
             if problem:
                 shutil.rmtree(job.draft, ignore_errors=True)
-                self._report(SaveFailed(str(job.path), problem))
-            else:
-                self._report(Saved(str(job.path)))
-                if job.has_export:
-                    self._report(Exported(str(job.path), self._export(job) or None))
+            self._report(Saved(str(job.path), problem or None))
+            if job.has_export and not problem:
+                self._report(Exported(str(job.path), self._export(job) or None))
 
     def _export(self, job: _Job) -> str:
-        """From the disk: no rank holds more of it than one file. Why not, in one line."""
+        """Export from the disk, with one file in memory. Return why that fails, in one line."""
         size = self._settings.shard_mb * MB
         try:
             revert = reverter(self._policy.module) if job.layout.conversions else None
@@ -171,22 +168,26 @@ class Saver:
 
 
 class _Stager(DefaultStager):
-    """Copies to the processor's memory; nothing is under way on any rank if one of them cannot."""
+    """Copies to the processor's memory; fails on all ranks if on one of them."""
 
     _synchronize_after_execute = False  # it has
 
     def __init__(self, device: torch.device, world: int) -> None:
-        is_cuda = device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
         super().__init__(
             StagingOptions(
-                use_pinned_memory=is_cuda,
+                use_pinned_memory=self._is_cuda,
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=is_cuda,
+                use_non_blocking_copy=self._is_cuda,
             )
         )
         self._world = world
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Not by `super().stage`: in torch 2.11 and 2.12 it closes the stager after one copy."""
         with together(self._world):
-            return super().stage(state_dict, **kwargs)
+            copied = self._state_dict_stager.stage(state_dict, non_blocking=self._is_cuda)
+            if self._is_cuda:
+                torch.accelerator.synchronize()
+            return copied

@@ -1,10 +1,8 @@
 """AdamW whose two moments take eight bits a value, by torchao's quantisation.
 
-Owns which tensors are kept so, and in blocks of how many values: see `block_size`. torchao's own
-optimizer compiles a kernel for each shape, takes ranks whose shards differ in rows for equal, and
-keeps tensors of a class that checkpoints cannot stage; here a state is plain tensors, divided among
-ranks as the parameter is. Imports torchao, an optional package: `optim` imports this file only when
-it is asked for.
+torchao's own optimizer compiles a kernel for each shape, assumes that all ranks have as many rows,
+and keeps tensors of a class that checkpoints cannot stage; here a state is plain tensors, divided
+among ranks as the parameter is. torchao is optional: `optim` imports this file on demand.
 """
 
 import math
@@ -21,8 +19,8 @@ from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qma
 from lightrl.trainer.learner.host_memory import local_part
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
-LEAST_VALUES = 4096  # of a tensor that is worth it
-UPDATED_VALUES = 1 << 22  # at once: a dozen float32 copies of them are there meanwhile
+LEAST_VALUES = 4096  # smaller tensors stay in float32
+UPDATED_VALUES = 1 << 22  # at a time: an update needs a dozen float32 copies of them
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

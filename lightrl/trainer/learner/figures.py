@@ -1,7 +1,5 @@
-"""The figures of a step, from the sums of its updates.
-
-Owns what a step of several mini-batches reports: means over all trained tokens of the step, and
-means over its updates of what each of them divides by its own counts. Knows no tensors.
+"""The figures of a step, from the sums of its updates: means over all trained tokens of the step,
+and means over its updates of values that are normalised by update.
 """
 
 import math
@@ -36,7 +34,7 @@ SUMS: tuple[str, ...] = (
     "padded",
 )
 
-# Of the micro-batches of an update, on all ranks; the smallest are the largest of negative values.
+# Maxima over the micro-batches of an update, on all ranks; a minimum is that of negative values.
 MAXIMA: tuple[str, ...] = (
     "gap",
     "mismatch_kl",
@@ -70,8 +68,8 @@ class StepFigures:
         num_responses: int,
         num_tokens: int,
     ) -> None:
-        """A mini-batch has ended. `scale`: what its sums are multiplied by; responses and tokens
-        are those it has, with a signal or without."""
+        """Add a mini-batch. `scale`: by which its sums are multiplied; responses and tokens include
+        those without a signal."""
         for name in SUMS:
             self._sums[name] += totals[name]
         for name in MAXIMA:
@@ -87,7 +85,7 @@ class StepFigures:
             self._updates.append({"response_length": length, "clip_frac": share})
 
     def add_update(self, grad_norm: float, is_skipped: bool) -> None:
-        """It had something to learn from. `grad_norm`: before clipping."""
+        """Add its optimizer step. `grad_norm`: before clipping."""
         self._norms.append(grad_norm)
         self._updates[-1]["grad_norm"] = grad_norm
         self._num_skipped += is_skipped
@@ -148,11 +146,11 @@ class StepFigures:
         return metrics
 
     def _largest(self, name: str, without: float) -> float:
-        """`without`: where nothing was trained."""
+        """`without`: if nothing was trained."""
         return self._maxima[name] if math.isfinite(self._maxima[name]) else without
 
     def _advantages(self) -> dict[str, float]:
-        """Over all responses: those that were not computed have none."""
+        """Over all responses; those that were not computed have 0."""
         sums, number = self._sums, max(1, self._num_responses)
         mean = sums["advantages"] / number
         lowest, highest = -self._largest("negative_advantage", 0.0), self._largest("advantage", 0.0)

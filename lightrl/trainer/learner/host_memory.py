@@ -1,124 +1,73 @@
-"""Memory of the host for tensors that are not on their device for now.
+"""Memory of the host for tensors of a device.
 
-Owns copies of whole storages, in memory that is allocated once and used again. A tensor that is
-away is the same object as before, of an empty storage, so that whoever refers to it, FSDP and
-optimizers included, need not be told; nothing may compute with it until it is fetched. Knows
-nothing of what the tensors are.
-
-All of it is one file that the kernel keeps in memory. On CUDA it is mapped and pinned: copies run
-beside the computation. On a processor, whose device and host have one memory, it is written and
-read without being mapped: this process has less resident memory by what is away, the machine has
-not.
+A tensor that is away is the same object as before, of an empty storage, so that FSDP and optimizers
+keep their references; nothing may compute with it until it is fetched. Its memory on the host is
+allocated once; on CUDA it is pinned.
 """
 
-import ctypes
 import logging
-import mmap
-import os
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-
-from lightrl.system import pages
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A part of the file. `pinned`: mapped, uint8, as long as this process lives."""
-
-    offset: int
-    num_bytes: int
-    pinned: Tensor | None = None
-
-
 class HostMemory:
+    """Holds whole storages of tensors of one device; other tensors stay where they are."""
+
     def __init__(self, device: torch.device) -> None:
-        """Of the tensors of `device`; all others stay where they are."""
         self._device = device
-        self._file = os.memfd_create("lightrl-parked")
-        weakref.finalize(self, os.close, self._file)
-        self._num_bytes = 0  # of the file
-        self._away: dict[int, tuple[torch.UntypedStorage, _Place]] = {}
-        self._free: dict[int, list[_Place]] = defaultdict(list)  # by size
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # storages that are away, by identity, each with its bytes on the host
+        self._away: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
+        self._is_cuda = device.type == "cuda"
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
-        """Returns when they take nothing of the device. Tensors that share a storage go together;
-        those that are away already are left alone.
-
-        Raises OSError where the host has no memory for them.
-        """
-        self.wait()
+        """Move tensors to the host; those that share a storage go together."""
         storages = [s for s in self._storages(tensors) if s.size()]
         for storage in storages:
             place = self._place(storage.size())
-            self._copy(storage, place, is_out=True)
+            place.untyped_storage().copy_(storage, non_blocking=True)
             self._away[storage._cdata] = storage, place
-            if self._stream is None:  # no more than one is there twice
-                if problem := pages.forget(storage.data_ptr(), storage.size()):
-                    logger.warning("%d bytes stay resident: %s", storage.size(), problem)
-                storage.resize_(0)
-        if self._stream is not None:
+        if self._is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
-            for storage in storages:
-                storage.resize_(0)
+        for storage in storages:
+            storage.resize_(0)
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        """That are away, of these."""
+        """Bytes of these tensors that are away."""
         found = [self._away.get(storage._cdata) for storage in self._storages(tensors)]
-        return sum(entry[1].num_bytes for entry in found if entry)
+        return sum(entry[1].nbytes for entry in found if entry)
 
-    def give_back(self) -> None:
-        """What is free is no longer held for this process."""
-        if self._stream is not None:
-            torch.cuda.empty_cache()
-        else:
-            pages.trim()
-
-    def fetch(self, tensors: Iterable[Tensor], beside: bool = False) -> None:
-        """To the device, those of them that are away. `beside` other work of the device: `wait`
-        before they are used."""
-        found = [
-            self._away.pop(s._cdata) for s in self._storages(tensors) if s._cdata in self._away
-        ]
-        for storage, place in found:  # memory of the stream that will use it
-            storage.resize_(place.num_bytes)
-        if self._stream is not None and beside:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                self._read(found)
-        else:
-            self._read(found)
-
-    def wait(self) -> None:
-        """What is computed from here on finds all that was fetched."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def drop(self, tensors: Iterable[Tensor]) -> None:
-        """They are never used again: nothing is kept of them."""
+    def fetch(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors back to the device."""
         for storage in self._storages(tensors):
             if (found := self._away.pop(storage._cdata, None)) is not None:
-                self._free[found[1].num_bytes].append(found[1])
+                place = found[1]
+                storage.resize_(place.nbytes)
+                storage.copy_(place.untyped_storage(), non_blocking=True)
+                self._free[place.nbytes].append(place)
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Forget tensors that are away and never used again."""
+        for storage in self._storages(tensors):
+            if (found := self._away.pop(storage._cdata, None)) is not None:
+                self._free[found[1].nbytes].append(found[1])
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or, while it is away, one of the same values on the host; what is
-        written there is fetched later."""
+        """Return the tensor itself, or, while it is away, one of the same values on the host;
+        values written there are fetched later."""
         local = local_part(tensor)
         if (found := self._away.get(local.untyped_storage()._cdata)) is None:
             return tensor
-        place = found[1]
-        data = place.pinned if place.pinned is not None else self._mapped(place)
         here = torch.empty(0, dtype=local.dtype).set_(
-            data.untyped_storage(), local.storage_offset(), local.shape, local.stride()
+            found[1].untyped_storage(), local.storage_offset(), local.shape, local.stride()
         )
         if not isinstance(tensor, DTensor):
             return here
@@ -127,60 +76,34 @@ class HostMemory:
         return made(here, tensor._spec, requires_grad=False)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-        """Of those that belong to the device, each once."""
-        known: set[int] = set()
+        """Yield those of the device, each once."""
+        seen: set[int] = set()
         for tensor in tensors:
             local = local_part(tensor)
             storage = local.untyped_storage()
-            if local.device == self._device and storage._cdata not in known:
-                known.add(storage._cdata)
+            if local.device == self._device and storage._cdata not in seen:
+                seen.add(storage._cdata)
                 yield storage
 
-    def _place(self, num_bytes: int) -> _Place:
+    def _place(self, num_bytes: int) -> Tensor:
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
-        place = _Place(self._num_bytes, num_bytes)
-        self._num_bytes += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._file, self._num_bytes)
-        if self._stream is None:
-            return place
-        return _Place(place.offset, num_bytes, _pinned(self._mapped(place)))
-
-    def _mapped(self, place: _Place) -> Tensor:
-        size = place.num_bytes
-        return torch.frombuffer(mmap.mmap(self._file, size, offset=place.offset), dtype=torch.uint8)
-
-    def _read(self, found: list[tuple[torch.UntypedStorage, _Place]]) -> None:
-        for storage, place in found:
-            self._copy(storage, place, is_out=False)
-            self._free[place.num_bytes].append(place)
-
-    def _copy(self, storage: torch.UntypedStorage, place: _Place, is_out: bool) -> None:
-        if place.pinned is not None:
-            host = place.pinned.untyped_storage()
-            target, source = (host, storage) if is_out else (storage, host)
-            target.copy_(source, non_blocking=True)
-            return
-        array = (ctypes.c_char * place.num_bytes).from_address(storage.data_ptr())
-        data, done = memoryview(array).cast("B"), 0
-        while done < place.num_bytes:  # the kernel moves 2 GiB at a time
-            at = place.offset + done
-            if is_out:
-                done += os.pwrite(self._file, data[done:], at)
-            else:
-                done += os.preadv(self._file, [data[done:]], at)
+        place = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._is_cuda:
+            # torch's own allocator of pinned memory takes the next power of two
+            cudart: Any = torch.cuda.cudart()
+            if problem := int(cudart.cudaHostRegister(place.data_ptr(), num_bytes, 0)):
+                logger.warning("%d bytes of the host cannot be pinned: %d", num_bytes, problem)
+        return place
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """What this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _pinned(data: Tensor) -> Tensor:
-    """The same, so that CUDA copies to and from it without help of the processor. torch's own
-    allocator of pinned memory takes the next power of two."""
-    cudart: Any = torch.cuda.cudart()
-    problem = cudart.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
-    if int(problem):
-        logger.warning("%d bytes of the host cannot be pinned: %s", data.nbytes, problem)
-    return data
+def reshard(module: nn.Module) -> None:
+    """Drop the weights that FSDP has gathered for a pass and keeps until a backward pass."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

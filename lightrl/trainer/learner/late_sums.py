@@ -1,10 +1,9 @@
 """Gradients that are summed over the ranks once an update, not with each micro-batch.
 
-Owns when they are. With `train.sync = "last"` (on CPUs "auto") each rank holds those of the whole
-model until then, in float32. On a processor it holds the weights of the whole model as long: gloo
-gathers them, and FSDP copies them, while nothing is computed. NCCL gathers meanwhile, and there
-memory is scarce. Replicas (`train.replicas`) always meet at the end alone: with `"each"` only the
-ranks of one replica sum up with each micro-batch.
+With `train.sync = "last"` (on CPUs "auto") each rank holds the gradients of the whole model until
+the update, in float32; on a processor also the weights, as gloo gathers them while nothing is
+computed. Replicas (`train.replicas`) always sum at the update; with `"each"` the ranks of one
+replica sum with each micro-batch.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from lightrl.trainer.model.policy import Policy, response_logprobs
 
 
 class LateSums:
-    """From `begin` to `reduce` there are gradients that only this rank has, or this replica."""
+    """From `begin` to `reduce`, gradients are held by this rank alone, or by this replica."""
 
     def __init__(self, policy: Policy, is_last: bool, replicas: int = 1) -> None:
         """`is_last`: ranks of one replica do not sum up before the end, either."""
@@ -44,8 +43,8 @@ class LateSums:
             module.set_reshard_after_backward(False)
 
     def reduce(self) -> None:
-        """A collective. Which micro-batch is the last is known when it has been computed: FSDP sums
-        up in one more pass, over nothing. A replica that had no micro-batch takes part."""
+        """Sum in one more pass, over nothing: which micro-batch is the last is known too late. A
+        collective, also of replicas without micro-batches."""
         policy = self._policy
         if not isinstance(policy.module, FSDPModule) or not self._is_due_anywhere():
             return
@@ -58,7 +57,7 @@ class LateSums:
         self._reset_forward(policy.module)
 
     def drop(self) -> None:
-        """There are none, and there never were. No collective, and nothing is computed."""
+        """Forget the gradients. No collective."""
         module = self._policy.module
         if not self._is_due or not isinstance(module, FSDPModule):
             return
@@ -75,7 +74,7 @@ class LateSums:
         self._reset_forward(module)
 
     def gradients(self) -> Iterator[Tensor]:
-        """Those that only this rank has, of the whole model, or this replica, of a shard."""
+        """Yield gradients that are not summed yet."""
         module = self._policy.module
         if not self._is_due or not isinstance(module, FSDPModule):
             return
@@ -90,12 +89,12 @@ class LateSums:
                     yield unsharded.grad
 
     def _reset_forward(self, module: FSDPModule) -> None:
-        if self._keeps_weights:  # as `shard` has left it
+        if self._keeps_weights:  # as `shard` does
             module.set_reshard_after_forward(True)
             module.set_reshard_after_forward(False, recurse=False)
 
     def _is_due_anywhere(self) -> bool:
-        """The ranks of one replica have as many micro-batches each, those of others other ones."""
+        """Whether any replica has gradients: they differ in micro-batches."""
         if self._replicas == 1:
             return self._is_due
         due = torch.tensor(float(self._is_due), device=self._policy.device)
@@ -108,8 +107,7 @@ class LateSums:
 
 
 def _groups(module: Any) -> Iterator[Any]:
-    """What FSDP sums up at once: it has no public name for gradients that it has not summed up
-    yet."""
+    """FSDP's groups of parameters; it has no public name for gradients that it has not summed."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()

@@ -1,8 +1,7 @@
-"""What is trained on one rank: the policy, its optimizer, and the sums of one step.
+"""What one rank trains: the policy, its optimizer, and the gradients and figures of one step.
 
-Owns passes over micro-batches, the update and its metrics. Gradients are un-normalised sums, so a
-step does not depend, but for rounding, on how its samples were split or in which order they came.
-Knows no commands, no versions and no files.
+Gradients are un-normalised sums, so a step does not depend, but for rounding, on how its samples
+were split or in which order they came.
 """
 
 import math
@@ -25,15 +24,14 @@ from lightrl.trainer.learner import optim, out_of_memory
 from lightrl.trainer.learner.figures import MAXIMA, SUMS, StepFigures
 from lightrl.trainer.learner.host_memory import HostMemory
 from lightrl.trainer.learner.late_sums import LateSums
-from lightrl.trainer.learner.offload import HostedState
-from lightrl.trainer.learner.parking import Parking
+from lightrl.trainer.learner.offload import HostedState, Parking
 from lightrl.trainer.learner.step_start import StepStart
 from lightrl.trainer.learner.token_mean import TokenMean
 from lightrl.trainer.model.collate import Batch, collate, num_tokens_read
 from lightrl.trainer.model.flops import TrainingFlops, peak_flops
 from lightrl.trainer.model.lora import adapters_off
 from lightrl.trainer.model.policy import Policy, load_policy, load_reference, response_logprobs
-from lightrl.trainer.protocol import AT_ONCE, FinishStep, MicroBatch, UpdateWeights
+from lightrl.trainer.protocol import AT_ONCE, MicroBatch, Update
 
 
 class Learner:
@@ -45,8 +43,8 @@ class Learner:
         world: int,
         still_computing: Callable[[], None],
     ) -> None:
-        """The weights of `model_dir`, on `device`. A collective of the `world` ranks.
-        `still_computing` is called now and then where `update` takes as long as all its passes.
+        """Load the weights of `model_dir`. A collective of the `world` ranks. `still_computing` is
+        called between the passes of a long `update`.
 
         Raises TrainerError for a model that cannot be loaded.
         """
@@ -83,17 +81,17 @@ class Learner:
         self.parking = self._new_parking(self.host) if is_shared and self.host else None
         self._begin()
 
-    def accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
-        """Adds these to the mini-batch; where advantages depend on all of it, holds them until its
-        end. `is_last`: the update follows."""
+    def accumulate(self, batches: Sequence[MicroBatch]) -> None:
+        """Add these to the mini-batch; where advantages depend on all of it, hold them until its
+        end."""
         if self.algorithm.is_whitened:
             self.held += batches
         else:
-            self._accumulate(batches, is_last)
+            self._accumulate(batches)
 
-    def clear(self) -> None:
-        """The step begins anew. What is parked stays so. No collective: of several replicas those
-        that were given something are not parked any more, the others are."""
+    def reset(self) -> None:
+        """Undo the step. What is parked stays parked. No collective: some replicas may be parked,
+        and others not."""
         if self.parking is not None:
             self.parking.drop_gradients()
         if self.late is not None:
@@ -106,19 +104,18 @@ class Learner:
             self.parking.put_state_away()
         self._begin()
 
-    def update(self, end: UpdateWeights | FinishStep) -> None:
-        """A mini-batch is complete: the optimizer's step, if there is anything to learn from."""
+    def update(self, end: Update) -> None:
+        """Make the optimizer step of a mini-batch, if any sample has a gradient."""
         self._fetch()
-        # One of several replicas may hold nothing, but its sums are asked for.
+        # a replica that holds nothing takes part in the sums
         if self.held or (self.algorithm.is_whitened and self.config.train.replicas > 1):
             batches = self._whitened()
             for first in range(0, len(batches), AT_ONCE):
-                end_of_some = first + AT_ONCE
-                self._accumulate(batches[first:end_of_some], end_of_some >= len(batches))
+                self._accumulate(batches[first : first + AT_ONCE])
                 self._still_computing()
         if self.late is not None:
             self.late.reduce()
-        begun = now(self.device)  # the sums are needed next: they are complete when the passes are
+        began = now(self.device)  # the passes end when their sums are read
         totals = dict(zip(SUMS, self._total(self.sums).tolist(), strict=True))
         largest = self._total(self.maxima, dist.ReduceOp.MAX).tolist()
         num_tokens = float(end.num_tokens)
@@ -136,23 +133,23 @@ class Learner:
         if totals["responses"]:
             if self.parking is not None and self.hosted is None:
                 self.parking.fetch_state()
-            # What ends the step is never taken back.
-            if isinstance(end, UpdateWeights) and not self._has_moved:
+            # The last update of a step is never undone.
+            if end.policy_version is None and not self._has_moved:
                 self._start.hold()
             with out_of_memory.final(self.config, "in the optimizer step"):
                 grad_norm, is_skipped = self._descend(scale, self._learning_rate(end.step))
             self._has_moved |= not is_skipped
             self._figures.add_update(grad_norm, is_skipped)
-            if self.parking is not None and isinstance(end, UpdateWeights):
-                self.parking.put_state_away()  # at the end of the step all of it goes together
-        self._updating_s += now(self.device) - begun  # the weights are needed next
+            if self.parking is not None and end.policy_version is None:
+                self.parking.put_state_away()  # at the end of the step all is parked
+        self._updating_s += now(self.device) - began
         self._begin_mini_batch()
 
-    def finish(self, finish: FinishStep) -> dict[str, float]:
-        """The last update of the step; its metrics."""
-        self.update(finish)
+    def finish(self, end: Update) -> dict[str, float]:
+        """Make the last update of the step. Return the metrics of the step."""
+        self.update(end)
         metrics = self._figures.metrics(
-            self._learning_rate(finish.step),
+            self._learning_rate(end.step),
             has_weights=self.algorithm.tis_bounds != "off",
             has_reference=self.algorithm.kl_coef > 0,
         )
@@ -171,14 +168,14 @@ class Learner:
         return metrics
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Of a weight, or of the optimizer: what can be read and written, wherever it is now."""
+        """A tensor that can be read and written, on the device or on the host."""
         return tensor if self.host is None else self.host.view(tensor)
 
     def _fetch(self) -> None:
         if self.parking is not None and self.parking.is_parked:
-            begun = time.monotonic()
+            began = time.monotonic()
             self.parking.fetch()
-            self._fetching_s += time.monotonic() - begun
+            self._fetching_s += time.monotonic() - began
 
     def _new_parking(self, host: HostMemory) -> Parking:
         modules = [self.policy.module]
@@ -187,13 +184,12 @@ class Learner:
         return Parking(host, modules, self.parameters, self.optimizer, self._start, self.late)
 
     def _begin(self) -> None:
-        """A step begins."""
         self._figures = StepFigures()
         self._has_moved = False  # in this step
         self._updating_s = self._fetching_s = 0.0
         self.num_batches = 0
         self.computing = Stopwatch(self.device)  # forward and backward passes of the step
-        self.referring = Stopwatch(self.device)  # those of the reference, which are part of it
+        self.referring = Stopwatch(self.device)  # passes of the reference, included above
         self._num_flops = 0.0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -202,7 +198,7 @@ class Learner:
     def _begin_mini_batch(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        # Of one dtype on all ranks, also on those that get no samples.
+        # of one dtype on all ranks, also on those without samples
         self.maxima = torch.full_like(self.sums[: len(MAXIMA)], -torch.inf)
         self.held: list[MicroBatch] = []  # only where advantages wait for the mini-batch's end
 
@@ -225,30 +221,30 @@ class Learner:
 
     def _sums_late(self) -> bool:
         train = self.config.train
-        # Whatever it says: a replica of one rank has nobody in it to sum up with.
+        # a replica of one rank has nothing to sum before the update
         sync = "auto" if self.world == train.replicas > 1 else train.sync
         return sync == "last" or (sync == "auto" and self.device.type == "cpu")
 
     def _algorithm(self) -> AlgorithmSection:
-        """With the importance weights that are due here: engines that compute as we do, in float32
-        on a CPU, need none."""
+        """With the importance weights for this device: engines that compute in float32 on a CPU
+        need none."""
         is_float32 = self.device.type == "cpu" and self.policy.served == torch.float32
         bounds = self.config.tis_bounds(is_float32) or "off"
         return self.config.algorithm.model_copy(update={"tis_bounds": bounds})
 
-    def _accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
+    def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
         self._fetch()
-        for i, samples in enumerate(batches):
-            # Without samples, too, when others of this replica compute: they need us.
+        for samples in batches:
+            # also without samples, for collectives with other ranks of this replica
             if samples or self.world > self.config.train.replicas:
                 vocabulary, packed = self.policy.vocabulary, self.policy.way.packed
                 batch = collate(samples, self.device, vocabulary, packed)
                 with self.computing.running(), out_of_memory.final(self.config, "", samples):
-                    self._backward(batch, samples, is_last and i == len(batches) - 1)
+                    self._backward(batch, samples)
                 self._num_flops += self._flops.of(map(num_tokens_read, samples))
         self.num_batches += len(batches)
 
-    def _backward(self, batch: Batch, samples: MicroBatch, is_last: bool) -> None:
+    def _backward(self, batch: Batch, samples: MicroBatch) -> None:
         if self.late is not None:
             self.late.begin()
         # Greedy samples have no distribution of their own.
@@ -269,13 +265,11 @@ class Learner:
             batch.mask,
             entropy if has_bonus else None,
         )
-        if is_last and self.parking is not None and self.hosted is None:
-            self.parking.begin_fetching_state()
         sums.total.backward()
-        # What engines serve are the weights of the step's begin.
+        # engines serve the weights of the step's beginning
         is_compared = begun_with is not None or not self._has_moved
         gaps, largest_gaps = _gaps(ours, batch, is_compared)
-        advantages = batch.advantages[: len(samples)].double()  # whose squares float32 may not hold
+        advantages = batch.advantages[: len(samples)].double()  # squares exceed float32
         num_read = sum(map(num_tokens_read, samples))
         values = [
             sums.policy,
@@ -304,7 +298,7 @@ class Learner:
         self.maxima = torch.maximum(self.maxima, _stacked(maxima, ours))
 
     def _logprobs_at_begin(self, batch: Batch, temperature: float) -> Tensor | None:
-        """Of the weights with which the step began; None if nothing asks for them. A collective."""
+        """Of the weights at the step's beginning, if they are needed. A collective."""
         if not self._is_held_to_own:
             return None
         with self._start.in_place(), torch.no_grad():
@@ -312,7 +306,7 @@ class Learner:
 
     @property
     def _is_held_to_own(self) -> bool:
-        """Ratios are to the policy of the step's begin, not to what engines sampled from."""
+        """Ratios are to the policy of the step's beginning, not to what engines sampled from."""
         return self.algorithm.old_logprobs == "trainer"
 
     def _reference_logprobs(self, batch: Batch, temperature: float) -> Tensor | None:
@@ -326,7 +320,8 @@ class Learner:
                 return response_logprobs(self.policy, batch, temperature)[0]
 
     def _whitened(self) -> list[MicroBatch]:
-        """What was held, without the responses that have no gradient after all."""
+        """The held micro-batches with whitened advantages, without responses that have no
+        gradient."""
 
         def total(values: Sequence[float]) -> list[float]:
             here = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -337,8 +332,8 @@ class Learner:
         return [tuple(s for s in batch if s.advantage or has_terms) for batch in batches]
 
     def _descend(self, scale: float, lr: float) -> tuple[float, bool]:
-        """Norm of the normalised gradient before clipping, and whether the update was left out for
-        it."""
+        """Update. Return the norm of the normalised gradient before clipping, and whether it was
+        not finite, so that the update was skipped."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         # FSDP averages over the ranks; the loss is a sum over all samples
         scale *= self.world
@@ -362,7 +357,7 @@ class Learner:
         return optim.learning_rate(train.optim, before + step, before + train.steps)
 
     def _performance(self, computing_s: float) -> dict[str, float]:
-        """Of all ranks, after `computing_s` seconds of passes. A collective."""
+        """Figures of all ranks, after `computing_s` seconds of passes. A collective."""
         is_cuda = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else 0
         most = self._over_ranks([self.num_batches, peak], dist.ReduceOp.MAX)
@@ -380,7 +375,7 @@ class Learner:
         return self._total(here, op).tolist()
 
     def _total(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Over all ranks."""
+        """Reduce over all ranks."""
         if self.world > 1:
             value = value.clone()
             dist.all_reduce(value, op)
@@ -401,7 +396,7 @@ def _gaps(ours: Tensor, batch: Batch, is_compared: bool) -> tuple[list[Tensor], 
 
 
 def _stacked(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    """Numbers do not come by a copy from the processor, which would wait for the device."""
+    """Numbers are filled in on the device: a copy would wait for it."""
     first = like[0, 0]
     each = [v if isinstance(v, Tensor) else torch.full_like(first, v) for v in values]
     return torch.stack(each)

@@ -1,29 +1,29 @@
-"""An optimizer whose state lies in the memory of the host (`train.offload = "optimizer"`).
+"""What of a rank lies in the memory of the host: the optimizer's state (`train.offload =
+"optimizer"`), and all of it while engines use the device (`rollout.placement = "shared"`).
 
-Owns when it is there. The step is the optimizer's own, on the device, for a part of the parameters
-at a time: the weights become the same bits as without.
+What is computed has the same bits, whenever tensors move.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightrl.trainer.learner.host_memory import HostMemory
+from lightrl.trainer.learner.host_memory import HostMemory, local_part, reshard
+from lightrl.trainer.learner.late_sums import LateSums
+from lightrl.trainer.learner.step_start import StepStart
 
 PART_VALUES = 1 << 26  # parameters of this rank whose state is on the device at once (512 MiB)
 
 
 @dataclass(eq=False)
 class HostedState:
-    """All that steps the optimizer, and all that makes it state.
+    """Steps an optimizer whose state lies on the host, on the device, for a part of the parameters
+    at a time. Without a `host` nothing moves: on a processor that shares its memory with nobody."""
 
-    Without a `host` nothing moves: on a processor that shares its memory with nobody.
-    """
-
-    _optimizer: torch.optim.Optimizer
+    _optimizer: Optimizer
     _parameters: Sequence[Tensor]
     _host: HostMemory | None
 
@@ -38,8 +38,8 @@ class HostedState:
             self._step(part)
 
     def expect(self) -> None:
-        """Makes the state that a checkpoint is read into; torch would make all of it at once, on
-        the device."""
+        """Create the state into which a checkpoint is read; torch would create all of it on the
+        device."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
@@ -64,18 +64,79 @@ class HostedState:
         part: list[int] = []
         size = 0
         for i, parameter in enumerate(self._parameters):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if part and size + local.numel() > PART_VALUES:
+            num = local_part(parameter).numel()
+            if part and size + num > PART_VALUES:
                 yield part
                 part, size = [], 0
             part.append(i)
-            size += local.numel()
+            size += num
         yield part
 
 
-def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What of the state is worth moving: not the counts of steps."""
+def moments(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors of the state, without the counts of steps."""
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.ndim:
                 yield value
+
+
+@dataclass(eq=False)
+class Parking:
+    """Moves all tensors of a rank to the host and back. The optimizer's state stays there while
+    gradients are only accumulated.
+
+    `modules`: the policy, and its reference if there is one; `parameters`: those that are trained.
+    """
+
+    _host: HostMemory
+    _modules: Sequence[nn.Module]
+    _parameters: Sequence[nn.Parameter]
+    _optimizer: Optimizer
+    _start: StepStart
+    _late: LateSums | None
+    is_parked: bool = False
+
+    def park(self) -> int:
+        """Move everything to the host, between micro-batches. Return bytes. No collective."""
+        for module in self._modules:
+            reshard(module)
+        self._host.put_away(self._tensors())
+        torch.cuda.empty_cache()  # nothing on a processor
+        self.is_parked = True
+        return self._host.bytes_of(self._tensors())
+
+    def fetch(self) -> None:
+        """Fetch what passes over micro-batches need."""
+        if self.is_parked:
+            self._host.fetch(self._of_passes())
+            self.is_parked = False
+
+    def fetch_state(self) -> None:
+        """Fetch the optimizer's state for an update."""
+        self._host.fetch(self._state())
+
+    def put_state_away(self) -> None:
+        """Gradients are only accumulated."""
+        self._host.put_away(self._state())
+
+    def drop_gradients(self) -> None:
+        self._host.drop(self._gradients())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._of_passes()
+        yield from self._state()
+
+    def _of_passes(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            yield from module.parameters()
+        yield from self._gradients()
+        yield from self._start.weights
+
+    def _gradients(self) -> Iterator[Tensor]:
+        yield from (p.grad for p in self._parameters if p.grad is not None)
+        if self._late is not None:
+            yield from self._late.gradients()
+
+    def _state(self) -> Iterator[Tensor]:
+        return moments(self._optimizer, self._parameters)

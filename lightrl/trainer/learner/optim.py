@@ -1,7 +1,5 @@
-"""The optimizer of one rank, and the learning rate of a step.
-
-Owns which of the two forms of AdamW it is, and the schedule: a function of the step alone, so that
-a run that is resumed needs nothing to go on with it. Knows no gradients.
+"""The optimizer of one rank, and the learning rate: a function of the step alone, so that a resumed
+run needs no state of a schedule.
 """
 
 import math

@@ -1,7 +1,5 @@
-"""Out of memory on a device: what it came from and which keys help, in one line that ends the run.
-
-Owns that line. Ranks that are started again do the same work with as much memory, so this is no
-reason to start them again.
+"""Out of memory on a device: the cause and the keys that help, in one line that ends the run, as
+restarted ranks would need as much memory.
 """
 
 import contextlib
@@ -16,15 +14,15 @@ from lightrl.trainer.batch import num_tokens
 from lightrl.trainer.protocol import TrainSample
 
 GIB = 1 << 30
-# Of libraries that ask the driver themselves; torch's own allocator has a class of error for it.
+# of libraries that allocate without torch, whose allocator has its own class of error
 SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-OTHERS_BYTES = GIB  # of other processes on the device: less is not worth a word
+OTHERS_BYTES = GIB  # of other processes: less is not mentioned
 
 
 @contextlib.contextmanager
 def final(config: Config, when: str, samples: Sequence[TrainSample] = ()) -> Iterator[None]:
-    """Raises TrainerError, one line, for what is out of memory inside. `when`: as in "out of memory
-    in the optimizer step"; `samples`: of the micro-batch, if it is one."""
+    """Raise TrainerError, one line, for an error of memory inside. `when`: as in "out of memory in
+    the optimizer step"; `samples`: of the micro-batch, if it is one."""
     try:
         yield
     except RuntimeError as e:
@@ -51,7 +49,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _device() -> Iterator[str]:
-    """What the device has, and who holds it."""
+    """Memory of the device, and its users."""
     if not torch.cuda.is_available():
         return
     try:

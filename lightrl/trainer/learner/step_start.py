@@ -1,9 +1,8 @@
-"""What a step of several updates found: the weights, and the state of the optimizer.
+"""Copies of this rank's weights and optimizer state at the beginning of a step of several updates.
 
-Owns copies of this rank's shards. Those of the weights are float32 and lie where the weights do: 4
-bytes a parameter, divided as the weights are. Old logprobs are computed from them as from the
-weights themselves, so that they are exactly those of the step's begin whatever the dtype of
-computing. The optimizer's lie on the host, and are needed only when the step begins anew.
+The weights' copies are float32 and lie where the weights do, 4 bytes a parameter: old logprobs are
+computed from them as from the weights themselves. The optimizer's lie on the host, and are used
+only when the step is reset.
 """
 
 import contextlib
@@ -11,10 +10,9 @@ from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightrl.trainer.learner.host_memory import HostMemory, local_part
+from lightrl.trainer.learner.host_memory import HostMemory, local_part, reshard
 
 
 class StepStart:
@@ -25,8 +23,7 @@ class StepStart:
         optimizer: Optimizer,
         host: HostMemory | None = None,
     ) -> None:
-        """`parameters`: those of `module` that are trained. Any of all this may be on the `host`
-        when it is held or restored."""
+        """`parameters`: those of `module` that are trained. Any tensor may be on the `host`."""
         self._module = module
         self._parameters = parameters
         self._optimizer = optimizer
@@ -36,7 +33,7 @@ class StepStart:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """The step is about to move the weights. No collective."""
+        """Copy, before the first update of the step. No collective."""
         if not self.weights:
             self.weights = [torch.empty_like(local_part(p)) for p in self._parameters]
         for held, parameter in zip(self.weights, self._parameters, strict=True):
@@ -51,22 +48,22 @@ class StepStart:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The step begins anew: all is as it was held. No collective."""
+        """Undo the updates of the step. No collective."""
         for held, parameter in zip(self.weights, self._parameters, strict=True):
             self._at_hand(parameter.detach()).copy_(self._at_hand(held))
         for parameter in list(self._optimizer.state):
-            if parameter not in self._state:  # moved for the first time
+            if parameter not in self._state:  # its first update
                 values = self._optimizer.state.pop(parameter).values()
                 if self._host is not None:
                     self._host.drop(value for value in values if isinstance(value, Tensor))
         for parameter, values in self._state.items():
             for name, held in values.items():
                 self._at_hand(self._optimizer.state[parameter][name]).copy_(held)
-        self._drop_gathered()
+        reshard(self._module)
 
     @contextlib.contextmanager
     def in_place(self) -> Generator[None]:
-        """The module has the weights of the step's begin, for passes without gradients."""
+        """Run passes without gradients on the weights of the step's beginning."""
         self._exchange()
         try:
             yield
@@ -74,7 +71,7 @@ class StepStart:
             self._exchange()
 
     def _at_hand(self, tensor: Tensor) -> Tensor:
-        """What this rank has of it, wherever it is."""
+        """What this rank has of a tensor, on the device or on the host."""
         return local_part(tensor if self._host is None else self._host.view(tensor))
 
     @torch.no_grad()
@@ -84,10 +81,4 @@ class StepStart:
             now = local.clone()
             local.copy_(held)
             held.copy_(now)
-        self._drop_gathered()
-
-    def _drop_gathered(self) -> None:
-        """FSDP keeps what it gathered for the last forward pass until a backward pass."""
-        for part in self._module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        reshard(self._module)

@@ -25,14 +25,13 @@ class TokenMean:
         self._at_begin = self.sums  # of the step
 
     def add(self, num_responses: int, num_tokens: int) -> float:
-        """An update of so many ends. Returns the mean number of tokens of a response, with these;
-        0.0 before there are any."""
+        """Count an update. Return the mean number of tokens of a response; 0.0 before the first."""
         self.sums = (self.sums[0] + num_responses, self.sums[1] + num_tokens)
         responses, tokens = self.sums
         return tokens / responses if responses else 0.0
 
     def restore(self, sums: tuple[float, float]) -> None:
-        """As a checkpoint has them."""
+        """Set the sums of a checkpoint."""
         self.sums = self._at_begin = sums
 
     def end_step(self) -> None:
@@ -40,5 +39,5 @@ class TokenMean:
         self.restore((KEEP * responses, KEEP * tokens))
 
     def clear(self) -> None:
-        """The step begins again."""
+        """The step is reset."""
         self.sums = self._at_begin

@@ -1,10 +1,7 @@
-"""Attention over sequences that lie back to back in one row, none of which sees another.
+"""Attention within sequences that lie back to back in one row, registered with transformers.
 
-Owns one function that transformers calls in every layer of a model that has been told so, and the
-description of a packed row that it is given. Knows no batches and no losses.
-
-On CUDA it is torch's own variable-length attention. Elsewhere SDPA, by blocks of sequences of about
-the same length: nothing but these blocks is padded, and nothing else of a layer sees the padding.
+On CUDA it is torch's variable-length attention. Elsewhere SDPA, by blocks of sequences of about the
+same length, which alone are padded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +21,12 @@ from lightrl.trainer.model.rows import moved, put_rows, take_rows
 
 NAME = "lightrl_packed"
 
-# A block of sequences is closed once its padding costs more than another call: the larger of a
-# fixed price in tokens and a share of its real ones.
+# a block ends once its padding costs more than another call: a number of tokens, or a share of the
+# real ones
 CALL_TOKENS = 64
 PADDING_SHARE = 0.125
 
-# Releases of torch differ in what they take: what one lacks is done without it.
+# parameters of this release of torch
 _VARLEN = frozenset(signature(varlen_attn).parameters)
 
 _orders_backward = False
@@ -55,7 +52,7 @@ class Packing:
     lengths: tuple[int, ...]
     # int32 [sequences + 1], on the device
     cu_seqlens: Tensor
-    # what layers wanted that `attend` does not do; looked at when a model is loaded
+    # requests of layers that `attend` does not support
     refused: list[str] = field(default_factory=list)
 
     @cached_property
@@ -64,22 +61,22 @@ class Packing:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Where there are no kernels for variable lengths."""
+        """For devices without kernels for variable lengths."""
         return tuple(_blocks(self.lengths, self.cu_seqlens.device))
 
 
 def packing(lengths: Sequence[int], device: torch.device) -> Packing:
-    """Of sequences of these lengths, in this order: neighbours should be of about the same one."""
+    """Describe sequences of these lengths; neighbours should have about the same."""
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return Packing(tuple(lengths), moved(borders, device))
 
 
 def order_backward(wanted: bool) -> None:
-    """From now on, whether the backward pass adds up in a fixed order, on CUDA.
+    """Set whether the backward pass sums in a fixed order, on CUDA.
 
-    The kernels of FlashAttention and of memory-efficient attention have no argument for that: when
-    they run, ATen reads the flag of `torch.use_deterministic_algorithms` (attention_backward.cu).
-    It is on during their backward pass alone.
+    The kernels of FlashAttention and of memory-efficient attention have no argument for that: ATen
+    reads the flag of `torch.use_deterministic_algorithms` (attention_backward.cu), which is set
+    during their backward pass alone.
     """
     global _orders_backward
     _orders_backward = wanted
@@ -94,8 +91,8 @@ def _ordered(out: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Makes the name known to transformers. No mask is made under a name that has attention only,
-    so that a long row costs no square of its length."""
+    """Register with transformers, without a function for masks, so that a long row costs no square
+    of its length."""
     AttentionInterface.register(NAME, attend)
 
 
@@ -112,11 +109,11 @@ def attend(
     packing: Packing | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[rows, heads, tokens, dimension] each, of keys and values with fewer heads perhaps -> [rows,
+    """[rows, heads, tokens, dimension] each, keys and values perhaps with fewer heads -> [rows,
     tokens, heads, dimension]. Without `packing` each row is a sequence.
 
-    Plain causal attention, with a sliding window or without. That a layer wants another one is
-    noted in `packing.refused`: an exception in a sharded model's pass would leave it half gathered.
+    Plain causal attention, perhaps with a sliding window. Other requests of a layer go to
+    `packing.refused`: an exception in a sharded model's pass would leave it half gathered.
     """
     if packing is None:
         out = _sdpa(query, key, value, scaling, sliding_window)
@@ -148,7 +145,7 @@ def _unlike(
 
 
 def _cast(values: Tensor) -> Tensor:
-    """As autocast does for SDPA: rotary embeddings have made queries and keys float32."""
+    """Cast as autocast does for SDPA: rotary embeddings make queries and keys float32."""
     if torch.is_autocast_enabled(values.device.type):
         return values.to(torch.get_autocast_dtype(values.device.type))
     return values
@@ -176,7 +173,7 @@ def _varlen(
             more["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    # Of tokens before the one that looks; our windows include that.
+    # tokens before the query; our windows include it
     before = -1 if window is None or window > packing.max_length else window - 1
     length, borders = packing.max_length, packing.cu_seqlens
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -190,7 +187,7 @@ def _varlen(
 def _attend_block(
     block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[tokens, heads, dimension] of all -> those of the block."""
+    """[tokens, heads, dimension] of all sequences -> of the block."""
     num_cells = block.num_rows * block.length
     rows: list[Tensor] = []
     for x in (q, k, v):
@@ -203,14 +200,14 @@ def _attend_block(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """[rows, heads, tokens, dimension]; what pads a row at its end is never looked at."""
+    """[rows, heads, tokens, dimension]; padding at the end of a row has no effect."""
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     mask = None
     if window is not None and window < length:
         at = torch.arange(length, device=q.device)
         behind = at[:, None] - at
         mask = (behind >= 0) & (behind < window)
-    if groups > 1 and mask is not None:  # the fused kernels take one of the two
+    if groups > 1 and mask is not None:  # fused kernels take one of the two
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     out = F.scaled_dot_product_attention(
         q,

@@ -1,8 +1,8 @@
-"""Samples of a micro-batch as tensors: tokens as the model reads them, responses as losses do.
+"""Samples of a micro-batch as tensors: tokens for the model, responses for the losses.
 
-Owns the two layouts. A model that packs reads all sequences back to back in one row; one that
-cannot reads a row for each, padded at the right, where causal attention never looks: no mask is
-needed. Losses see a row for each sample either way, and cannot tell which it was.
+A model that packs reads all sequences back to back in one row; others read a row for each, padded
+at the right, so that causal attention needs no mask. Losses have a row for each sample in both
+cases.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Batch:
     """A micro-batch of `rows` samples with responses of at most `width` tokens, [rows, width] in
     the order of the samples. Column j of the last five is about the j-th token of a response."""
 
-    # int64 [1, tokens] if packed, else [rows, length]: what the model reads
+    # int64 [1, tokens] if packed, else [rows, length]
     ids: Tensor
     # int64 as `ids`, from 0 in each sequence; None: the columns
     positions: Tensor | None
@@ -32,7 +32,7 @@ class Batch:
     packing: Packing | None
     # int64 [trained tokens], in `ids` flattened: the tokens that predict them
     sources: Tensor
-    # columns of `ids` from the first of those on
+    # columns of `ids` from the first source on
     num_kept: int
     # int64 [trained tokens], where they are in [rows * width]
     cells: Tensor
@@ -40,7 +40,7 @@ class Batch:
     targets: Tensor
     # float32 [rows, width], 1 at response tokens that are trained
     mask: Tensor
-    # float32 [rows, width], 1 at those that the version which is updated has sampled
+    # float32 [rows, width], 1 at tokens that the newest version has sampled
     is_current: Tensor
     # float32 [rows, width], 0 where nothing is trained
     rollout_logprobs: Tensor
@@ -51,7 +51,7 @@ class Batch:
 def collate(
     samples: Sequence[TrainSample], device: torch.device, vocabulary: int, packed: bool = True
 ) -> Batch:
-    """No samples give one sequence of one token without any response: a pass that adds nothing.
+    """Make tensors of samples; of none, one token without any response.
 
     Raises TrainerError, one line that names the response, for a sample without prompt, with other
     than one logprob per token, finite where it is trained, with a loss mask of other tokens, or
@@ -78,7 +78,7 @@ def collate(
     advantages = np.array([s.advantage for s in samples] or [0.0], np.float32)[:, None]
     ids, positions, pack, sources = _layout(prompts, responses, tokens, device, packed)
     sources = sources[is_trained]
-    if not len(cells):  # something must have a gradient, if only of zeros
+    if not len(cells):  # a gradient of zeros
         cells, sources = np.zeros(1, np.int64), np.zeros(1, np.int64)
     length = ids.shape[1]
     on = [ids, sources, cells, targets.reshape(rows, width), mask, is_current.astype(np.float32)]
@@ -95,7 +95,7 @@ def collate(
 
 
 def num_tokens_read(sample: TrainSample) -> int:
-    """The last token of a sequence predicts nothing that is asked for."""
+    """Tokens that the model reads: the last one predicts nothing."""
     return max(1, (len(sample.prompt) + len(sample.token_ids)) // 4 - 1)
 
 
@@ -117,7 +117,7 @@ def _layout(
         ids[np.arange(ids.shape[1]) < lengths[:, None]] = tokens[_ranges(begins, lengths)]
         first = np.arange(len(lengths)) * ids.shape[1]
         return ids, None, None, _ranges(first + prompts - 1, responses)
-    # Neighbours of about the same length: attention without kernels of its own goes by blocks.
+    # neighbours of about the same length: on a processor attention goes by blocks
     order = np.argsort(-lengths, kind="stable")
     read = lengths[order]
     ids = tokens[_ranges(begins[order], read)].astype(np.int64)[None]
@@ -129,13 +129,13 @@ def _layout(
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Each start and as many integers as it counts, joined. Example: [5, 9], [2, 1] -> [5, 6, 9]"""
+    """Join ranges of these starts and lengths. Example: [5, 9], [2, 1] -> [5, 6, 9]"""
     offsets = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
 
 
 def _trained(samples: Sequence[TrainSample], responses: np.ndarray) -> np.ndarray:
-    """Of all response tokens, sample by sample: which of them are trained."""
+    """Return which response tokens are trained, sample by sample."""
     is_trained = np.ones(responses.sum(), np.bool_)
     ends = np.cumsum(responses)
     for sample, end, length in zip(samples, ends, responses, strict=True):

@@ -1,7 +1,5 @@
-"""How much arithmetic training takes, and how much a device can do: what MFU is the ratio of.
-
-Owns the formula and the table of devices. Counts what the model needs, not what is computed again
-to save memory.
+"""FLOPs of training and of devices, whose ratio is MFU. What is recomputed to save memory does not
+count.
 """
 
 from collections.abc import Iterable
@@ -11,7 +9,7 @@ from torch import nn
 
 from lightrl.adapters import is_adapter
 
-# Dense bfloat16 FLOP/s by the makers' data sheets; the first name that is part of the device's.
+# dense bfloat16 FLOP/s of data sheets; the first name that is part of the device's
 PEAKS: tuple[tuple[str, float], ...] = (
     ("B200", 2250e12),
     ("H200", 989e12),
@@ -36,7 +34,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device: str) -> float | None:
-    """Of a device by its name as the driver gives it; None for one that is not in the table."""
+    """Look up a device by the name of its driver; None if it is not in the table."""
     return next((peak for name, peak in PEAKS if name in device), None)
 
 
@@ -61,5 +59,5 @@ class TrainingFlops:
         self._of_a_pair = 6 * config.num_hidden_layers * config.num_attention_heads * channels
 
     def of(self, lengths: Iterable[int]) -> float:
-        """Of sequences of these lengths."""
+        """Count for sequences of these lengths."""
         return sum(self._of_a_token * n + self._of_a_pair * n * n for n in lengths)

@@ -1,8 +1,8 @@
 """The pass of a model over a micro-batch: logprobs of its responses.
 
-Owns how a family is computed, which is found out once, when a model is loaded, by computing a few
-tokens in the model's own way and in ours: whether sequences lie back to back (`attention`) and
-whether logits are made by tiles (`score`). A family that differs keeps its own way, and says why.
+When a model is loaded, a few tokens are computed in its own way and in ours: sequences packed back
+to back (`attention`), logits by tiles (`score`). A family that differs keeps its own way, and the
+log has the reason.
 """
 
 from collections.abc import Iterator
@@ -25,23 +25,23 @@ from lightrl.trainer.model.score import Projection, token_scores
 from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import pack_f32, pack_i32
 
-# A model's own logits are turned into logprobs by pieces of at most so many values (256 MiB).
+# values of logits of a piece (256 MiB) where a model computes its own logits
 PIECE_VALUES = SCORED_VALUES
 
-# Layers that attend to what came before in the same sequence, and keep no state besides.
+# layers that attend to earlier tokens of the sequence, and keep no state
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
-# Differences of logprobs, absolute and relative at once, that are rounding, and the share of tokens
-# that may differ by more: rounded to bfloat16, a token may go to other experts.
+# differences of logprobs by rounding, absolute and relative, and the share of tokens that may be
+# further apart: in bfloat16 a token may go to other experts
 TOLERANCE = {"cpu": (1e-4, 0.0), "cuda": (0.1, 0.02)}
-# Of the longest text that is tried, so that sliding windows are seen to slide, if they are narrow.
+# tokens of the longest text, which exceeds narrow sliding windows
 LONGEST_TEXT = 600
 
 
 @dataclass(frozen=True)
 class Way:
-    """`packed`: sequences lie back to back. `projection`: how logits are made by tiles; None: by
-    the model itself. `notes`: a line for each that is not so."""
+    """`packed`: sequences lie back to back. `projection`: for logits by tiles; None: the model
+    computes them. `notes`: reasons, one line each."""
 
     packed: bool = False
     projection: Projection | None = None
@@ -55,11 +55,8 @@ def response_logprobs(
     temperature: float = 1.0,
     is_entropy_trained: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `batch.targets` and entropies of their distributions, float32 [rows, width], 0
-    outside the responses. Entropies have a gradient if that is asked for.
-
-    `temperature` divides the logits, as the sampler did.
-    """
+    """Compute logprobs of `batch.targets` and entropies of their distributions, float32 [rows,
+    width], 0 outside the responses. `temperature` divides the logits, as the sampler did."""
     rows, width = batch.targets.shape
     targets = batch.targets.view(-1).index_select(0, batch.cells)
     inputs: dict[str, Any] = {"input_ids": batch.ids, "use_cache": False}
@@ -79,7 +76,7 @@ def response_logprobs(
 
 
 def prepare(module: PreTrainedModel, device: torch.device) -> Way:
-    """How this model is to be computed, which it is told. A collective if it is sharded."""
+    """Choose how this model is computed. A collective if it is sharded."""
     setattr(module, "token_scores", MethodType(_token_scores, module))  # noqa: B010 - not its own
     register_fsdp_forward_method(module, "token_scores")
     try:
@@ -130,11 +127,11 @@ def _chosen(module: PreTrainedModel, device: torch.device) -> Way:
 
 @contextmanager
 def _attempt() -> Iterator[list[str]]:
-    """What goes wrong within is a problem, not an error: code of families differs in every way."""
+    """Turn errors into problems: code of families differs."""
     problems: list[str] = []
     try:
         yield problems
-    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the family
+    except torch.OutOfMemoryError:  # a RuntimeError, too
         raise
     except (
         AttributeError,
@@ -159,7 +156,7 @@ def _differences(found: Tensor, expected: Tensor, batch: Batch) -> list[str]:
 
 
 def _known_reason(module: PreTrainedModel) -> str:
-    """Why sequences must not lie back to back, as far as that can be read."""
+    """Return why sequences must not be packed, if the config says so."""
     config = module.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or ())} - PLAIN_LAYERS
     if kinds:
@@ -172,14 +169,14 @@ def _known_reason(module: PreTrainedModel) -> str:
 
 
 def _projection(config: Any) -> Projection:
-    """As far as configs name it: a soft cap (Gemma), a factor (Cohere), a divisor (Granite)."""
+    """Read it from the config: a soft cap (Gemma), a factor (Cohere), a divisor (Granite)."""
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     return Projection(scale, getattr(config, "final_logit_softcapping", None))
 
 
 def _texts(module: PreTrainedModel) -> list[TrainSample]:
-    """Two of different length, of arbitrary tokens."""
+    """Return two of different length, of arbitrary tokens."""
     config = module.config.get_text_config()
     window = getattr(config, "sliding_window", None) or 0
     length = 11
@@ -202,7 +199,7 @@ def _token_scores(
     projection: Projection,
     is_entropy_trained: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A method of the module as `forward` is, so that FSDP gathers what it needs."""
+    """A method of the module, so that FSDP gathers weights as for `forward`."""
     hidden = module.base_model(**inputs).last_hidden_state
     hidden = take_rows(hidden.flatten(0, 1), sources)
     head: Any = module.get_output_embeddings()
@@ -211,7 +208,7 @@ def _token_scores(
 
 
 def _at_sources(logits: Tensor, batch: Batch) -> Tensor:
-    """Of what the model was asked for: exactly these in a packed row, else the last columns."""
+    """Select logits: a packed row has exactly these, other rows the last columns."""
     if batch.packing is not None:
         return logits
     length = batch.ids.shape[1]
@@ -222,8 +219,8 @@ def _at_sources(logits: Tensor, batch: Batch) -> Tensor:
 def _own_scores(
     logits: Tensor, targets: Tensor, temperature: float, is_entropy_trained: bool
 ) -> tuple[Tensor, Tensor]:
-    """[tokens, vocabulary] of any dtype -> logprobs, entropies [tokens]. No float32 copy of all
-    logits is kept for the backward pass."""
+    """[tokens, vocabulary] of any dtype -> logprobs, entropies [tokens]. The backward pass keeps no
+    float32 copy of all logits."""
     piece = max(1, PIECE_VALUES // logits.shape[-1])
     if len(targets) <= piece:
         return _score(logits, targets, temperature, is_entropy_trained)
@@ -243,8 +240,7 @@ def _score(
         logits = logits / temperature
     every = logits.log_softmax(-1)
     if is_entropy_trained:
-        # Not by `entr`, whose gradient is infinite where a probability is 0. Of tokens that can
-        # never be drawn the logprob is so, too.
+        # not by `entr`, whose gradient is infinite at probability 0, as is the logprob
         finite = every.clamp(min=torch.finfo(every.dtype).min)
         entropy = -(every.exp() * finite).sum(-1)
     else:

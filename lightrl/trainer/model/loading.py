@@ -1,9 +1,7 @@
-"""A model from the files of its directory, tensor by tensor: no rank ever holds more than its share
-and one tensor.
+"""Loads a model from its files, tensor by tensor: no rank holds more than its share and one tensor.
 
-Owns how names and tensors of the files become those of the module, as transformers has it: tensors
-that were renamed, experts that lie in one. Three steps, so that something can be added to a module
-before it is divided, or between: `build` (no memory), `shard` of `sharding`, `fill`.
+Names and tensors of the files are mapped as transformers does: renamings, experts joined. Three
+steps, between which a module can be changed: `build` (no memory), `shard` of `sharding`, `fill`.
 """
 
 import logging
@@ -35,7 +33,7 @@ from lightrl.weight_files import stored_tensors
 
 logger = logging.getLogger(__name__)
 
-# What was read of a file stays in memory as long as it is mapped: it is mapped anew after so much.
+# what was read of a file stays in memory while it is mapped: remap it after so much
 MAPPED_BYTES = 64 << 20
 DTYPES = {
     "F64": torch.float64,
@@ -52,7 +50,7 @@ DTYPES = {
 
 
 class Source:
-    """One value of the module, or several: the names in the files and what makes it of them."""
+    """Names in the files of one or several values of the module, and the transform between them."""
 
     def __init__(self, transform: WeightRenaming | WeightConverter) -> None:
         self.transform: Any = transform
@@ -60,16 +58,14 @@ class Source:
 
     @property
     def is_merged(self) -> bool:
-        """Whether rows of the value are tensors of their own in the files: experts."""
+        """Whether each row of the value is a tensor in the files: experts."""
         operations = getattr(self.transform, "operations", ())
         return any(isinstance(op, MergeModulelist) and op.dim == 0 for op in operations)
 
 
 def build(config: Any) -> PreTrainedModel:
-    """The model on the meta device, its parameters and buffers in float32, in evaluation mode.
-
-    Raises ValueError, or another error of its family, if `config` is not that of a causal model.
-    """
+    """Build the model on the meta device, in float32 and in evaluation mode. Raises ValueError, or
+    another error of its family, if `config` is not that of a causal model."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
@@ -81,7 +77,7 @@ class Files:
     """The safetensors files of a model directory: names, dtypes, and rows of tensors."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Raises ConfigError if they are not all there, TrainerError if they are quantised."""
+        """Raises ConfigError if files are missing, TrainerError if they are quantised."""
         self.folder = model_dir
         self.dtypes: dict[str, torch.dtype] = {}
         self._paths: dict[str, Path] = {}
@@ -96,14 +92,14 @@ class Files:
             self.dtypes[name] = DTYPES[kind]
 
     def __iter__(self) -> Iterator[str]:
-        """In the order in which experts and layers are numbered."""
+        """Iterate in the order of the numbers of experts and layers."""
         return iter(sorted(self._paths, key=dot_natural_key))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._opened(self._paths[name]).get_slice(name).get_shape())
 
     def read(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
-        """The rows [first, end) of a tensor, or all of it: a view of the mapped file."""
+        """Read the rows [first, end) of a tensor, or all of it: a view of the mapped file."""
         file = self._opened(self._paths[name])
         if end is None:
             tensor = file.get_tensor(name)
@@ -132,10 +128,8 @@ class Files:
 
 
 def plan(module: PreTrainedModel, files: Files) -> dict[str, Source]:
-    """By name in the module, the first one where it is several. Files may hold more than that.
-
-    Tells the module which names were changed, so that its export has those of the files.
-    """
+    """Map names in the module, the first one of several, to their sources. The module keeps the
+    conversions, for exports."""
     mapping = get_model_conversion_mapping(module)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -160,7 +154,8 @@ def plan(module: PreTrainedModel, files: Files) -> dict[str, Source]:
 def stored_dtypes(
     module: PreTrainedModel, files: Files, sources: dict[str, Source]
 ) -> dict[str, torch.dtype]:
-    """In which each parameter and persistent buffer is in the files; tied ones as each other."""
+    """Return the dtype of each parameter and persistent buffer in the files; tied ones have the
+    same."""
     targets = module.state_dict(keep_vars=True)
     found: dict[int, torch.dtype] = {}
     for name, source in sources.items():
@@ -170,8 +165,8 @@ def stored_dtypes(
 
 
 def require_complete(module: PreTrainedModel, files: Files, sources: dict[str, Source]) -> None:
-    """Raises TrainerError, one line, if parameters are missing or have another shape, or if two are
-    tied that differ."""
+    """Raise TrainerError, one line, if parameters are missing or have another shape, or if tied
+    ones differ."""
     targets = module.state_dict(keep_vars=True)
     parameters = {id(p): name for name, p in module.named_parameters()}
     given = {id(targets[name]) for name in sources}
@@ -204,8 +199,8 @@ def require_complete(module: PreTrainedModel, files: Files, sources: dict[str, S
 
 
 def fill(module: PreTrainedModel, files: Files, sources: dict[str, Source]) -> None:
-    """Reads what this rank has of each tensor into it, and computes what no file holds anew: the
-    frequencies of rotary embeddings. The module has memory, and arbitrary values."""
+    """Read this rank's part of each tensor, and compute what no file holds: frequencies of rotary
+    embeddings. The module has memory of arbitrary values."""
     targets = {public_name(n): t for n, t in module.state_dict(keep_vars=True).items()}
     given: set[int] = set()
     with torch.no_grad():
@@ -222,7 +217,7 @@ def fill(module: PreTrainedModel, files: Files, sources: dict[str, Source]) -> N
 
 
 def _values(files: Files, source: Source, name: str, target: Tensor) -> dict[str, Tensor]:
-    """What a source becomes: only this rank's rows, where rows are read one by one."""
+    """Return the values of a source; only this rank's rows, where rows are tensors."""
     if isinstance(source.transform, WeightRenaming):
         return {name: _Rows(files, source.keys[0][0])}  # pyright: ignore[reportReturnType]
     transform = source.transform
@@ -240,7 +235,7 @@ def _values(files: Files, source: Source, name: str, target: Tensor) -> dict[str
 
 
 class _Rows:
-    """A tensor of the files as it is, of which rows are read when it is known which."""
+    """A tensor of the files, whose rows are read later."""
 
     def __init__(self, files: Files, key: str) -> None:
         self.files, self.key = files, key
@@ -259,7 +254,7 @@ def _put(target: Tensor, value: "Tensor | _Rows", is_merged: bool) -> None:
 
 
 def _compute_the_rest(module: PreTrainedModel, given: set[int]) -> None:
-    """As transformers does after it has loaded a model on meta: each family knows how."""
+    """Initialize the rest by the code of the family, as transformers does."""
     for part in module.modules():
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         for tensor in own:
@@ -284,17 +279,17 @@ def _equal(files: Files, one: Source, other: Source) -> bool:
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters alone, on the meta device: buffers stay what they are."""
+    """Cast parameters, on the meta device; buffers keep their dtype."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def cast_as_stored(module: nn.Module, stored: dict[str, torch.dtype]) -> None:
-    """The same, each to the dtype that it has in the files."""
+    """Cast each parameter to its dtype in the files."""
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(stored[name])
 
 
 def adapter_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """As `stored_dtypes`, of adapters, which no file of the model holds."""
+    """As `stored_dtypes`, for adapters."""
     return {public_name(n): p.dtype for n, p in module.named_parameters() if is_adapter(n)}

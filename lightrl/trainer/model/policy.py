@@ -1,7 +1,5 @@
-"""The policy as a torch module on one rank: loading, its shards.
-
-Owns what a policy is and what of it goes into versions. How it is read is in `loading`, how it lies
-on the ranks in `sharding`, the pass in `forward`. Knows nothing of losses, steps or versions.
+"""The policy as a torch module on one rank, and its shards in a version. `loading` reads it,
+`sharding` divides it among the ranks, `forward` computes it.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ from lightrl.trainer.model.sharding import (
 from lightrl.weights.publish.publisher import Shard
 from lightrl.weights.version.tensors import dtype_name, served_dtype
 
-# What transformers and families raise for files and configs that are none of theirs.
+# what transformers and families raise for files and configs that they do not support
 OF_FAMILIES = (
     AttributeError,
     ImportError,
@@ -49,11 +47,10 @@ OF_FAMILIES = (
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal language model: with float32 master weights, or frozen.
+    """A causal language model with float32 master weights, or frozen.
 
-    `stored`: the dtype in which each parameter and persistent buffer is in the model directory.
-    `served`: the one in which engines are given the parameters. `way`: how it is computed.
-    `device`: where it is computed.
+    `stored`: the dtype of each parameter and persistent buffer in the model directory; `served`:
+    that of parameters in versions; `way`: how it is computed, on `device`.
     """
 
     module: PreTrainedModel
@@ -61,7 +58,7 @@ class Policy:
     served: torch.dtype
     way: forward.Way
     device: torch.device
-    # LoRA: these are trained, the model is frozen
+    # LoRA: the model is frozen
     has_adapters: bool = False
 
     @property
@@ -81,13 +78,12 @@ def load_policy(
     lora: AdapterSettings | None = None,
     max_length: int = 0,
 ) -> Policy:
-    """The model in a local HF directory, to be trained. A collective of the `world` ranks.
+    """Load the model of a local HF directory for training. A collective of the `world` ranks.
 
-    `served`: `model.dtype` of the config; "auto" as engines on this kind of device understand it.
-    `replicas`, `is_offloaded`: see `Placement`. `lora`: adapters are trained, and the model stays
-    as it is stored. `max_length`: tokens of the longest sequence, for rotary embeddings that depend
-    on it (lightrl/rope.py); 0 = as transformers does. Raises TrainerError, one line, if there is
-    none that transformers can load, ConfigError for targets that it does not have.
+    `served`: `model.dtype` of the config. `replicas`, `is_offloaded`: see `Placement`. `lora`:
+    adapters are trained, the model stays as it is stored. `max_length`: of the longest sequence,
+    for rotary embeddings that depend on it (lightrl/rope.py); 0 = as transformers does. Raises
+    TrainerError, one line, if transformers cannot load it, ConfigError for unknown targets.
     """
     placement = Placement(device, world, replicas, is_offloaded)
     return _load(
@@ -109,9 +105,8 @@ def load_reference(
     is_offloaded: bool = False,
     max_length: int = 0,
 ) -> Policy:
-    """The same model without gradients, 2 bytes a parameter among the ranks of a replica: in
-    bfloat16 on CUDA, and on a processor if its files are; there it is computed in float32 all the
-    same, as the policy is. Collective and errors as with `load_policy`."""
+    """Load the same model without gradients, in bfloat16 on CUDA, and on a processor if its files
+    are, where it is computed in float32. Collective and errors as `load_policy`."""
     placement = Placement(device, world, replicas, is_offloaded)
     return _load(model_dir, placement, False, "auto", is_frozen=True, max_length=max_length)
 
@@ -119,9 +114,8 @@ def load_reference(
 def load_served(
     model_dir: Path, served: torch.dtype, lora: AdapterSettings | None = None
 ) -> Policy:
-    """The same model to be published as it is, on the processor, by one rank: its parameters in the
-    dtype that is served. `lora`: with adapters as they begin, in float32. Errors as with
-    `load_policy`."""
+    """Load the same model on the processor of one rank, with parameters in the dtype that is
+    served. `lora`: with initial adapters, in float32. Errors as `load_policy`."""
     placement = Placement(torch.device("cpu"))
     name = dtype_name(served)
     return _load(model_dir, placement, False, name, is_frozen=True, lora=lora, is_alone=True)
@@ -137,7 +131,7 @@ def _load(
     is_alone: bool = False,
     max_length: int = 0,
 ) -> Policy:
-    if not (model_dir / "config.json").is_file():  # transformers would ask the hub
+    if not (model_dir / "config.json").is_file():  # transformers would download it
         raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
     device = placement.device
     try:
@@ -165,7 +159,7 @@ def _load(
             shard(module, placement)
         materialize(module, placement)
         loading.fill(module, files, sources)
-    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the family
+    except torch.OutOfMemoryError:  # a RuntimeError, too
         raise
     except OF_FAMILIES as e:
         reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
@@ -179,7 +173,7 @@ def _load(
 def _frozen_dtype(
     module: PreTrainedModel, stored: dict[str, torch.dtype], device: torch.device
 ) -> torch.dtype:
-    """On a processor only what loses nothing: differences to the policy are figures there."""
+    """On a processor without loss: its differences to the policy are figures."""
     of_files = {stored[name] for name, _ in module.named_parameters()}
     is_exact = of_files == {torch.bfloat16}
     return torch.bfloat16 if device.type == "cuda" or is_exact else torch.float32
@@ -195,15 +189,15 @@ def response_logprobs(
 
 
 def shards(policy: Policy, is_stored: bool = False, of_base: bool = False) -> list[Shard]:
-    """What this rank has of each parameter and persistent buffer under its HF name, tied ones once.
-    Of a policy with adapters: of these, under peft's names, or `of_base`, all but these.
+    """Return this rank's part of each parameter and persistent buffer under its HF name, tied ones
+    once; of a policy with adapters these alone, under peft's names, or `of_base` all others.
 
-    Parameters are to be written in the dtype that is served, buffers in that which they are
-    computed with; with `is_stored` all as the model directory has them. No collective.
+    Parameters have the dtype that is served, buffers that of computing; with `is_stored` all have
+    that of the model directory. No collective.
     """
     parameters = {id(parameter) for parameter in policy.module.parameters()}
     found: dict[int, Shard] = {}
-    # FSDP takes this as a sign to have its shards in place.
+    # state_dict has FSDP put its shards in place
     for name, tensor in policy.module.state_dict(keep_vars=True).items():
         if id(tensor) not in found and is_adapter(name) == (policy.has_adapters and not of_base):
             dtype = policy.stored[public_name(name)]
@@ -214,7 +208,7 @@ def shards(policy: Policy, is_stored: bool = False, of_base: bool = False) -> li
 
 
 def _shard_of(name: str, tensor: Tensor, dtype: torch.dtype) -> Shard:
-    """FSDP gives each rank as many rows, but for the last ones."""
+    """FSDP gives each rank equally many rows, but for the last ranks."""
     shape = tuple(tensor.shape)
     here = is_published_here(tensor)
     if not isinstance(tensor, DTensor):

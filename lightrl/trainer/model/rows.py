@@ -1,7 +1,5 @@
-"""Rows of a tensor taken and put back by indices that occur once, and how indices reach a device.
-
-Owns two autograd functions: torch's own gradient of a selection adds up rows one by one, since an
-index may occur again; where none does, they are copied.
+"""Selects and scatters rows of a tensor by indices that occur once: torch's own gradient of a
+selection sums rows one by one, as an index may occur again; here they are copied.
 """
 
 from typing import Any
@@ -12,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
-    """To CUDA from pinned memory: the copy is queued like a kernel, and nobody waits for the pass
-    before."""
+    """Copy to CUDA from pinned memory, queued like a kernel, without waiting for earlier passes."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 

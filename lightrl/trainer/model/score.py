@@ -1,10 +1,8 @@
-"""Logprobs and entropies of tokens from hidden states, without the logits ever being there as a
-whole.
+"""Logprobs and entropies of tokens from hidden states: projection on the vocabulary, scale, soft
+cap, temperature, softmax.
 
-Owns the last step of a model: projection on the vocabulary, scale, soft cap, temperature, softmax.
-Goes over the vocabulary by tiles that are computed again in the backward pass, as attention does
-over keys: neither the logits nor their gradient exist but for one tile, and each tile of the
-weight's gradient is finished at once. Knows no batches and no losses.
+The vocabulary is computed by tiles, and again in the backward pass, as attention does with keys: of
+the logits and of their gradient one tile exists at a time.
 """
 
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lightrl.devices.memory import SCORED_VALUES
 
-# Logits that exist at once, and the narrowest tile. On a processor a tile stays in its cache.
+# logits of a tile, which on a processor fits its cache, and its smallest width
 TILE_VALUES = {"cuda": SCORED_VALUES, "cpu": 1 << 19}
 NARROWEST_TILE = 256
 
@@ -32,7 +30,7 @@ class Projection:
     temperature: float = 1.0
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """float32 [tokens, tile], a tensor of the caller's own."""
+        """Compute float32 [tokens, tile], which the caller may overwrite."""
         logits = F.linear(hidden, weight, bias).float()
         if self.scale != 1.0:
             logits.mul_(self.scale)
@@ -41,8 +39,8 @@ class Projection:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def gradient(self, of_logits: Tensor, logits: Tensor | None) -> Tensor:
-        """What of the product before scale, soft cap and temperature follows from that of their
-        result. Overwrites both; `logits` is needed with a soft cap only."""
+        """Compute the gradient of the product from that of the logits. Overwrites both; `logits` is
+        needed with a soft cap only."""
         if self.softcap is not None:
             assert logits is not None
             tanh = logits.mul_(self.temperature / self.softcap)
@@ -62,8 +60,7 @@ def token_scores(
     """[tokens, width], [vocabulary, width], [vocabulary], int64 [tokens] -> logprob of each target
     and entropy of its distribution, float32 [tokens].
 
-    The product has the dtype of `hidden`, all that follows is float32. The entropy has a gradient
-    if that is asked for.
+    The product has the dtype of `hidden`, all that follows is float32.
     """
     return _Score.apply(hidden, weight, bias, targets, projection, is_entropy_trained)  # pyright: ignore[reportReturnType] - apply has no types
 
@@ -109,8 +106,8 @@ class _Score(torch.autograd.Function):
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs, entropies and logarithms of the sums, in one pass: sums are relative to the largest
-    logit so far."""
+    """Compute logprobs, entropies and log sums in one pass: sums are relative to the largest logit
+    so far."""
     largest = hidden.new_full((len(hidden),), -1e30, dtype=torch.float32)
     total, weighted, chosen = (torch.zeros_like(largest) for _ in range(3))
     for begin, end in _tiles(hidden, weight):
@@ -148,7 +145,7 @@ def _of_logits(
 
 
 class _Gradients:
-    """Of hidden states in float32 until all tiles were added; of a tile of weights at once."""
+    """Gradients of hidden states, summed over tiles in float32, and of weights, tile by tile."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
@@ -188,6 +185,6 @@ def _cut(bias: Tensor | None, begin: int, end: int, hidden: Tensor) -> Tensor | 
 
 
 def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """int64 [tokens, 1], where in the tile each target is, and which of them are there at all."""
+    """int64 [tokens, 1], the place of each target in the tile, and which targets are in it."""
     inside = (targets >= begin) & (targets < end)
     return (targets - begin).clamp(0, end - begin - 1)[:, None], inside

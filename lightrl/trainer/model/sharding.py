@@ -1,9 +1,8 @@
-"""How a module lies on the ranks: FSDP2 with one group per decoder layer, and activations that are
-computed again.
+"""Divides a module among the ranks: FSDP2 with one group per decoder layer, and activation
+checkpointing.
 
-Owns which rank has which rows, and the one recipe of precision: masters in float32, on CUDA
-computed in bfloat16 and reduced in float32, whether there is one rank or many; on a processor all
-in float32. Knows neither files nor passes.
+Masters are float32; on CUDA, with one rank or many, they are computed in bfloat16 and reduced in
+float32, on a processor all is float32.
 """
 
 from collections.abc import Callable
@@ -27,15 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrl.errors import TrainerError
 from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S, join_alone
-from lightrl.weights.broadcast.pieces import rows
 
-COMPUTED = {"cuda": torch.bfloat16}  # in which a kind of device computes; others in float32
+COMPUTED = {"cuda": torch.bfloat16}  # others in float32
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model is to be: `world` ranks in `replicas`, each of them divided among world /
-    replicas; `is_offloaded`: what a rank has lies in the memory of its host."""
+    """Where a model lies: on `world` ranks in `replicas`, each divided among world / replicas
+    ranks; `is_offloaded`: in the memory of the host."""
 
     device: torch.device
     world: int = 1
@@ -44,14 +42,14 @@ class Placement:
 
 
 def is_divided(placement: Placement, dtypes: set[torch.dtype]) -> bool:
-    """Whether FSDP is needed, for parameters in these: not where one rank computes in that."""
+    """Whether FSDP is needed for parameters of these dtypes."""
     computed = COMPUTED.get(placement.device.type, torch.float32)
     return placement.world > 1 or dtypes != {computed}
 
 
 def shard(module: nn.Module, placement: Placement) -> None:
-    """A collective. Gradients come out as the mean over ranks: see `learner`. The module may be on
-    the meta device. Raises TrainerError, one line, if it has no layers."""
+    """Divide the module, which may be on the meta device. A collective. Its gradients are means
+    over ranks. Raises TrainerError, one line, if it has no layers."""
     device = placement.device
     if placement.world == 1:
         join_alone(device)
@@ -59,7 +57,7 @@ def shard(module: nn.Module, placement: Placement) -> None:
     computed = COMPUTED.get(device.type, torch.float32)
     precision = MixedPrecisionPolicy()
     if any(p.dtype != computed for p in module.parameters()):
-        # In float32 the canary rounds parameters, and with them what goes from layer to layer.
+        # in float32 the canary rounds parameters, and so what goes from layer to layer
         precision = MixedPrecisionPolicy(
             param_dtype=computed,
             reduce_dtype=torch.float32,
@@ -70,7 +68,7 @@ def shard(module: nn.Module, placement: Placement) -> None:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    # A backward pass needs the root at once; of what is frozen nothing is kept.
+    # a backward pass begins with the root, which stays gathered unless it is frozen
     is_kept = any(p.requires_grad for p in module.parameters())
     fully_shard(
         module,
@@ -82,21 +80,20 @@ def shard(module: nn.Module, placement: Placement) -> None:
 
 
 def materialize(module: Any, placement: Placement) -> None:
-    """Memory, of arbitrary content, for what this rank has of a module on the meta device, be it
-    divided or not."""
+    """Allocate this rank's part of a module on the meta device, with arbitrary content."""
     device = placement.device
     is_offloaded = placement.is_offloaded and placement.device.type != "cpu"
     module.to_empty(device="cpu" if is_offloaded else device)
-    if is_offloaded:  # what is computed with as it is
+    if is_offloaded:  # buffers stay on the device
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.to(device)
-    module.tie_weights()  # what was one tensor has become two
+    module.tie_weights()  # which are two tensors now
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The decoder layers: those that the family names, else the longest list of modules in it.
-    Raises TrainerError, one line."""
+    """Return the decoder layers that the family names, else the longest list of modules. Raises
+    TrainerError, one line."""
     names = set(getattr(module, "_no_split_modules", None) or ())
     found = [part for part in module.modules() if type(part).__name__ in names]
     if not found:
@@ -108,34 +105,36 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def recompute(layer: nn.Module) -> None:
-    """Has the layer keep its input alone and compute the rest again in the backward pass.
+    """Keep the input of a layer alone, and compute the rest again in the backward pass.
 
-    Not by transformers, which does so in training mode only: there dropout that is called as a
-    function (OPT) and the jitter of routers (Mixtral) change probabilities from call to call.
+    transformers does so in training mode only, where dropout (OPT) and jitter of routers (Mixtral)
+    change probabilities.
     """
     own: Callable[..., Any] = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # No random number is drawn in evaluation mode.
+        # evaluation mode draws no random number
         return checkpoint(own, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     setattr(layer, "forward", forward)  # noqa: B010 - FSDP changes the class, and looks here first
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
-    """(first, end) of the rows that this rank has; (0, 1) of a scalar."""
+    """Return (first, end) of this rank's rows; (0, 1) of a scalar."""
     length = tensor.shape[0] if tensor.ndim else 1
     if not isinstance(tensor, DTensor):
         return 0, length
     mesh = tensor.device_mesh
-    first, end = rows(length, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    chunk = -(-length // mesh.size(mesh.ndim - 1))  # as torch.chunk and so FSDP2 divide rows
+    first, end = min(rank * chunk, length), min((rank + 1) * chunk, length)
     if (here := tensor.to_local().shape[0]) != end - first:
         raise TrainerError(f"a rank has {here} of {length} rows instead of {first} to {end}")
     return first, end
 
 
 def is_published_here(tensor: Tensor) -> bool:
-    """Whether this rank's rows are those that go into versions: of several replicas the first."""
+    """Whether this rank's rows go into versions: those of the first replica do."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = tensor.device_mesh
@@ -150,6 +149,6 @@ def _mesh(placement: Placement) -> DeviceMesh:
     mesh = init_device_mesh(
         placement.device.type, (replicas, world // replicas), mesh_dim_names=names
     )
-    for name in names:  # which have a limit of ten minutes, whatever that of all ranks is
+    for name in names:  # else ten minutes
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S), mesh.get_group(name))
     return mesh

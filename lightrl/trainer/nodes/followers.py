@@ -1,8 +1,8 @@
-"""The other trainer nodes as the one that leads sees them: who they are, and their ranks.
+"""The other trainer nodes as the leading node sees them, and their ranks.
 
-Owns the leader's end of what trainer nodes say to each other. Their ranks are told and heard as
-those of this machine are (rank_processes.py), by way of the coordinator. Whatever may have been
-lost on that way ends the life of all ranks. Must not import torch: the daemon imports this file.
+Their ranks are used as those of this machine are (rank_processes.py), by way of the coordinator. A
+message that may be lost on that way ends the life of all ranks. Must not import torch: the daemon
+imports this file.
 """
 
 import asyncio
@@ -24,9 +24,8 @@ from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
     TO_LEADER,
     EndRanks,
-    RankSaid,
+    RankFrame,
     RanksGone,
-    RankTold,
     StartRanks,
     ToFollower,
 )
@@ -36,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class RanksLost(TrainerError):
-    """A rank has died, or lost another one; all of them can be started again from a checkpoint."""
+    """A rank has died, or lost another one; all of them can restart from a checkpoint."""
 
 
 class RemoteRank:
-    """A rank of another node, as `Child` is one of this machine."""
+    """A rank of another node, with the methods of `Child`."""
 
     def __init__(self, rank: int, node: str, send: Callable[[bytes], None]) -> None:
         self.name = f"lightrl-rank-{rank} of {node}"
@@ -53,7 +52,7 @@ class RemoteRank:
     def send(self, command: RankCommand) -> None:
         self._send(RANK_COMMANDS.encode(command))
 
-    def hear(self, frame: bytes) -> None:
+    def on_frame(self, frame: bytes) -> None:
         self._num_received += 1
         self._events.put_nowait(frame)
 
@@ -65,7 +64,7 @@ class RemoteRank:
         raise ChildDied(f"{self.name} hangs: no answer for {limit_s:g} s")
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Its node sees to it when the life is over."""
+        """Its node ends it with the life."""
 
     def kill(self) -> None:
         """As `stop`."""
@@ -83,8 +82,8 @@ class Life:
         self._lost: asyncio.Future[TrainerError] = asyncio.get_running_loop().create_future()
 
     async def begin(self, starts: list[StartRank], per_node: int, checkpoints: Path) -> None:
-        """`starts` are of all ranks of the other nodes, in order. Raises TrainerError if
-        `checkpoints` cannot be written."""
+        """Start the ranks of all other nodes, in order. Raises TrainerError if `checkpoints` cannot
+        be written."""
         self._proof = proof = checkpoints / f".life-{self.name}"
         try:
             await in_thread(_write, proof, self.name)
@@ -92,16 +91,16 @@ class Life:
             raise TrainerError(f"{checkpoints}: cannot be written: {e.strerror or e}") from None
         for k, (node, _) in enumerate(self.members):
             mine = tuple(starts[k * per_node : (k + 1) * per_node])
-            self.ranks += [RemoteRank(s.rank, node, self._way_to(node, s.rank)) for s in mine]
-            self._say(node, StartRanks(self.name, mine, str(proof)))
+            self.ranks += [RemoteRank(s.rank, node, self._sender(node, s.rank)) for s in mine]
+            self._send_to(node, StartRanks(self.name, mine, str(proof)))
 
-    def _way_to(self, node: str, rank: int) -> Callable[[bytes], None]:
-        return lambda frame: self._say(node, RankTold(self.name, rank, frame))
+    def _sender(self, node: str, rank: int) -> Callable[[bytes], None]:
+        return lambda frame: self._send_to(node, RankFrame(self.name, rank, frame))
 
-    def _say(self, node: str, message: ToFollower) -> None:
+    def _send_to(self, node: str, message: ToFollower) -> None:
         self._send(TrainerRelay(node, TO_FOLLOWER.encode(message)))
 
-    def hear(self, node: str, message: RankSaid | RanksGone) -> None:
+    def receive(self, node: str, message: RankFrame | RanksGone) -> None:
         if message.life != self.name:
             return
         if isinstance(message, RanksGone):
@@ -110,27 +109,28 @@ class Life:
             return
         for rank in self.ranks:
             if (rank.node, rank.rank) == (node, message.rank):
-                rank.hear(message.frame)
+                rank.on_frame(message.frame)
 
     def lose(self, why: TrainerError) -> None:
         if not self._lost.done():
             self._lost.set_result(why)
 
     async def watch(self) -> NoReturn:
-        """Raises RanksLost when a node is gone, TrainerError if for good."""
+        """Raises RanksLost when a node is gone, TrainerError if a restart would fail, too."""
         raise await self._lost
 
     async def end(self, is_orderly: bool) -> None:
         self.lose(RanksLost("their life is over"))
         for node, _ in self.members:
-            self._say(node, EndRanks(self.name, is_orderly))
+            self._send_to(node, EndRanks(self.name, is_orderly))
         if (proof := self._proof) is not None:
             with contextlib.suppress(OSError):
                 await in_thread(proof.unlink, True)
 
 
 class Followers:
-    """Of one leader. `told` and `hear` come from the coordinator."""
+    """The nodes that follow one leader. `set_members` and `receive` are called for messages of the
+    coordinator."""
 
     def __init__(self, num_needed: int, send: Callable[[Message], None]) -> None:
         """`send` reaches the coordinator whenever there is a connection."""
@@ -140,8 +140,8 @@ class Followers:
         self._life: Life | None = None
         self._changed = asyncio.Event()
 
-    def told(self, members: tuple[Follower, ...]) -> None:
-        """Who follows from now on; () = some are missing."""
+    def set_members(self, members: tuple[Follower, ...]) -> None:
+        """Use these followers; () = some are missing."""
         if self._life is not None and members != self._life.members:
             now = dict(members)
             gone = [name for name, number in self._life.members if now.get(name) != number]
@@ -149,30 +149,29 @@ class Followers:
         self._members = members
         self._changed.set()
 
-    def break_off(self) -> None:
-        """Messages may have been lost, and those who followed are to be named anew."""
+    def disconnect(self) -> None:
+        """Messages may have been lost; the coordinator names the followers again."""
         self._members = ()
         if self._life is not None:
             self._life.lose(RanksLost("lost touch with the other trainer nodes"))
 
-    def hear(self, relay: TrainerRelay) -> None:
+    def receive(self, relay: TrainerRelay) -> None:
         try:
             message = TO_LEADER.decode(relay.frame)
         except ProtocolError as e:
-            logger.warning("%s: %s", relay.node, e)  # it was of the time when another one led
+            logger.warning("%s: %s", relay.node, e)  # sent before this node led
             return
         if self._life is not None:
-            self._life.hear(relay.node, message)
+            self._life.receive(relay.node, message)
 
     async def wait(self) -> Literal[True]:
-        """Returns when they are all here."""
+        """Wait until all of them have joined."""
         while len(self._members) != self._num_needed:
             self._changed.clear()
             await self._changed.wait()
         return True
 
     def new_life(self) -> Life:
-        """With those who are here."""
         self._life = Life(self._members, self._send)
         return self._life
 

@@ -1,10 +1,10 @@
-"""What a leading trainer node and those that follow it say to each other, in TrainerRelay.
+"""Messages between the leading trainer node and the nodes that follow it, inside TrainerRelay.
 
-Owns only the vocabulary. All of it is of one life of the ranks: whatever is of another one is
-dropped. Must not import torch: the daemon imports this file.
+Each belongs to one life of the ranks: messages of another life are dropped. Must not import torch:
+the daemon imports this file.
 
-    leader -> follower   StartRanks RankTold EndRanks
-    follower -> leader   RankSaid RanksGone
+    leader -> follower   StartRanks RankFrame EndRanks
+    follower -> leader   RankFrame RanksGone
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ from lightrl.wire import Codec
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
-    """Start these ranks, in place of any others. What is said of the follower's own machine in
-    them, the follower fills in.
+    """Start these ranks in place of any others. The follower fills in its own addresses and paths.
 
-    `proof` is a file that the leader has made in `checkpoint.dir`, with the name of this life in
-    it: a follower that cannot read it does not see that folder.
+    `proof` is a file in `checkpoint.dir` that holds the name of this life: a follower that cannot
+    read it does not see that folder.
     """
 
     life: str
@@ -29,8 +28,8 @@ class StartRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class RankTold:
-    """A RankCommand for this rank, encoded as its pipe wants it."""
+class RankFrame:
+    """A RankCommand or RankEvent of this rank, encoded for its pipe."""
 
     life: str
     rank: int
@@ -39,33 +38,23 @@ class RankTold:
 
 @dataclass(frozen=True, slots=True)
 class EndRanks:
-    """This life is over: kill what is left of its ranks, or let them end if it `is_orderly`."""
+    """Kill the ranks of this life, or let them end if it `is_orderly`."""
 
     life: str
     is_orderly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class RankSaid:
-    """A RankEvent of this rank, as it came through its pipe."""
-
-    life: str
-    rank: int
-    frame: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class RanksGone:
-    """A rank of the follower has died, or none can be started; `is_final`: they would fail in the
-    same way again."""
+    """A rank has died, or none can be started; `is_final`: a restart would fail in the same way."""
 
     life: str
     reason: str
     is_final: bool = False
 
 
-ToFollower: TypeAlias = StartRanks | RankTold | EndRanks
-ToLeader: TypeAlias = RankSaid | RanksGone
+ToFollower: TypeAlias = StartRanks | RankFrame | EndRanks
+ToLeader: TypeAlias = RankFrame | RanksGone
 
 TO_FOLLOWER: Codec[ToFollower] = Codec(ToFollower)
 TO_LEADER: Codec[ToLeader] = Codec(ToLeader)

@@ -1,7 +1,5 @@
-"""The trainer's side of the canary (weights/canary.py): a text as the model itself writes it, and
-the logprobs that it gives it.
-
-All ranks must do this at the same time: a sharded model computes together.
+"""The trainer's side of the canary (weights/canary.py): a text drawn from the model, and its
+logprobs. Every function is a collective of the ranks.
 """
 
 from collections.abc import Iterator
@@ -22,11 +20,10 @@ from lightrl.wire import pack_f32, pack_i32
 
 
 def drawn_text(policy: Policy, max_length: int) -> list[int]:
-    """Token ids that follow from the weights at hand alone, no more than an engine takes.
+    """Draw token ids from the model at temperature 1, by fixed noise, no more than an engine takes.
 
-    Drawn from the model at temperature 1: in a text of arbitrary tokens, what bfloat16 rounds hides
-    a fault. With the quickstart's model after its training rounding made differences of 0.22 there
-    and a layer 20 steps old 0.25; in one that is drawn, 0.04 and 0.27.
+    In a text of arbitrary tokens rounding to bfloat16 hides a fault: with the quickstart's model it
+    made differences of 0.22 and a layer 20 steps old 0.25; in a text that is drawn, 0.04 and 0.27.
     """
     text = [int(noise(0) * policy.vocabulary)]
     while len(text) < min(NUM_TOKENS, max_length):
@@ -38,7 +35,7 @@ def drawn_text(policy: Policy, max_length: int) -> list[int]:
 
 
 def score(policy: Policy, text: list[int]) -> Canary:
-    """The text with the logprob of each token but the first, given those before."""
+    """Score each token of the text but the first."""
     every = _logits(policy, text[:-1]).log_softmax(-1)
     logprobs = every[torch.arange(len(text) - 1), text[1:]].tolist()
     return Canary(pack_i32(text), pack_f32(logprobs), dtype_name(_dtype(policy)))
@@ -56,17 +53,17 @@ def _logits(policy: Policy, text: list[int]) -> Tensor:
 
 
 def _dtype(policy: Policy) -> torch.dtype:
-    """In which it computes. Sharded on GPUs that is bfloat16 whatever is served: see `shard`."""
+    """Dtype of computing: sharded on GPUs it is bfloat16, see `shard`."""
     is_sharded = isinstance(policy.module, FSDPModule)
     return COMPUTED.get(policy.device.type, policy.served) if is_sharded else policy.served
 
 
 @contextmanager
 def _rounded(module: nn.Module, served: torch.dtype, is_cast: bool) -> Iterator[None]:
-    """Every parameter has the dtype that is served while its own layer computes. So there is never
-    a second model in memory, and of a sharded one those are rounded that FSDP2 has gathered.
-    Adapters are rounded to it, too, but stay in their own: by that peft casts what they are given;
-    so do all parameters where FSDP2 casts to another dtype what goes from layer to layer.
+    """Round the parameters of each layer to the dtype that is served while it computes, so that
+    there is no second model in memory, and of a sharded one the gathered parameters are rounded.
+    Adapters are rounded but keep their dtype, to which peft casts inputs; so do all parameters
+    where FSDP2 casts to another dtype what goes from layer to layer (`is_cast`).
     """
     if served is torch.float32:
         yield

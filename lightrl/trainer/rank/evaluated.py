@@ -25,15 +25,15 @@ from lightrl.config.schema import Config
 from lightrl.devices.cuda import has_cuda
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.model_files import ADAPTERS, weights_folder
+from lightrl.trainer.checkpoint.contents import Reader, find_tensors, read_adapters, read_tensors
 from lightrl.trainer.checkpoint.layout import MODEL, read_layout
 from lightrl.trainer.checkpoint.saved import SavedStep, read_step
-from lightrl.trainer.checkpoint.tensors import Reader, find_tensors, read_adapters, read_tensors
 from lightrl.trainer.model.loading import build
 from lightrl.trainer.model.policy import OF_FAMILIES, Policy, load_served, shards
 from lightrl.trainer.protocol import Published, RankCommand, RankEvent, RankStarted, StartRank
 from lightrl.trainer.rank.main import serve
 from lightrl.trainer.rank.rank import BASE_FOLDER
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher, Shard
 from lightrl.weights.version.manifest import VersionFile
@@ -72,7 +72,7 @@ class EvaluatedRank:
             found = shards(load_served(model_dir, served))
         file = _publish(folder, step, found, base.digest if base else "")
         if saved is not None and saved.dtype == dtype_name(served) and saved.digest != file.digest:
-            # in another dtype than then it cannot be told
+            # in another dtype the digest is another one, too
             why = f"it was trained beside another model than {start.model_dir}, or " if base else ""
             raise TrainerError(f"{checkpoint}: {why}is not what was saved: another digest")
         published = Published(file, base=base)

@@ -1,8 +1,6 @@
-"""What every rank process does: starts a rank as it is told, obeys it command by command, says why
-it ends.
+"""The main loop of every rank process: start a rank, run its commands, report why it ends.
 
-Owns the process's side of the pipe. Knows nothing of what a rank computes, and must not import
-torch.
+Owns the process's side of the pipe. Must not import torch.
 """
 
 import contextlib
@@ -21,14 +19,16 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     LeaveGroup,
+    Published,
     RankCommand,
     RankEvent,
     RankFailed,
     RankStarted,
     StartRank,
     StepFinished,
+    Suspended,
 )
-from lightrl.weights.broadcast.rendezvous import IsUnwanted
+from lightrl.weights.broadcast.membership import IsUnwanted
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +57,21 @@ class AnyRank(Protocol):
     def perform(
         self, command: RankCommand, is_unwanted: IsUnwanted | None = None
     ) -> Iterator[RankEvent]:
-        """Carries the command out; each event is to be sent as soon as it comes out. What it does
-        as a member of a broadcast group is over as soon as that `is_unwanted`."""
+        """Run the command, and yield its events as they occur. Work for a broadcast group stops as
+        soon as it `is_unwanted`."""
         ...
 
 
 def serve(sock: socket.socket, new_rank: Callable[[StartRank, Report], AnyRank]) -> None:
-    """Serves commands. A rank is given what it may speak with from other threads, too.
+    """Serve commands. A rank may send events from other threads, too.
 
     Raises EOFError when the daemon closes the pipe, SystemExit if the rank fails.
     """
     pipe: RankPipe = RankPipe(sock, RANK_COMMANDS, RANK_EVENTS)
     try:
-        _obey(pipe, new_rank)
+        _run(pipe, new_rank)
     except (LightRLError, OSError, RuntimeError, ValueError) as e:
-        # What torch raises for lost peers. Anything else is a bug: the daemon sees the process end
-        # with a traceback.
+        # torch raises these for lost peers; anything else is a bug, and ends the process.
         logger.exception("this rank failed")
         lines = str(e).strip().splitlines() or [type(e).__name__]
         is_final = isinstance(e, LightRLError)
@@ -83,15 +82,15 @@ def serve(sock: socket.socket, new_rank: Callable[[StartRank, Report], AnyRank])
 
 
 def _linger(pipe: RankPipe) -> None:
-    """Until the daemon, which has read why, ends all ranks: those that lost this one first would
-    only be started again."""
+    """Wait until the daemon has read the reason and ends all ranks: without it ranks that lost this
+    one would restart."""
     deadline = time.monotonic() + LINGER_S
     with contextlib.suppress(EOFError, OSError):
         while (left_s := deadline - time.monotonic()) > 0:
             pipe.receive(left_s)
 
 
-def _obey(pipe: RankPipe, new_rank: Callable[[StartRank, Report], AnyRank]) -> None:
+def _run(pipe: RankPipe, new_rank: Callable[[StartRank, Report], AnyRank]) -> None:
     rank: AnyRank | None = None
     commands: deque[RankCommand] = deque()
 
@@ -114,7 +113,7 @@ def _obey(pipe: RankPipe, new_rank: Callable[[StartRank, Report], AnyRank]) -> N
 
 
 def require_step(step: int, command: RankCommand) -> None:
-    """The rank is at `step`. Raises TrainerError if the command is of another one."""
+    """Raise TrainerError if the command is of another step than that of the rank."""
     asked = getattr(command, "step", step)
     if asked != step:
         raise TrainerError(
@@ -122,10 +121,18 @@ def require_step(step: int, command: RankCommand) -> None:
         )
 
 
-def finished(step: int, metrics: dict[str, float], publish_s: float) -> StepFinished:
-    """The step with its figures, when its version is published, which took so long."""
-    times = {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
-    return StepFinished(step, metrics | times)
+def finished(
+    step: int,
+    metrics: dict[str, float],
+    publish_s: float,
+    published: Published | None,
+    suspended: Suspended | None,
+) -> StepFinished:
+    """The event at the end of a step, whose version took `publish_s` to publish."""
+    metrics = metrics | {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
+    if suspended is not None:
+        metrics["timing_s/park"] = suspended.seconds
+    return StepFinished(step, metrics, published, suspended)
 
 
 def reuse_memory() -> None:

@@ -1,8 +1,6 @@
-"""Where emulated ranks tell each other something, as real ones do in their collectives: and wait as
-these do.
+"""The collective of emulated ranks: each sends one line and receives those of all.
 
-A socket in the folder that the daemon names, which only its user may enter. Knows nothing of what
-is said.
+Over a socket in the folder that the daemon names, which only its user may enter.
 """
 
 import contextlib
@@ -16,7 +14,7 @@ MAX_LINE = 1 << 16
 
 
 class Meeting:
-    """Of the ranks of one life, which all come. Raises RuntimeError where another one is gone."""
+    """Of the ranks that were started together. Raises RuntimeError where another one is gone."""
 
     def __init__(self, rank: int, world: int, place: Path) -> None:
         self._rank, self._world = rank, world
@@ -24,26 +22,26 @@ class Meeting:
         if world == 1:
             return
         if rank == 0:
-            self._others = _welcome(place, world - 1)
+            self._others = _accept_all(place, world - 1)
         else:
-            self._others = [_reach(place)]
-            _say(self._others[0], str(rank))
+            self._others = [_connect(place)]
+            _send_line(self._others[0], str(rank))
 
     def exchange(self, text: str) -> list[str]:
-        """What each of the ranks has said, in their order; each says one line."""
+        """The lines of all ranks, in their order; `text` is one line."""
         if not self._others:
             return [text]
         if self._rank > 0:
             [first] = self._others
-            _say(first, text)
-            return [_hear(first) for _ in range(self._world)]
-        texts = [text, *map(_hear, self._others)]
+            _send_line(first, text)
+            return [_receive_line(first) for _ in range(self._world)]
+        texts = [text, *map(_receive_line, self._others)]
         for other in self._others:
-            _say(other, "\n".join(texts))
+            _send_line(other, "\n".join(texts))
         return texts
 
 
-def _say(other: IO[str], text: str) -> None:
+def _send_line(other: IO[str], text: str) -> None:
     try:
         other.write(f"{text}\n")
         other.flush()
@@ -51,7 +49,7 @@ def _say(other: IO[str], text: str) -> None:
         raise RuntimeError(f"another rank is gone: {e.strerror}") from None
 
 
-def _hear(other: IO[str]) -> str:
+def _receive_line(other: IO[str]) -> str:
     try:
         line = other.readline(MAX_LINE)
     except OSError as e:
@@ -61,7 +59,7 @@ def _hear(other: IO[str]) -> str:
     return line[:-1]
 
 
-def _welcome(place: Path, num_others: int) -> list[IO[str]]:
+def _accept_all(place: Path, num_others: int) -> list[IO[str]]:
     by_rank: dict[int, IO[str]] = {}
     with socket.socket(socket.AF_UNIX) as listener:
         with contextlib.chdir(place.parent):  # the path of a socket must be short
@@ -69,12 +67,12 @@ def _welcome(place: Path, num_others: int) -> list[IO[str]]:
         listener.listen(num_others)
         while len(by_rank) < num_others:
             other = _lines(listener.accept()[0])
-            by_rank[int(_hear(other))] = other
+            by_rank[int(_receive_line(other))] = other
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _reach(place: Path) -> IO[str]:
-    """Waits for rank 0 to listen; the daemon ends who waits for one that is dead."""
+def _connect(place: Path) -> IO[str]:
+    """Wait for rank 0 to listen; the daemon ends a rank that waits for a dead one."""
     while True:
         sock = socket.socket(socket.AF_UNIX)
         try:

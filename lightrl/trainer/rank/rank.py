@@ -1,7 +1,5 @@
-"""One training rank: a process that adds up gradients while a round runs, updates, and publishes.
-
-Owns the order of what this rank does, what it publishes and what it saves; what is trained is the
-learner's. Decides nothing: which samples, which micro-batches and when comes from the daemon.
+"""One training rank: a process that accumulates gradients while a round runs, updates, publishes
+and saves, as the daemon commands. The learner owns what is trained.
 """
 
 import os
@@ -29,33 +27,30 @@ from lightrl.trainer.model import attention
 from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
-    Accumulated,
-    Cleared,
-    ClearStep,
-    Computing,
     DeltaMade,
+    Done,
     EncodeDelta,
-    FinishStep,
     LeaveGroup,
     OpenGroup,
-    ParkRank,
+    Progress,
     Published,
     RankCommand,
     RankEvent,
-    RankParked,
     RankStarted,
+    ResetStep,
     Save,
     SaveEvent,
     SendWeights,
-    Staged,
     StartRank,
-    Updated,
-    UpdateWeights,
+    StepFinished,
+    Suspend,
+    Suspended,
+    Update,
 )
 from lightrl.trainer.rank import canary
 from lightrl.trainer.rank.main import Report, finished, require_step, reuse_memory, serve
 from lightrl.trainer.rank.sender import Sender
-from lightrl.weights.broadcast.rendezvous import IsUnwanted, JoinGroup
+from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher
 from lightrl.weights.version.manifest import VersionFile
@@ -65,9 +60,9 @@ BASE_FOLDER = "base"  # below that of the versions: files there are not used in 
 
 
 def main(sock: socket.socket) -> None:
-    """The child process: serves commands until the daemon closes the pipe."""
+    """Serve commands until the daemon closes the pipe."""
     reuse_memory()
-    disable_progress_bar()  # the end of the log is shown when a rank dies
+    disable_progress_bar()  # a daemon shows the end of the log when a rank dies
     ranks: list[Rank] = []
 
     def new_rank(start: StartRank, report: Report) -> Rank:
@@ -78,7 +73,7 @@ def main(sock: socket.socket) -> None:
         serve(sock, new_rank)
     except EOFError:
         if ranks and ranks[0].saver.is_busy:
-            os._exit(1)  # nobody waits for it: the ranks would outlive their daemon
+            os._exit(1)  # else the ranks outlive their daemon
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -86,9 +81,9 @@ def main(sock: socket.socket) -> None:
 class Rank:
     """One rank of a run, from its first published version on."""
 
-    def __init__(self, start: StartRank, report: Callable[[SaveEvent | Computing], None]) -> None:
-        """`report` is told what comes beside the answers, of checkpoints from another thread."""
-        begun = time.monotonic()
+    def __init__(self, start: StartRank, report: Callable[[SaveEvent | Progress], None]) -> None:
+        """`report` sends events beside the answers, those of checkpoints from another thread."""
+        began = time.monotonic()
         self.config = Config.model_validate_json(start.config_json)
         self.start = start
         self.step = start.start_step
@@ -109,7 +104,7 @@ class Rank:
                 self.model_dir,
                 self.device,
                 start.world,
-                lambda: report(Computing(self.step)),
+                lambda: report(Progress(self.step)),
             )
             self.saver = Saver(
                 self.learner.policy,
@@ -130,10 +125,10 @@ class Rank:
             dtype = dtype_name(policy.served)
             saved.require_digest(self.file.digest, dtype, policy.has_adapters)
         self._publisher.allocate_second()
-        published, parked = self._published(), self._parked()
-        way, took_s = self.learner.policy.way, time.monotonic() - begun
+        published, suspended = self._published(), self._suspend()
+        way, took_s = self.learner.policy.way, time.monotonic() - began
         self.started = RankStarted(
-            str(self.device), took_s, published, way.packed, way.notes, parked
+            str(self.device), took_s, published, way.packed, way.notes, suspended
         )
 
     def perform(
@@ -145,39 +140,28 @@ class Rank:
     def _perform(self, command: RankCommand, is_unwanted: IsUnwanted | None) -> Iterator[RankEvent]:
         require_step(self.step, command)
         match command:
-            case Accumulate(step, batches, is_last):
-                self.learner.accumulate(batches, is_last)
-                yield Accumulated(step)
-            case UpdateWeights(step):
+            case Accumulate(step, batches):
+                self.learner.accumulate(batches)
+                yield Done(step)
+            case Update(step, policy_version=None):
                 self.learner.update(command)
-                yield Updated(step)
-            case ClearStep(step):
-                self.learner.clear()
-                yield Cleared(step)
-            case FinishStep(step):
-                metrics = self.learner.finish(command)
-                begun = time.monotonic()
-                self._publish(command.policy_version)
-                published, publish_s = self._published(), time.monotonic() - begun
-                metrics["timing_s/stage"], self._staging_s = self._staging_s, 0.0
-                if parked := self._parked():  # before the version is said: engines wake for it
-                    metrics["timing_s/park"] = parked.seconds
-                    yield parked
-                if published:  # rollout nodes wait for it
-                    yield published
-                self.step += 1
-                yield finished(step, metrics, publish_s)
-            case ParkRank():
-                if parked := self._parked(is_asked=True):
-                    yield parked
-            case EncodeDelta(step):
+                yield Done(step)
+            case Update():
+                yield self._finish(command, command.policy_version or 0)
+            case ResetStep(step):
+                self.learner.reset()
+                yield Done(step)
+            case Suspend():
+                if suspended := self._suspend():
+                    yield suspended
+            case EncodeDelta():
                 yield self._publish_delta()
             case Save(step, path, export):
-                begun = time.monotonic()
+                began = time.monotonic()
                 problem = self.saver.begin(Path(path), self._saved(), export)
-                self._staging_s += time.monotonic() - begun
-                yield Staged(path, problem or None)
-            case OpenGroup() | JoinGroup() | SendWeights():
+                self._staging_s += time.monotonic() - began
+                yield Done(step, problem or None)
+            case OpenGroup() | SendWeights():
                 yield self._sender.perform(command, is_unwanted)
             case LeaveGroup():
                 self._sender.leave("the trainer has left it")
@@ -186,27 +170,37 @@ class Rank:
             case _:
                 assert_never(command)
 
+    def _finish(self, update: Update, policy_version: int) -> StepFinished:
+        metrics = self.learner.finish(update)
+        began = time.monotonic()
+        self._publish(policy_version)
+        published, publish_s = self._published(), time.monotonic() - began
+        metrics["timing_s/stage"], self._staging_s = self._staging_s, 0.0
+        suspended = self._suspend()  # before the version is announced, for which engines wake
+        self.step += 1
+        return finished(update.step, metrics, publish_s, published, suspended)
+
     def _publish(self, policy_version: int) -> None:
-        """All ranks write their shards of it; on rank 0 the file appears when all have."""
+        """Write this rank's shards; on rank 0 the file appears when all ranks have."""
         self.policy_version = policy_version
         base = self._base.digest if self._base else ""
         self.file = self._publisher.publish(policy_version, shards(self.learner.policy), base)
 
-    def _parked(self, is_asked: bool = False) -> RankParked | None:
-        """The device is given back, if it is shared."""
+    def _suspend(self) -> Suspended | None:
+        """Free the device, if it is shared."""
         if self.learner.parking is None:
             return None
-        begun = time.monotonic()
+        began = time.monotonic()
         num_bytes = self.learner.parking.park()
-        return RankParked(num_bytes, time.monotonic() - begun, is_asked)
+        return Suspended(num_bytes, time.monotonic() - began)
 
     def _name_of_model(self) -> str:
-        """As it is found again: by its path in full, or on the hub."""
+        """Its absolute path, or its name on the hub."""
         path = Path(self.start.model_dir)
         return str(path.resolve()) if path.is_dir() else self.start.model_dir
 
     def _publish_base(self) -> VersionFile | None:
-        """With adapters, what they are beside, once: on rank 0 it comes back."""
+        """Publish the model beside adapters, once. Return its file on rank 0."""
         if not self.learner.policy.has_adapters:
             return None
         folder = Path(self.start.publish_dir) / BASE_FOLDER
@@ -224,24 +218,24 @@ class Rank:
         return DeltaMade(base.digest, self.file.digest, delta)
 
     def _new_publisher(self, folder: Path) -> Publisher:
-        """Ranks of other nodes send to those that are where the versions are."""
+        """Ranks of other nodes send their rows to those of the first."""
         num_local = self.config.train.ranks if self.start.host else None
         return Publisher(Buffers(folder), self.start.rank, self.start.world, num_local)
 
     def _canary_text(self) -> list[int]:
-        """None for engines that run no model."""
+        """Empty for engines that run no model."""
         if self.config.weights.canary == 0 or self.config.rollout.engine == "emulated":
             return []
         return canary.drawn_text(self.learner.policy, self.config.max_trained_length)
 
     def _published(self) -> Published | None:
-        """The version with what engines are held against; none but on rank 0. A collective."""
+        """The version with its canary, on rank 0. A collective."""
         known = canary.score(self.learner.policy, self._text) if self._text else None
         return Published(self.file, known, self._base) if self.file else None
 
     def _restore(self) -> SavedStep | None:
-        """All that makes the next steps exact: no random number is drawn, rates follow from the
-        step and from how many the schedule had before. None where it begins with the model."""
+        """Restore all that the next steps depend on: no random number is drawn, and learning rates
+        follow from the step. None if the run begins with the model."""
         checkpoints = Path(self.start.run_dir) / CHECKPOINTS
         path = restored_at(checkpoints, self.start.start_step, self.config.checkpoint)
         if path is None:
@@ -276,11 +270,11 @@ def _device(start: StartRank) -> torch.device:
 
 
 def _order_sums(config: Config, device: torch.device) -> None:
-    """`run.deterministic` is for the daemon to keep, by sending the same micro-batches in the same
-    order whatever the timing. What remains are kernels that add up by atomics, on CUDA: they are
-    replaced by slower ones, or the rank fails and names the one that has no other. With
-    `train.deterministic` alone only the backward pass of attention is replaced: nothing else of a
-    step adds up by atomics, and no kernel that lacks a deterministic form fails.
+    """Replace CUDA kernels that sum by atomics.
+
+    With `run.deterministic` the daemon sends the same micro-batches in the same order, and here all
+    such kernels are replaced, or fail. With `train.deterministic` alone only the backward pass of
+    attention is: nothing else of a step sums by atomics.
     """
     deterministic = config.run.deterministic
     is_attention = config.orders_attention and device.type == "cuda" and not deterministic
@@ -288,6 +282,5 @@ def _order_sums(config: Config, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     attention.order_backward(is_attention)
     torch.use_deterministic_algorithms(deterministic)
-    # On by default with the above. It is for finding reads of memory that nobody wrote, and costs
-    # time.
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - pyright knows it not
+    # on by default with the above; it costs time
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - pyright does not have it

@@ -1,328 +1,246 @@
-"""A group of training ranks and engine workers for broadcasts, beside whatever groups these
-processes are members of already.
+"""A process group of training rank 0 and engine workers, beside whatever groups these processes
+have.
 
-Owns how it forms, how long anybody waits in it, and its end. Gloo or NCCL: torch's backends without
-a process group around them, which would have to be the default one.
-
-It cannot be trusted to end by itself (torch 2.13): gloo often, but not always, notices a dead peer
-at once, a stopped one only at the operation's time limit; NCCL notices neither; `abort` of gloo
-does not wake who waits; and to destroy a group with work in flight waits for that work, holding the
-interpreter. So no member blocks in an operation here (passing.py has a thread for that): it asks
-whether that is done, listens to its lifeline meanwhile (rendezvous.py), and whoever leaves
-lets a thread wait for what is in flight.
+Owns how it forms, the thread that runs its operations, and how it ends. Gloo or NCCL: torch's
+backends without a default group around them. A blocked operation of gloo ends at its time limit
+only, one of NCCL not before an abort. So all of them run in a daemon thread of the group, and its
+caller waits for a limited time; the thread of a failed group is left behind. A member learns of a
+failure elsewhere by an error, by the time limit, or from the coordinator (`is_unwanted`).
 Imports torch; daemons must not import this.
 """
 
+import atexit
+import concurrent.futures
 import os
+import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
-
-from lightrl.errors import WeightsError, first_line
-from lightrl.system.addresses import interface_of, is_loopback
-from lightrl.weights.broadcast.passing import Passing, Waiter
-from lightrl.weights.broadcast.rendezvous import (
-    LOOK_S,
-    UNWANTED,
-    IsUnwanted,
-    Lifeline,
-    Membership,
-    Rendezvous,
-    reach,
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-POLL_S = 0.0005
-NEWS_S = 0.2  # after a failed operation, until somebody says whose fault it was
-GLOO_THREADS = 3  # for operations of the whole group: the first one only
-_never_ended: list[object] = []  # what no thread could wait for: to give it up would wait
-# Else NCCL's threads end the process when an operation has failed or takes too long.
+from lightrl.errors import WeightsError, first_line
+from lightrl.system.addresses import WILDCARD, interface_of, is_loopback, own_host, split_known
+from lightrl.weights.broadcast.membership import UNWANTED, IsUnwanted, Membership
+
+Result = TypeVar("Result")
+
+# At the end of a process: a thread that ends gloo just then would abort the process.
+JOIN_S = 1.0
+LOOK_S = 0.1  # between two looks at whether the transfer is still wanted
+IN_FLIGHT = 4  # buckets that are passed on while the next ones arrive
+# Without these NCCL's threads end the process when an operation fails or takes too long.
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
+FAILURES = (WeightsError, RuntimeError, OSError, MemoryError)
+_aborted: list[object] = []  # NCCL groups, whose destruction could block
 
 
 class Group:
-    """One member's view of a group. Made by `form`; used by one thread at a time.
+    """One member's end of a group, made by `form`. After any failure it is over: every call raises
+    WeightsError, and the caller leaves the rest to the other members' limits."""
 
-    When any operation fails here, or at any other member, the group is over for all of them: every
-    call raises WeightsError from then on.
-    """
-
-    def __init__(
-        self, backend: Any, lifeline: Lifeline, place: Membership, device: torch.device
-    ) -> None:
-        self._backend: Any = backend
-        self._lifeline = lifeline
-        self._in_flight: list[tuple[Any, torch.Tensor]] = []
-        self._timeout_s = place.timeout_s
-        self._looked_at = 0.0  # of time.monotonic()
-        self.rank, self.num_ranks, self.world = place.rank, place.num_ranks, place.world
-        self.piece_bytes = place.piece_bytes
+    def __init__(self, membership: Membership, device: torch.device) -> None:
+        self._membership = membership
         self.device = device
-        # Whether pieces go from member to member, by `send` and `receive`, or by `broadcast`: that
-        # of gloo sends everything log2(world) times over the line of who begins.
-        self.is_chain = place.backend == "gloo"
-        self._waiter = Waiter() if self.is_chain else None
+        self.over: str | None = None  # why the group is over
+        self._backend: Any = None
+        self._sends: deque[tuple[Any, torch.Tensor]] = deque()  # in progress
+        self._tag = 0
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="broadcast")
+        self._thread.start()
 
-    @property
-    def over(self) -> str | None:
-        """Why the group is over; None while it can be used."""
-        return self._lifeline.over
+    def submit(self, operation: Callable[[], Result]) -> "Future[Result]":
+        """Run `operation` in the group's thread, after those before it."""
+        result: Future[Result] = Future()
+        self._jobs.put((operation, result))
+        return result
 
-    def broadcast(self, data: torch.Tensor, root: int) -> Any:
-        """Begins to send or receive `data`, contiguous bytes on `device`; `wait` ends it."""
-        return self._begin(
-            lambda: self._backend.broadcast([data], _options(root, self._timeout_s)), data
-        )
+    def wait(self, result: "Future[Result]", is_unwanted: IsUnwanted | None = None) -> Result:
+        """The result of a submitted operation.
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> Any:
-        """As `broadcast`, to one member, which receives it with the same tag. In a chain only."""
-        return self._begin(lambda: self._passed(self._backend.send([data], to, tag)), data)
-
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Any:
-        return self._begin(lambda: self._passed(self._backend.recv([data], source, tag)), data)
-
-    def _passed(self, work: Any) -> Any:
-        assert self._waiter is not None
-        return self._waiter.add(work)
-
-    def _begin(self, operation: Callable[[], Any], data: torch.Tensor) -> Any:
+        Raises WeightsError, and the group is over: when the operation fails or does not end in
+        time, or as soon as `is_unwanted`.
+        """
+        deadline = time.monotonic() + self._membership.timeout_s
+        while self.over is None and not result.done():
+            if is_unwanted is not None and is_unwanted():
+                self.abort(UNWANTED)
+            elif time.monotonic() > deadline:
+                self.abort(f"no progress for {self._membership.timeout_s:g} s")
+            else:
+                concurrent.futures.wait((result,), LOOK_S)
         if self.over is not None:
-            raise self._failed()
+            raise WeightsError(f"broadcast: {self.over}")
         try:
-            work = operation()
-        except RuntimeError as e:
-            raise self._failed(e) from e
-        self._in_flight.append((work, data))
-        return work
+            return result.result()
+        except FAILURES as e:
+            self.abort(first_line(e).removeprefix("broadcast: "))
+            raise WeightsError(f"broadcast: {self.over}") from e
 
-    def wait(self, work: Any, is_unwanted: IsUnwanted | None = None) -> None:
-        """Until this operation is over. Raises WeightsError, at the latest after timeout_s: who
-        waits for one operation after the other has a deadline that moves with progress. Also where
-        `is_unwanted` says so, which is asked now and then, whether there is progress or not."""
-        deadline = time.monotonic() + self._timeout_s
-        self._require_wanted(is_unwanted)
-        while not work.is_completed():
-            if self.over is not None:
-                raise self._failed()
-            if time.monotonic() > deadline:
-                raise self._failed(f"no progress for {self._timeout_s:g} s at member {self.rank}")
-            self._require_wanted(is_unwanted)
-            work.rest() if isinstance(work, Passing) else time.sleep(POLL_S)
-        try:
+    def abort(self, why: str) -> None:
+        """End the group here. Never blocks: what is in flight keeps its thread and its memory."""
+        if self.over is not None:
+            return
+        self.over = why
+        self._jobs.put(None)
+        atexit.register(self._thread.join, JOIN_S)
+        if self._backend is not None and self.device.type == "cuda":  # this ends its kernels
+            _aborted.append(self._backend)
+            with suppress(RuntimeError):
+                threading.Thread(target=self._backend.abort, daemon=True).start()
+
+    # In the group's thread
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send `data`, contiguous bytes on `device`, from rank 0, or receive it elsewhere.
+
+        Over gloo each member passes it on to the next one: every line carries it once, where gloo's
+        own broadcast sends it log2(world) times over that of rank 0.
+        """
+        group = self._membership.group
+        if group.backend == "nccl":
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            self._backend.broadcast([data], options).wait()
+            torch.cuda.current_stream(self.device).synchronize()
+            return
+        self._tag += 1
+        if group.rank > 0:
+            self._backend.recv([data], group.rank - 1, self._tag).wait()
+        if group.rank + 1 < group.world:
+            self._sends.append((self._backend.send([data], group.rank + 1, self._tag), data))
+            self.flush(IN_FLIGHT - 1)
+
+    def flush(self, num_left: int = 0) -> None:
+        """Wait until at most `num_left` buckets are being passed on."""
+        while len(self._sends) > num_left:
+            work, _ = self._sends.popleft()
             work.wait()
-        except RuntimeError as e:
-            raise self._failed(e) from e
-        self._in_flight = [(w, data) for w, data in self._in_flight if w is not work]
 
-    def abandon(self, why: str) -> None:
-        """Ends the group for all members. Returns at once; what is in flight keeps its memory."""
-        self._lifeline.cut(why)
-        if self._backend is not None:
-            if self._waiter is not None:
-                self._waiter.close()
-            _let_end(self._backend, self._in_flight, self.device)
-        self._backend, self._in_flight = None, []
+    def connect(self, store: TCPStore | None) -> None:
+        """Meet the other members at rank 0's store, which is `store` in rank 0."""
+        group, timeout = self._membership.group, timedelta(seconds=self._membership.timeout_s)
+        if (address := split_known(group.address)) is None:
+            raise WeightsError(f"{group.address[:80]}: not an address")
+        host, port = address
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if store is None:
+            store = TCPStore(host, port, group.world, timeout=timeout, wait_for_workers=False)
+        members = PrefixStore(group.name, store)
+        if group.rank > 0:
+            members.set(f"host-{group.rank}", host)
+        else:
+            members.set("host", _common_host(host, members, group.world))
+        own = own_host(members.get("host").decode())
+        make = _gloo if group.backend == "gloo" else _nccl
+        self._backend = make(members, group.rank, group.world, timeout, own)
 
-    def _require_wanted(self, is_unwanted: IsUnwanted | None) -> None:
-        now = time.monotonic()
-        if is_unwanted is not None and now > self._looked_at + LOOK_S:
-            self._looked_at = now
-            if is_unwanted():
-                raise self._failed(UNWANTED)
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            operation, result = job
+            try:
+                if self.over is not None:
+                    raise WeightsError(self.over)
+                result.set_result(operation())
+            except FAILURES as e:
+                result.set_exception(e)
+            del job, operation, result
+        for work, _ in self._sends:  # to destroy gloo before would wait with the interpreter's lock
+            with suppress(RuntimeError):
+                work.wait()
+        self._sends.clear()
+        self._backend = None
 
-    def _failed(self, cause: RuntimeError | str | None = None) -> WeightsError:
-        why = self._lifeline.wait_over(NEWS_S) if isinstance(cause, RuntimeError) else self.over
-        why = why or (
-            cause if isinstance(cause, str) else f"member {self.rank}: {first_line(cause)}"
+
+def _common_host(host: str, members: PrefixStore, world: int) -> str:
+    """The address of rank 0's machine that all members can reach: the one at which it listens, or
+    if it listens at all of them, one by which members reach it; loopback only if all use that."""
+    if host != WILDCARD:
+        return host
+    hosts = [members.get(f"host-{rank}").decode() for rank in range(1, world)]
+    return min(hosts, key=is_loopback)
+
+
+def listen(host: str, world: int, timeout_s: float) -> TCPStore:
+    """Rank 0's store, which listens on this address of the machine only, 0.0.0.0 = all, on a free
+    port. Raises WeightsError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family, backlog=world)
+        port = listener.getsockname()[1]
+        return TCPStore(
+            host,
+            port,
+            world,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-        self.abandon(why)
-        return WeightsError(f"broadcast: {why}")
+    except (OSError, RuntimeError) as e:
+        raise WeightsError(f"broadcast: cannot listen on {host}: {first_line(e)}") from e
 
 
 def form(
-    meet: Rendezvous | tuple[str, int],
-    place: Membership,
+    membership: Membership,
     device: torch.device | str,
+    store: TCPStore | None = None,
     is_unwanted: IsUnwanted | None = None,
 ) -> Group:
-    """Forms a group with all others that call this.
+    """Form a group with all others that call this.
 
-    `meet`: where the members meet, the listener for member 0 and its address for the others.
-    `device`: where what is sent lies, a CUDA device for "nccl", "cpu" for "gloo". Raises
-    WeightsError after place.timeout_s at the latest; member 0 also where `is_unwanted` says so,
-    which is asked several times a second, and with it all who have come.
+    `device`: of the data, a CUDA device for "nccl", "cpu" for "gloo". `store`: in rank 0, from
+    `listen`. Raises WeightsError after the time limit at the latest.
     """
-    deadline = time.monotonic() + place.timeout_s
-    if isinstance(meet, Rendezvous):
-        lifeline, host = meet.gather(place, deadline, is_unwanted), meet.address[0]
-    else:
-        lifeline, host = reach(meet, place, deadline), meet[0]
-    device = torch.device(device)
     try:
-        backend = _connect(lifeline, host, place, device, deadline, is_unwanted)
-        return Group(backend, lifeline, place, device)
-    except (WeightsError, RuntimeError, MemoryError) as e:
-        why = first_line(e).removeprefix("broadcast: ")
-        lifeline.cut(why)
-        raise WeightsError(f"broadcast: {why}") from e
+        group = Group(membership, torch.device(device))
+    except RuntimeError as e:  # no memory for a thread
+        raise WeightsError(f"broadcast: {first_line(e)}") from e
+    group.wait(group.submit(partial(group.connect, store)), is_unwanted)
+    return group
 
 
-def _connect(
-    lifeline: Lifeline,
-    host: str,
-    place: Membership,
-    device: torch.device,
-    deadline: float,
-    is_unwanted: IsUnwanted | None,
-) -> Any:
-    """The backend, once all members have theirs. The store listens only meanwhile."""
-    if place.rank > 0:
-        word, _, there = lifeline.expect(deadline).partition(" ")
-        port, own = int(word), lifeline.host
-        if is_loopback(own):  # from the machine of member 0: those of others must reach us, too
-            own = there
-    else:
-        port, own = None, lifeline.host
-
-    def make() -> tuple[Any, Any]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
-        store = _store(host, port, place) if port is not None else _serve(host, place, lifeline)
-        with _environment(_nccl_settings(own) if place.backend == "nccl" else {}):
-            backend = _backend(PrefixStore(place.shown_name.hex(), store), own, place)
-            probe = torch.zeros(1, dtype=torch.uint8, device=device)
-            work = backend.broadcast([probe], _options(0, place.timeout_s))  # NCCL connects now
-            while not work.is_completed():
-                time.sleep(POLL_S)
-            work.wait()
-        return backend, store
-
-    backend, store = _in_thread(make, lifeline, deadline, is_unwanted)
-    try:
-        if place.rank > 0:
-            lifeline.tell("formed")
-            lifeline.expect(deadline)
-        else:
-            lifeline.expect(deadline, is_unwanted)
-            lifeline.tell("ready")
-    except WeightsError:
-        _let_end(backend, [], device)
-        raise
-    del store  # from here on nothing listens
-    return backend
+def _gloo(store: Any, rank: int, world: int, timeout: timedelta, host: str) -> Any:
+    """Gloo listens on `host` only, by which this member reaches rank 0."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return gloo(store, rank, world, options)
 
 
-def _serve(host: str, place: Membership, lifeline: Lifeline) -> TCPStore:
-    """Member 0's store, which listens where the rendezvous did; the others are told its port, and
-    the address that member 0 has among them."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=place.world)
-    port = listener.getsockname()[1]
-    store = _store(host, port, place, listener.detach())
-    lifeline.tell(f"{port} {lifeline.host}")
-    return store
-
-
-def _store(host: str, port: int, place: Membership, listener: int | None = None) -> TCPStore:
-    return TCPStore(
-        host,
-        port,
-        place.world,
-        listener is not None,
-        timedelta(seconds=place.timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-
-
-def _backend(store: Any, host: str, place: Membership) -> Any:
-    """Gloo listens on `host` only, by which this member reaches member 0."""
-    if place.backend == "gloo":
-        gloo: Any = ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
-        options._threads = GLOO_THREADS
-        options._timeout = timedelta(seconds=place.timeout_s)
-        return gloo(store, place.rank, place.world, options)
+def _nccl(store: Any, rank: int, world: int, timeout: timedelta, host: str) -> Any:
+    """NCCL looks for its interface once in a process, so this counts only where the communicator is
+    the first; trainer/group.py sees to ranks that had one before."""
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:
-        raise RuntimeError(f"this torch has no {place.backend}")
+        raise WeightsError("this torch has no nccl")
     options = kind.Options()
-    options._timeout = timedelta(seconds=place.timeout_s)
-    return kind(store, place.rank, place.world, options)
-
-
-def _nccl_settings(host: str) -> dict[str, str]:
-    """NCCL looks for its interface once in a process, so this counts only where the communicator is
-    the first; trainer/group.py sees to it that ranks that had one before have the right one."""
-    interface = interface_of(host)
-    if interface is None or "NCCL_SOCKET_IFNAME" in os.environ:  # as its user wants it
-        return NCCL_SETTINGS
-    return NCCL_SETTINGS | {"NCCL_SOCKET_IFNAME": f"={interface}"}
-
-
-def _options(root: int, timeout_s: float) -> Any:
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
-    options.timeout = timedelta(seconds=timeout_s)
-    return options
-
-
-def _in_thread(
-    make: Callable[[], Any], lifeline: Lifeline, deadline: float, is_unwanted: IsUnwanted | None
-) -> Any:
-    """What `make` returns; does not wait for it when the group is over before it is made."""
-    done = threading.Event()
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(make())
-        except (RuntimeError, OSError, MemoryError) as e:
-            result.append(e)
-        done.set()
-
-    threading.Thread(target=run, daemon=True, name="broadcast forms").start()
-    while not done.wait(0.01):
-        if lifeline.over is not None:
-            raise WeightsError(f"broadcast: {lifeline.over}")
-        if time.monotonic() > deadline:
-            raise WeightsError("broadcast: the group did not form in time")
-        if is_unwanted is not None and is_unwanted():
-            raise WeightsError(f"broadcast: {UNWANTED}")
-    if isinstance(result[0], Exception):
-        why = lifeline.wait_over(NEWS_S) or f"cannot form: {first_line(result[0])}"
-        raise WeightsError(f"broadcast: {why}") from result[0]
-    return result[0]
-
-
-def _let_end(backend: Any, in_flight: list[tuple[Any, torch.Tensor]], device: torch.device) -> None:
-    """A thread keeps all of it until the operations are over, so that nobody waits for them and
-    none of them touches memory of others; an NCCL backend for ever."""
-
-    def run() -> None:
-        if device.type == "cuda":
-            backend.abort()
-            threading.Event().wait()
-        while not all(work.is_completed() for work, _ in in_flight):
-            time.sleep(0.05)
-
-    try:
-        threading.Thread(target=run, daemon=True, name="broadcast ends").start()
-    except RuntimeError:  # no memory for a thread
-        _never_ended.append((backend, in_flight))
+    options._timeout = timeout
+    if interface := interface_of(host):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    with _environment(NCCL_SETTINGS):
+        return kind(store, rank, world, options)
 
 
 @contextmanager
@@ -334,7 +252,4 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+            os.environ.pop(key) if value is None else os.environ.update({key: value})

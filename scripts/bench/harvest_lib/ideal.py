@@ -5,7 +5,7 @@ n preemptible nodes, all of one size, no step is shorter than
 
     max( (W + N t_train) / (N + n),  t_train,  longest )
 
-the first of which is T* of `core/offload.py` plus t_train. W is reckoned at a full batch, where a
+the first of which is T* of `sharing_rules.py` plus t_train. W is reckoned at a full batch, where a
 token is cheapest; `longest` is the longest response alone on a node. Switches, publishing, pulling
 and loading, what is idle because a batch runs out, and all overheads are losses.
 """

@@ -19,8 +19,9 @@ from lightrl.messages.message import Message
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainResponse, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer import step
-from lightrl.trainer.replicas import Replicas
+from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
+from lightrl.trainer.step import Replicas
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import pack_f32, pack_i32
@@ -78,9 +79,9 @@ class Lockstep(Replicas):
         self._served: set[int] = set()
 
     @property
-    def free(self) -> list[int]:
-        idle = super().free
-        if len(idle) == len(self):
+    def idle(self) -> list[int]:
+        idle = super().idle
+        if len(idle) == len(self._unanswered):
             self._served.clear()
         return [replica for replica in idle if replica not in self._served]
 
@@ -141,7 +142,7 @@ async def _fed(config: Config, folder: Path, groups: list[TrainGroup]) -> list[D
         nonlocal begun
         match message:
             case PublishWeights(version):
-                trainer.handle(VersionTaken(version, broadcasts=False, wants_delta=False))
+                trainer.handle(VersionTaken(version, wants_delta=False))
                 if version == 0:
                     begun = (perf_counter(), cpu_s())
                     feed(0, 0)
@@ -150,7 +151,7 @@ async def _fed(config: Config, folder: Path, groups: list[TrainGroup]) -> list[D
             case StepDone(number, metrics=metrics):
                 now, used = perf_counter(), cpu_s()
                 took_s = now - begun[0] - metrics["timing_s/publish"]
-                passes = metrics["num_micro_batches"]
+                passes = metrics["perf/micro_batches"]
                 done.append(Done(took_s, used - begun[1], peak_mb(), passes))
                 begun = (now, used)
                 if number + 1 < config.train.steps:
@@ -163,7 +164,7 @@ async def _fed(config: Config, folder: Path, groups: list[TrainGroup]) -> list[D
     server = WeightServer()
     await server.start("127.0.0.1")
     versions = ServedVersions(server)
-    trainer = Trainer(config, folder, folder / "weights", versions, send, lambda: None)
+    trainer = Trainer(config, Place(folder, folder / "weights"), versions, send, lambda: None)
     try:
         await trainer.run()
     finally:

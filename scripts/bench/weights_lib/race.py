@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import write_tensors
 from scripts.bench.weights_lib import files, network
@@ -74,35 +74,26 @@ def race(
         for engine in engines:
             engine.order(prepare=asdict(version))
             engine.receive()
-        form(members, switch.hosts[0])
+        rank.order(open=switch.hosts[0], world=len(members))
+        address = rank.receive()["address"]
+        broadcast(version, address, rank, engines)  # the group forms
         given = zip(("trainer", "a", "b"), switch.hosts, switch.spaces, strict=True)
         world = stack.enter_context(nodes(*given))
         world[0].publish(version)
         for _ in range(options.repeat):
-            took["broadcast"].append(broadcast(version, rank, engines))
+            took["broadcast"].append(broadcast(version, address, rank, engines))
             took["pull"].append(pull(version, folder, world, engines, options.streams))
     return took
 
 
-def form(members: list[Member], host: str) -> None:
-    rank = members[0]
-    rank.order(open=host)
-    address = rank.receive()["address"]
-    for i, member in enumerate(members):
-        member.order(
-            join=address, place=asdict(Membership("race", i, 1, len(members), "gloo", 60.0))
-        )
-    for member in members:
-        member.receive()
-
-
-def broadcast(version: VersionFile, rank: Member, engines: list[Member]) -> float:
+def broadcast(version: VersionFile, address: str, rank: Member, engines: list[Member]) -> float:
     begun = time.monotonic()
-    rank.order(send=asdict(version), group="race")
-    for engine in engines:
-        engine.order(receive=asdict(version), group="race")
-    sums = {tuple(member.receive()["sums"]) for member in (rank, *engines)}
-    assert len(sums) == 1, "the members disagree"
+    rank.order(send=asdict(version))
+    for number, engine in enumerate(engines, 1):
+        place = BroadcastGroup("race", address, number, 1 + len(engines), "gloo")
+        engine.order(receive=asdict(version), place=asdict(place))
+    for member in (rank, *engines):
+        member.receive()
     return time.monotonic() - begun
 
 

@@ -1,9 +1,9 @@
-"""A training rank or an engine's worker without a model, a process: `python -m
+"""Training rank 0 or an engine's worker without a model, a process: `python -m
 scripts.bench.weights_lib.race_member rank | engine`.
 
-Speaks JSON lines, an answer for each. A rank: {"open": host}, {"join": address, "place": {...}},
-{"send": VersionFile, "group": name}. An engine: {"join": ...}, {"receive": VersionFile, "group":
-name}, {"load": VersionFile}; it copies what comes into tensors that it has already.
+Speaks JSON lines, an answer for each. A rank: {"open": host, "world": n}, {"send": VersionFile}. An
+engine: {"receive": VersionFile, "place": BroadcastGroup}, {"load": VersionFile}; it copies what
+comes into tensors that it has already.
 """
 
 import json
@@ -17,11 +17,14 @@ import torch
 
 from lightrl.engine.base import ReceiveWeights
 from lightrl.engine.member import Member
-from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
+from lightrl.messages.broadcasts import BroadcastGroup
+from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights
 from lightrl.trainer.rank.sender import Sender
-from lightrl.weights.broadcast.rendezvous import JoinGroup, Membership
+from lightrl.weights.broadcast.membership import Membership
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from lightrl.weights.version.tensors import map_tensors
+
+NAME, TIMEOUT_S = "race", 60.0
 
 
 class Rank:
@@ -30,21 +33,15 @@ class Rank:
 
     def do(self, order: dict[str, Any]) -> dict[str, Any]:
         match order:
-            case {"open": host}:
-                command = OpenGroup(host)
-            case {"join": address, "place": place}:
-                command = JoinGroup(address, Membership(**place))
+            case {"open": host, "world": world}:
+                group = BroadcastGroup(NAME, "", 0, world, "gloo")
+                command = OpenGroup(host, Membership(group, TIMEOUT_S))
             case _:
-                command = SendWeights(VersionFile(**order["send"]), order["group"])
+                command = SendWeights(VersionFile(**order["send"]), NAME)
         answer = self._sender.perform(command)
         if answer.error:
             raise RuntimeError(answer.error)
-        match answer:
-            case GroupOpened():
-                return {"address": answer.address}
-            case WeightsSent():
-                return {"sums": answer.sums}
-        return {}
+        return {"address": answer.address} if isinstance(answer, GroupOpened) else {}
 
 
 class Engine:
@@ -54,8 +51,6 @@ class Engine:
 
     def do(self, order: dict[str, Any]) -> dict[str, Any]:
         match order:
-            case {"join": address, "place": place}:
-                self._member.join(JoinGroup(address, Membership(**place)), 0, "cpu")
             case {"prepare": file}:
                 for name, tensor in self._mapped(VersionFile(**file)):
                     self._targets[name] = torch.zeros_like(tensor)
@@ -63,10 +58,10 @@ class Engine:
                 for name, tensor in self._mapped(VersionFile(**file)):
                     self._targets[name].copy_(tensor)
             case _:
-                file = VersionFile(**order["receive"])
-                command = ReceiveWeights(file, order["group"])
-                tensors = read_manifest(file).tensors
-                return {"sums": self._member.load(command, tensors, self._targets, lambda: False)}
+                place = Membership(BroadcastGroup(**order["place"]), TIMEOUT_S)
+                command = ReceiveWeights(VersionFile(**order["receive"]), place)
+                for name, tensor in self._member.receive(command, 0, "cpu", None):
+                    self._targets[name].copy_(tensor)
         return {}
 
     def _mapped(self, file: VersionFile) -> Any:

@@ -31,7 +31,7 @@ NOTES_ON_INSTANCES = """\
 Published figures: RLBoost, arXiv 2510.19225, 14B with preemptible instances that stay, unless
 something else is said. Its reserved devices sample for a window: that of its release where the
 number of instances and the limit are as there, else learned by the rule that it publishes
-(core/window.py), and held where the number stays. Rates are those of the hardware, caches and
+(sharing_rules.py), and held where the number stays. Rates are those of the hardware, caches and
 passes those of the release, and lengths what the data set's authors say of it; that most of their
 spread is the problem's was chosen with the speed-ups in view. Reproduced means within {:.0%}.
 """

@@ -117,7 +117,7 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
     nodes = [NodeSpec(f"node-{k:02}", system.slots) for k in range(system.engines)]
     world = World(settings, scenario, nodes, trace, system.switches)
     if system.rule is not None:
-        world.core.sides.rule = system.rule()
+        world.core.policy.rule = system.rule()
     if not system.switches.surplus_ends:
         world.mechanisms = (Surplus(world), *world.mechanisms)
     if system.lost:

@@ -1,12 +1,11 @@
 """Rules by which the devices of compared systems change sides, where the core's own are not meant.
 
-Owns what RLBoost's rows need beside `core/window.py`; they are no rules of LightRL.
+Owns what RLBoost's rows need beside `core/sharing/sharing_rules.py`; they are no rules of LightRL.
 """
 
 from statistics import fmean
 
-from lightrl.core.offload import NOTHING, Change, StepTimes, View
-from lightrl.core.window import Window
+from lightrl.core.sharing.sharing_rules import NOTHING, Change, StepTimes, View, Window
 
 
 class NoWindow:

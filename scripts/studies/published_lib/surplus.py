@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightrl.core.race import DECIDED
+from lightrl.core.rounds.race import DECIDED
 from lightrl.core.state import Response, Round
 from lightrl.sim.fleet.engine import SimDelta
 from lightrl.sim.fleet.machines import SimMachine

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightrl.core.offload import Rule
 from lightrl.core.settings import Tail
-from lightrl.core.window import Window
+from lightrl.core.sharing.sharing_rules import Rule, Window
 from lightrl.sim.inputs.scenario import Switches
 from lightrl.sim.inputs.traces import TraceEvent, always_there
 from scripts.studies.published_lib.published import (

@@ -1,0 +1,1 @@
+"""Where every response is, its tokens, and which node samples it. Pure."""

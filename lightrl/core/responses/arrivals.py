@@ -1,0 +1,153 @@
+"""Tokens of responses come in here: from nodes, which are not trusted, and from the journal.
+
+Owns what a chunk must be like, and which part of it is new. Whoever takes tokens ends in `_append`;
+what becomes of a response by them is for `group_filter`, where it runs for `responses`.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from lightrl.core.arrays import decode, encode, native
+from lightrl.core.commands import Outbox
+from lightrl.core.log_entries import TokensTaken
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.responses import ResponseTable, can_exist
+from lightrl.core.rounds import race
+from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, Response, ResponseState
+from lightrl.errors import InvariantViolation
+from lightrl.messages.responses import ResponseTokens, TokenChunk
+
+
+@dataclass(eq=False)
+class Arrivals:
+    _settings: Settings
+    _fleet: Fleet
+    _table: ResponseTable
+    _filter: GroupFilter
+    _outbox: Outbox
+    # of the chunk at hand
+    _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
+
+    def accept(self, node: Node, chunk: TokenChunk, now: float) -> str | None:
+        """Takes what is new in a chunk; returns what shows that its sender cannot be trusted."""
+        table, version = self._table, chunk.policy_version
+        if chunk.digest not in self._fleet.digests.get(version, ()):
+            table.counters.bad_chunks += 1
+            return f"sent tokens of version {version} with an unconfirmed digest"
+        batch, context, before = len(node.running), node.context, node.num_tokens
+        problem = None
+        self._taken = []
+        for item in chunk.responses:
+            response = table.responses.get(item.response)
+            if response is None or not (
+                (response.node is node and response.attempt == item.attempt)
+                or self._comes_back(node, response, version, item)
+            ):
+                table.counters.chunks_ignored += 1  # late news of an attempt we gave up on
+            elif (problem := self._extend(node, response, version, item)) is not None:
+                table.counters.bad_chunks += 1
+                break
+        if self._taken:
+            self._outbox.record(TokensTaken(version, tuple(self._taken)))
+        num_tokens = node.num_tokens - before
+        node.observe(now, batch, context, len(self._taken), num_tokens)
+        if node.speed.has_become_slow():
+            table.mark_slow()
+        table.counters.count_tokens(num_tokens, table.is_evaluating)
+        return problem
+
+    def _extend(
+        self, node: Node, response: Response, version: int, item: ResponseTokens
+    ) -> str | None:
+        """Runs for every response in every chunk: no more work than must be."""
+        settings, group, round = self._settings, response.group, response.group.round
+        if not round.step - settings.max_staleness <= version <= round.step:
+            return f"sent tokens of version {version} for step {round.step}"
+        data, logprobs, finish = item.token_ids, item.logprobs, item.finish_reason
+        size = len(data)
+        if size % 4 or size != len(logprobs) or item.offset < 0:
+            return "sent a malformed chunk"
+        held = len(response.tokens)
+        known = held - item.offset
+        if known < 0:  # a hole: resume from what we hold
+            self._table.counters.holes += 1
+            self._table.abort(response)
+            self._table.requeue(response)
+            return None
+        if size > 4 * known:
+            if known:
+                data, logprobs = data[4 * known :], logprobs[4 * known :]
+            new = decode("I", data)  # unsigned: a negative token is far outside the vocabulary
+            if max(new) >= settings.vocabulary:
+                return f"sent a token outside the vocabulary of {settings.vocabulary}"
+            if not math.isfinite(sum(decode("f", logprobs))):
+                return "sent a logprob that is not finite"
+            num_new = len(new)
+            held += num_new
+            if held > group.max_response_tokens:
+                return f"sent more than {group.max_response_tokens} tokens for one response"
+            _append(response, version, data, logprobs)
+            node.add_tokens(response, num_new, finish is None)
+            self._taken.append(item)
+        elif finish is not None and finish != "abort":
+            self._taken.append(item)
+        if finish is None:
+            if held >= group.bound or held >= round.cut:  # as race.has_lost
+                self._filter.give_up(response)
+        elif finish == "abort":  # the node gave it up: it drains, or loads a new version
+            self._table.counters.responses_moved += 1
+            self._table.requeue(response)
+        else:
+            self._filter.finish(response, finish)
+        return None
+
+    def _comes_back(
+        self, node: Node, response: Response, version: int, item: ResponseTokens
+    ) -> bool:
+        """A node kept what it finished while nobody heard it. Its tokens are those that any other
+        node would sample, so a response that only waits takes them; it is then as if it ran
+        there."""
+        has_ended = item.finish_reason in {"stop", "length"}
+        if response.state is not ResponseState.QUEUED or not has_ended:
+            return False
+        if not can_exist(response, item.attempt, self._table.was_recovered):
+            return False
+        staleness = response.group.round.step - version
+        known = encode(response.tokens[item.offset :])
+        is_sequel = 0 <= item.offset <= len(response.tokens) and item.token_ids.startswith(known)
+        if not is_sequel or not 0 <= staleness <= self._settings.max_staleness:
+            return False  # another version, or another batch, has sampled other tokens since
+        self._table.run(response, node, item.attempt)
+        return True
+
+    def replay(self, version: int, item: ResponseTokens) -> None:
+        """Tokens that were accepted before the coordinator was started again."""
+        response = self._table.responses.get(item.response)
+        if response is None or response.state is not ResponseState.QUEUED:
+            return
+        held, known = len(response.tokens), len(response.tokens) - item.offset
+        if known < 0:
+            raise InvariantViolation(
+                f"{response.id}: tokens {held} to {item.offset} are not in the journal"
+            )
+        response.attempt = max(response.attempt, item.attempt)
+        if len(item.token_ids) > 4 * known:
+            _append(response, version, item.token_ids[4 * known :], item.logprobs[4 * known :])
+        num_tokens = len(response.tokens) - held
+        self._table.counters.count_tokens(num_tokens, response.group.round.is_eval)
+        if item.finish_reason in {"stop", "length"}:
+            response.move(ResponseState.RUNNING)  # somewhere
+            self._filter.finish(response, item.finish_reason)
+        elif race.has_lost(response):
+            self._filter.give_up(response)
+
+
+def _append(response: Response, version: int, token_ids: bytes, logprobs: bytes) -> None:
+    """The one way for tokens into a response, whoever has them."""
+    if response.version != version:
+        response.version = version
+        response.starts.append((version, len(response.tokens)))
+    response.tokens.frombytes(native(token_ids))
+    response.logprobs.frombytes(native(logprobs))

@@ -1,0 +1,135 @@
+"""Continuous balance: running responses go on where they are done sooner.
+
+Owns when that is looked at. What goes where is decided in `placement` and `stragglers`. Who has
+room gets waiting work first, but for a response that a slow node holds and that would end the
+round. When nothing waits, what others have too much moves.
+"""
+
+from collections.abc import Sequence
+
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses import placement
+from lightrl.core.responses.placement import LengthForecast, taken_s, works_of
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, Response
+
+# At least so long between two looks at all nodes, and so much longer for each: looking then takes
+# under one percent of the time.
+PAUSE_S = 0.5
+PAUSE_S_PER_NODE = 0.002
+
+
+class Balance:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        table: ResponseTable,
+        expect: LengthForecast,
+        now: float,
+    ) -> None:
+        self.deadline: float | None = None  # of the next look
+        self._looked_at = now
+        self._stragglers: list[Response] = []  # as of the last look; the last to be done at the end
+        self._settings = settings
+        self._fleet = fleet
+        self._table = table
+        self._expect = expect
+
+    def relieve(self) -> None:
+        """Room that would go to what waits goes to stragglers, where that pays; what waits gets the
+        slots that they leave."""
+        if not self._stragglers:
+            return
+        if not self._table.queue:
+            self._stragglers = []  # all that runs is looked at then
+            return
+        for node in self._table.roomy():
+            while self._stragglers and node.room > 0:
+                response = self._stragglers[-1]
+                if response.node is None:
+                    self._stragglers.pop()
+                    continue
+                if not self._is_worth_moving(response, node):
+                    break
+                self._stragglers.pop()
+                self._table.generate([(response, node)])
+
+    def _is_worth_moving(self, response: Response, to: Node) -> bool:
+        source = response.node
+        if source is None or source is to or not to.running or not to.speed.num_observed:
+            return False
+        here = placement.taken_s(
+            placement.work_of(response, source, self._expect), source, len(source.running)
+        )
+        there = placement.taken_s(
+            placement.work_of(response, to, self._expect), to, len(to.running) + 1
+        )
+        return placement.pays(
+            here, there, placement.move_s(response, to, self._settings.chunk_tokens)
+        )
+
+    def plan(self, now: float, has_ended: bool) -> None:
+        """Soon after a node got room that nothing waits for, or became slow, and while something
+        waits; not often: it looks at all nodes. Runs after every event."""
+        if has_ended or not self._settings.migration or not self._is_worth_a_look():
+            self.deadline = None
+        elif self.deadline is None:
+            pause_s = self._settings.look_pause * PAUSE_S
+            pause_s += len(self._fleet.ready) * PAUSE_S_PER_NODE
+            self.deadline = max(now, self._looked_at + pause_s)
+
+    def _is_worth_a_look(self) -> bool:
+        table, counters = self._table, self._table.counters
+        if not table.queue:
+            return table.has_idle_room
+        if len(self._fleet.ready) < 2 or not table.num_running:
+            return False
+        # before any tokens came nobody is known to be slow
+        return counters.rollout_tokens + counters.eval_tokens > 0
+
+    def look(self, now: float) -> None:
+        """The time has come, or not yet."""
+        if self.deadline is None or now < self.deadline:
+            return
+        self.deadline, self._looked_at = None, now
+        ready = self._fleet.ready.values()
+        if self._table.queue:
+            tokens = self._table.queue.tokens
+            self._stragglers = stragglers(list(ready), tokens, self._expect)
+            return
+        nodes = [n for n in ready if n.speed.num_observed or not n.running]
+        chunk_tokens = self._settings.chunk_tokens
+        self._table.generate(placement.moves(nodes, self._expect, chunk_tokens))
+        self._table.mark_idle()  # looked at again: a prediction may turn out wrong meanwhile
+
+
+SLOW = 1.25  # times as long as at the fastest, for a token
+
+
+def stragglers(
+    nodes: Sequence[Node], waiting_tokens: float, foresee: LengthForecast
+) -> list[Response]:
+    """Those that would run on where they are when everything else could be done; the last at the
+    end.
+
+    Done is everything, at the earliest, when all tokens that run and wait are sampled at the best
+    throughput of all nodes together. O(nodes); with a slow one among them, what runs as well.
+    """
+    busy = [n for n in nodes if n.running and n.speed.num_observed]
+    paces = {n.name: n.speed.step_s(len(n.running)) for n in busy}
+    fastest = min(paces.values(), default=0.0)
+    slow = {n.name for n in busy if paces[n.name] > SLOW * fastest}
+    if not slow:
+        return []
+    works = {n.name: works_of(n, foresee) for n in busy}
+    tokens = waiting_tokens + sum(w.steps for many in works.values() for w, _ in many)
+    done_s = tokens / sum(n.speed.curve.best_rate(n.slots) for n in nodes)
+    late = [
+        (taken_s(w, n, len(n.running))[0], r.id, r)
+        for n in busy
+        if n.name in slow
+        for w, r in works[n.name]
+    ]
+    return [r for seconds, _, r in sorted(late, key=lambda x: x[:2]) if seconds > done_s]

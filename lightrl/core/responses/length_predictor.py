@@ -1,0 +1,141 @@
+"""How long responses will be, foreseen from earlier epochs and from finished siblings.
+
+Owns what is remembered of lengths. A prediction orders work and guides placement; a wrong one costs
+time, never correctness. Lengths of one prompt hardly change rank from epoch to epoch (RhymeRL,
+arXiv 2508.18588, section 3: 2 to 4 % of the responses do strongly).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from lightrl.core.state import Group, GroupState, Response, Round
+
+BINS_PER_OCTAVE = 4
+NUM_BINS = 24 * BINS_PER_OCTAVE  # up to 16 million tokens
+FORGET = 0.5  # weight of earlier rounds in the overall distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is remembered, as plain data."""
+
+    lengths: dict[str, tuple[int, list[int]]] = field(
+        default_factory=dict[str, tuple[int, list[int]]]
+    )
+    finished: dict[str, int] = field(default_factory=dict[str, int])
+    counts: tuple[float, ...] = ()
+    # of each set to evaluate on
+    longest: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class LengthPredictor:
+    def __init__(self, max_response_tokens: int) -> None:
+        self._max_tokens = max_response_tokens
+        # prompt -> newest epoch known, lengths in it
+        self._lengths: dict[str, tuple[int, list[int]]] = {}
+        # prompt -> longest response trained in its newest epoch
+        self._finished: dict[str, int] = {}
+        # set to evaluate on -> longest response of its newest evaluation
+        self._longest: dict[str, int] = {}
+        self._counts = [0.0] * NUM_BINS  # of all finished responses, by length
+        self._means: list[float] | None = None  # of those longer than a bin's lower end
+
+    def memory(self) -> Memory:
+        counts = tuple(self._counts)
+        return Memory(dict(self._lengths), dict(self._finished), counts, dict(self._longest))
+
+    def recall(self, memory: Memory) -> None:
+        """Everything known is replaced."""
+        self._lengths, self._finished = dict(memory.lengths), dict(memory.finished)
+        self._longest = dict(memory.longest)
+        self._counts = list(memory.counts) or [0.0] * NUM_BINS
+        self._means = None
+
+    def learn(self, round: Round) -> None:
+        """From a round that has closed."""
+        self._counts = [FORGET * c for c in self._counts]
+        self._means = None
+        for group in round.groups.values():
+            self._remember(group)
+            for r in group.responses:
+                if r.finish_reason is not None and (r.num_new or not r.carried):
+                    self._counts[_bin(len(r.tokens))] += 1
+        for group in round.accepted:
+            self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
+
+    def learn_evaluation(self, round: Round) -> None:
+        """What an evaluation says of its own prompts; of training it says nothing, that samples
+        otherwise and is cut elsewhere."""
+        longest: dict[str, int] = {}
+        for group in round.groups.values():
+            lengths = [len(r.tokens) for r in group.responses if r.tokens]
+            if lengths:
+                self._lengths[group.key] = (group.prompt.epoch, lengths)
+                longest[group.set] = max(longest.get(group.set, 0), *lengths)
+        self._longest = longest
+
+    def longest_of_set(self, group: Group) -> int:
+        """The longest response that an evaluation had last of the set that this prompt is of; its
+        limit, if none is known."""
+        return self._longest.get(group.set, group.max_response_tokens)
+
+    def _remember(self, group: Group) -> None:
+        """A group that was put off says less than its last epoch, unless it came farther."""
+        lengths = [len(r.tokens) for r in group.responses if r.tokens]
+        epoch, older = self._lengths.get(group.prompt.id, (-1, []))
+        if group.state is GroupState.DEFERRED and epoch < group.prompt.epoch and older:
+            farthest = max(lengths, default=0)
+            self._lengths[group.prompt.id] = (epoch, [max(n, farthest) for n in older])
+        elif lengths:
+            self._lengths[group.prompt.id] = (group.prompt.epoch, lengths)
+
+    def mean(self, group: Group) -> float | None:
+        """Expected length of the group's responses; None = earlier epochs say nothing."""
+        epoch, known = self._lengths.get(group.prompt.id, (0, []))
+        is_new = group.round.is_eval or epoch >= group.prompt.epoch
+        return None if is_new or not known else sum(known) / len(known)
+
+    def expect(self, response: Response) -> float:
+        """Expected whole length of a response that goes on, given what it has already.
+
+        The mean of the longer ones among its prompt's last epoch, or evaluation, and its finished
+        siblings; where there are none, of all responses of recent rounds, or the limit.
+        """
+        held = len(response.tokens)
+        group = response.group
+        longer = [n for n in self._lengths.get(group.key, (0, []))[1] if n > held]
+        if group.finishers:
+            longer += [len(r.tokens) for r in group.responses if r.scored and len(r.tokens) > held]
+        if longer:
+            return sum(longer) / len(longer)
+        if group.round.is_eval:  # of a set with a higher limit first: nothing else tells them apart
+            return float(group.max_response_tokens)
+        return min(self._tail_mean(held), float(group.max_response_tokens))
+
+    def expect_longest(self, response: Response) -> float:
+        """As if nothing were known."""
+        return float(response.group.max_response_tokens)
+
+    def finished(self, prompt: str) -> int | None:
+        """When this prompt's group finished in its last epoch: the length of its longest kept
+        response.
+
+        Depends on samples alone, unlike how far a response had come that was given up.
+        """
+        return self._finished.get(prompt)
+
+    def _tail_mean(self, held: int) -> float:
+        """Mean length of recent responses longer than `held`; with none, twice what is held."""
+        if self._means is None:
+            self._means = [0.0] * NUM_BINS
+            total = weight = 0.0
+            for i in range(NUM_BINS - 1, -1, -1):
+                total += self._counts[i] * 2 ** ((i + 0.5) / BINS_PER_OCTAVE)
+                weight += self._counts[i]
+                self._means[i] = total / weight if weight > 1e-9 else 0.0
+        mean = self._means[_bin(held)]
+        return mean if mean > held else 2.0 * held + 1.0
+
+
+def _bin(num_tokens: int) -> int:
+    return min(NUM_BINS - 1, int(BINS_PER_OCTAVE * math.log2(num_tokens))) if num_tokens > 1 else 0

@@ -1,0 +1,228 @@
+"""Which node gets which response, and which running responses move. Pure functions of a view of the
+nodes.
+
+Both decisions rest on one estimate, `Outlook`: when a node will be done with what it has. A node
+decodes its responses in lock step, and a step takes longer the more they are (`Speed`, a curve
+learned from its chunks) and the more context they hold. A response with so many tokens before it is
+in (tokens / gain) steps: one token comes of a step, more where the node speculates and the response
+has a history to draft from (`Gain`, learned likewise). Summed over the steps until the last
+response is done it says at once what a slow node is worth, what a long response costs alone and
+among others, and where a batch is so large that another node is better.
+"""
+
+import heapq
+import math
+from bisect import bisect, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lightrl.core.state import Node, Response
+
+LengthForecast = Callable[[Response], float]  # expected whole length of a response that goes on
+
+# What a move costs, in engine steps of the receiving node: to sample again what was not sent yet
+# (up to a chunk), and to prefill what is held (16,000 tokens take less than 100 ms where a step
+# takes 17 ms; CPUs are slower).
+PREFILL_TOKENS_PER_STEP = 256
+# gained seconds for each second a move costs; moving eagerly is known to cost 18 to 20 %
+MIN_GAIN = 2.0
+SURE = 2.0  # standard errors of the speeds, which a gain may be by mistake
+SAME_LENGTH = 1.25  # predicted lengths that differ by less are placed by the same order of nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a response still costs a node."""
+
+    tokens: float
+    # of the engine
+    steps: float
+
+
+@dataclass(slots=True)
+class Outlook:
+    """What a node has before it, as predicted."""
+
+    node: Node
+    # steps of each of its responses, fewest first
+    left: list[float]
+
+    @property
+    def running(self) -> int:
+        return len(self.left)
+
+    def finishes_in(self, more: Work | None = None) -> float:
+        """Seconds until all is done, with one more response."""
+        left = self.left
+        if more is not None:
+            at = bisect(left, more.steps)
+            left = [*left[:at], more.steps, *left[at:]]
+        return self.node.speed.finishes_in(left)
+
+    def key(self, more: Work) -> tuple[float, int, str]:
+        """Orders nodes for one more response; of equal ones the emptier is better."""
+        return self.finishes_in(more), self.running, self.node.name
+
+    def add(self, work: Work) -> None:
+        insort(self.left, work.steps)
+
+
+def outlook(node: Node, foresee: LengthForecast) -> Outlook:
+    """As `work_of` all that runs there; a look at all nodes makes no object for each response."""
+    left: list[float] = []
+    gain = node.gain.tokens if node.speculates else 0.0
+    for r in node.running.values():
+        tokens = _remaining(r, foresee)
+        left.append(tokens / gain if gain and r.has_history else tokens)
+    left.sort()
+    return Outlook(node, left)
+
+
+def work_of(response: Response, node: Node, foresee: LengthForecast) -> Work:
+    return _work(response, node, _remaining(response, foresee))
+
+
+def _work(response: Response, node: Node, tokens: float) -> Work:
+    return Work(tokens, tokens / node.gain_of(response))
+
+
+@dataclass(slots=True)
+class _Order:
+    """Nodes with free slots, for responses of one kind: who would finish first comes first."""
+
+    outlooks: dict[str, Outlook]
+    # responses, of each node
+    most: dict[str, int]
+    heap: list[tuple[float, int, str]]
+    # for which the heap's keys hold, nearly
+    tokens: float = 0.0
+
+    def best(self, response: Response, tokens: float) -> Outlook | None:
+        if not self.tokens / SAME_LENGTH <= tokens <= self.tokens:
+            free = (o for o in self.outlooks.values() if o.running < self.most[o.node.name])
+            self.heap = [o.key(_work(response, o.node, tokens)) for o in free]
+            heapq.heapify(self.heap)
+            self.tokens = tokens
+        while self.heap:
+            best = self.outlooks[self.heap[0][-1]]
+            if self.heap[0][1] == best.running:
+                return best
+            # the other kind's order gave it more
+            self.rank(best, _work(response, best.node, tokens))
+        return None
+
+    def rank(self, best: Outlook, work: Work) -> None:
+        """The first node has got one more."""
+        if best.running < self.most[best.node.name]:
+            heapq.heapreplace(self.heap, best.key(work))
+        else:
+            heapq.heappop(self.heap)
+
+
+def assign(
+    responses: Sequence[Response], nodes: Iterable[Node], foresee: LengthForecast
+) -> list[tuple[Response, Node]]:
+    """(response, node) for as many of `responses`, in order, as `nodes` have room for.
+
+    Credit-based: a node never holds more than its capacity, the rest waits. Each response goes to
+    the node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name
+    breaks ties, so runs repeat. Where nodes speculate, responses with history and without have an
+    order of nodes each. With the longest first this is Graham's greedy rule (1969). O(responses log
+    nodes + nodes log(longest / shortest) + what runs at these nodes) if they are in order.
+    """
+    if not responses:
+        return []
+    outlooks = {n.name: outlook(n, foresee) for n in nodes if n.room > 0}
+    most = {name: o.node.capacity for name, o in outlooks.items()}
+    speculates = any(o.node.speculates for o in outlooks.values())
+    orders = {kind: _Order(outlooks, most, []) for kind in (False, True)}
+    placed: list[tuple[Response, Node]] = []
+    for response in responses:
+        order = orders[speculates and response.has_history]
+        tokens = _remaining(response, foresee)
+        if (best := order.best(response, tokens)) is None:
+            break
+        work = _work(response, best.node, tokens)
+        placed.append((response, best.node))
+        best.add(work)
+        order.rank(best, work)
+    return placed
+
+
+def moves(
+    nodes: Sequence[Node], foresee: LengthForecast, chunk_tokens: int = 16
+) -> list[tuple[Response, Node]]:
+    """Running responses that should go on elsewhere, and where, when nothing waits for a slot.
+
+    From the node that finishes last, the one with most steps goes to the node that would finish it
+    first, as long as that pays, and that node does not become the last one by it. What earlier
+    moves cost a node counts against it. O((nodes + moves) log nodes + running responses).
+    """
+    outlooks = {n.name: outlook(n, foresee) for n in nodes}
+    cost_s = dict.fromkeys(outlooks, 0.0)  # of the moves to a node so far
+    ends = {name: o.finishes_in() for name, o in outlooks.items()}
+    last = [(-ends[name], name) for name, o in outlooks.items() if o.running]
+    idle = [(ends[n] + o.node.speed.step_s(o.running + 1), n) for n, o in outlooks.items()]
+    heapq.heapify(last)
+    heapq.heapify(idle)
+    candidates: dict[str, list[tuple[Work, Response]]] = {}  # most steps last
+    moved: list[tuple[Response, Node]] = []
+    while last and idle:
+        _, source_name = last[0]
+        _, target_name = idle[0]
+        source, target = outlooks[source_name], outlooks[target_name]
+        if target.running >= target.node.capacity or target_name == source_name:
+            heapq.heappop(idle)
+            continue
+        if source_name not in candidates:
+            candidates[source_name] = works_of(source.node, foresee)
+        if not candidates[source_name]:
+            heapq.heappop(last)
+            continue
+        work, response = candidates[source_name][-1]
+        cost = move_s(response, target.node, chunk_tokens)
+        spent_s = cost_s[target_name] + cost
+        there = _work(response, target.node, work.tokens)
+        arrives = spent_s + target.finishes_in(there)
+        here_s = taken_s(work, source.node, source.running)
+        there_s = taken_s(there, target.node, target.running + 1)
+        if not pays(here_s, there_s, spent_s) or arrives >= source.finishes_in():
+            break
+        candidates[source_name].pop()
+        moved.append((response, target.node))
+        cost_s[target_name] += cost
+        target.add(there)
+        del source.left[-1]
+        heapq.heapreplace(last, (-source.finishes_in(), source_name))
+        step_s = target.node.speed.step_s(target.running + 1)
+        heapq.heapreplace(idle, (cost_s[target_name] + target.finishes_in() + step_s, target_name))
+    return moved
+
+
+def taken_s(work: Work, node: Node, batch: int) -> tuple[float, float]:
+    """Seconds until it is done, among so many responses of which none ends before; their standard
+    error."""
+    seconds = work.steps * node.speed.step_s(batch)
+    return seconds, seconds * node.speed.error(batch)
+
+
+def pays(here: tuple[float, float], there: tuple[float, float], cost_s: float) -> bool:
+    """Whether a response that moves gains enough: MIN_GAIN times what that costs, and more than may
+    be an error of the speeds. `here`, `there`: what `taken_s` says."""
+    error_s = math.hypot(here[1], there[1])
+    return here[0] - there[0] > MIN_GAIN * cost_s + SURE * error_s
+
+
+def move_s(response: Response, to: Node, chunk_tokens: int) -> float:
+    """What taking a response over costs a node: the prompt and all tokens are prefilled."""
+    return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
+
+
+def works_of(node: Node, foresee: LengthForecast) -> list[tuple[Work, Response]]:
+    """What a node has before it, most steps last."""
+    works = [(work_of(r, node, foresee), r) for r in node.running.values()]
+    return sorted(works, key=lambda w: (w[0].steps, w[1].id))
+
+
+def _remaining(response: Response, foresee: LengthForecast) -> float:
+    return max(1.0, foresee(response) - len(response.tokens))

@@ -1,0 +1,69 @@
+"""Responses that wait for a slot, in the order in which they should get one."""
+
+import heapq
+
+from lightrl.core.responses.placement import LengthForecast
+from lightrl.core.settings import Settings
+from lightrl.core.state import Response, ResponseState
+
+# of the round, resumed or not, by what its set may take, by length, of arrival: that is unique
+Entry = tuple[int, bool, int, float, int, Response]
+
+
+class WorkQueue:
+    """A heap; an entry whose response was given up, taken back or queued once more is skipped."""
+
+    def __init__(self, settings: Settings, expect: LengthForecast) -> None:
+        self._settings = settings
+        self._expect = expect
+        self._heap: list[Entry] = []
+        self.tokens = 0.0  # predicted, of all entries
+        self._num_pushed = 0  # so far: ties are broken by arrival
+
+    def __len__(self) -> int:
+        """Entries, those that will be skipped included."""
+        return len(self._heap)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether `waiting` is not empty; looks no further than the first."""
+        return any(_is_valid(number, response) for *_, number, response in self._heap)
+
+    def waiting(self) -> list[Response]:
+        """In no order."""
+        return [response for *_, number, response in self._heap if _is_valid(number, response)]
+
+    def push(self, response: Response, resumed: bool = False) -> None:
+        """Older rounds first, then what is resumed, then what is predicted to run longest.
+
+        In an evaluation the set with the longest responses comes first: one of its prompts that is
+        short on average may have a sample as long as any.
+
+        With steps that overlap, every other one goes by ascending length instead: a node that ends
+        one step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv
+        2508.18588).
+        """
+        round = response.group.round
+        tokens = self._expect(response)
+        ascending = self._settings.max_staleness > 0 and round.step % 2 == 1
+        order = 2 * round.step + (not round.is_eval)
+        self._num_pushed += 1
+        response.queued_as = self._num_pushed
+        length = tokens if ascending else -tokens
+        self.tokens += tokens
+        of_set = -response.group.longest_of_set
+        entry = (order, not resumed, of_set, length, self._num_pushed, response)
+        heapq.heappush(self._heap, entry)
+
+    def pop(self) -> Response | None:
+        """Return the next response that waits, or None."""
+        while self._heap:
+            *_, length, number, response = heapq.heappop(self._heap)
+            self.tokens = self.tokens - abs(length) if self._heap else 0.0
+            if _is_valid(number, response):
+                return response
+        return None
+
+
+def _is_valid(number: int, response: Response) -> bool:
+    return response.state is ResponseState.QUEUED and number == response.queued_as

@@ -1,0 +1,257 @@
+"""Every response of the open rounds, and where it is: in the queue, at a node, or held here.
+
+Owns responses and their places; a response is in exactly one. Which node gets one is decided in
+`placement`, what its tokens are in `arrivals`, what becomes of it in `group_filter`.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from lightrl.core.arrays import encode
+from lightrl.core.commands import Outbox
+from lightrl.core.log_entries import Counters
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.placement import LengthForecast
+from lightrl.core.responses.queue import WorkQueue
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, Response, ResponseState, Round
+from lightrl.messages.responses import Abort, Generate, ResponseRequest, Sampling
+
+
+class ResponseTable:
+    def __init__(
+        self, settings: Settings, fleet: Fleet, expect: LengthForecast, outbox: Outbox
+    ) -> None:
+        self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
+        self.responses: dict[str, Response] = {}  # of these rounds
+        self.queue = WorkQueue(settings, expect)
+        self.num_running = 0
+        self.num_finished = 0  # in the run so far, as far as this core has seen it
+        self.counters = Counters()
+        self.was_recovered = False  # nodes may have attempts that another coordinator has given out
+        self._settings = settings
+        self._fleet = fleet
+        self._outbox = outbox
+        self._is_dirty = False  # work has come, or slots were set free by more than the nodes below
+        self._has_slowed = False  # a node, since running work was looked at
+        self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
+
+    # Rounds
+
+    @property
+    def round(self) -> Round | None:
+        return self.rounds[0] if self.rounds else None
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Then no other round is open."""
+        return bool(self.rounds) and self.rounds[0].kind == "eval"
+
+    def open(self, round: Round) -> None:
+        self.rounds.append(round)
+
+    def retire(self) -> None:
+        """The oldest round is over; what it held is released."""
+        for group in self.rounds.popleft().groups.values():
+            for response in group.responses:
+                if self.responses.get(response.id) is response:
+                    del self.responses[response.id]
+
+    # Work that waits
+
+    def start(self, responses: list[Response]) -> None:
+        for response in responses:
+            self.responses[response.id] = response
+            if response.state is ResponseState.QUEUED:
+                self._enqueue(response)
+
+    def requeue(self, response: Response) -> None:
+        """It goes on from its tokens, at the head of the queue: its prefix is already paid for."""
+        self.release(response)
+        response.move(ResponseState.QUEUED)
+        self._enqueue(response, resumed=True)
+
+    def requeue_all(self, node: Node) -> int:
+        """Responses of a leaving node."""
+        leaving = list(node.running.values())
+        for response in leaving:
+            self.requeue(response)
+        self.counters.responses_moved += len(leaving)
+        return len(leaving)
+
+    def _enqueue(self, response: Response, resumed: bool = False) -> None:
+        self.queue.push(response, resumed)
+        self._is_dirty = True
+
+    # Room for it
+
+    def nodes_with_room(self) -> list[Node]:
+        """Nodes that may take what waits; each time that there is more room, or more work, once."""
+        if not self.queue or not (self._is_dirty or self._freed):
+            return []
+        found = self.roomy()
+        self._is_dirty = False
+        self._freed.clear()
+        return found
+
+    def roomy(self) -> list[Node]:
+        """The same nodes, as often as it is asked."""
+        ready = self._fleet.ready
+        nodes = ready.values() if self._is_dirty else self._freed.values()
+        return [n for n in nodes if n.room > 0 and ready.get(n.name) is n]
+
+    def mark_free(self, node: Node) -> None:
+        """The node has room that it had not before."""
+        self._freed[node.name] = node
+
+    def mark_dirty(self) -> None:
+        """What was reserved for a node that still loaded is free for the others."""
+        self._is_dirty = True
+
+    def mark_slow(self) -> None:
+        """A node has become slow: others may have had room for what it holds all the time."""
+        self._has_slowed = True
+
+    @property
+    def has_idle_room(self) -> bool:
+        """A node got room, or one became slow, and nothing waits, but others may have more than
+        they should."""
+        if not (self._freed or self._has_slowed) or self.queue or len(self._fleet.ready) < 2:
+            return False
+        return any(r.num_open for r in self.rounds)
+
+    def mark_idle(self) -> None:
+        """Only nodes that are idle while others are not, have idle room."""
+        nodes = self._fleet.ready.values()
+        busy = any(n.running for n in nodes)
+        self._freed = {n.name: n for n in nodes if busy and not n.running}
+        self._has_slowed = False
+
+    # Work that runs
+
+    def generate(self, placed: Iterable[tuple[Response, Node]]) -> None:
+        """Each response runs at its node from now on; one that ran elsewhere has moved."""
+        sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
+        for response, node in placed:
+            if response.node is not None:
+                self.stop(response)
+                response.move(ResponseState.QUEUED)
+                self.counters.migrations += 1
+                self.counters.responses_moved += 1
+            key = (node.name, response.group.sampling)
+            sent.setdefault(key, []).append(self._place(response, node))
+        version = self._fleet.published.policy_version if self._fleet.published is not None else 0
+        for (name, sampling), requests in sent.items():
+            for order in orders(version, sampling, requests):
+                self._outbox.send(name, order)
+
+    def _place(self, response: Response, node: Node) -> ResponseRequest:
+        """A new attempt at it begins."""
+        self.run(response, node, response.attempt + 1)
+        return ResponseRequest(
+            response=response.id,
+            attempt=response.attempt,
+            seed=response.seed,
+            prompt=response.group.prompt.tokens,
+            prefix=encode(response.tokens),
+            max_new_tokens=response.group.max_response_tokens - len(response.tokens),
+        )
+
+    def run(self, response: Response, node: Node, attempt: int) -> None:
+        """A response that waits runs at a node, from now on or since before we knew."""
+        response.move(ResponseState.RUNNING, node)
+        response.attempt, response.is_placed = attempt, True
+        node.running[response.id] = response
+        node.context += response.context
+        self.num_running += 1
+
+    def stop(self, response: Response) -> None:
+        """It runs nowhere any more."""
+        self.abort(response)
+        self.release(response)
+
+    def abort(self, response: Response) -> None:
+        """Its node must not go on with it."""
+        assert response.node is not None
+        self._outbox.send(response.node.name, Abort(((response.id, response.attempt),)))
+
+    def release(self, response: Response) -> None:
+        """Its slot is free, if it has one."""
+        node = response.node
+        if node is not None:
+            del node.running[response.id]
+            node.context -= response.context
+            self.num_running -= 1
+            self._freed[node.name] = node
+            if not node.running:
+                node.chunks.pause()
+
+    def reconcile(self, node: Node, claims: dict[str, int], is_ready: bool) -> int:
+        """A node says again what it generates: (response -> attempt). Returns how many were taken
+        back.
+
+        What it does not have any more is queued; what runs elsewhere or is not wanted, it must
+        abort.
+        """
+        for response in list(node.running.values()):
+            if claims.get(response.id) != response.attempt:
+                self.abort(response)  # if the order was only late
+                self.counters.responses_moved += 1
+                self.requeue(response)
+        num_before = len(node.running)
+        unwanted: list[tuple[str, int]] = []
+        for name, attempt in claims.items():
+            response = self.responses.get(name)
+            if response is not None and response.node is node:
+                continue
+            fits = is_ready and node.free > 0
+            waits = fits and response is not None and response.state is ResponseState.QUEUED
+            if response and waits and is_current(response, attempt, self.was_recovered):
+                self.run(response, node, attempt)
+            else:
+                unwanted.append((name, attempt))
+        if unwanted:
+            self._outbox.send(node.name, Abort(tuple(unwanted)))
+        return len(node.running) - num_before
+
+
+MAX_ORDER_BYTES = 8 << 20  # of tokens in one message
+OF_REQUEST = 512  # bytes of a request without its tokens, at most
+
+
+def orders(
+    version: int, sampling: Sampling, requests: Iterable[ResponseRequest]
+) -> Iterator[Generate]:
+    """All requests in order. One that is larger than a message should be has one to itself."""
+    part: list[ResponseRequest] = []
+    size = 0
+    for request in requests:
+        num_bytes = len(request.prompt) + len(request.prefix) + OF_REQUEST
+        if part and size + num_bytes > MAX_ORDER_BYTES:
+            yield Generate(version, sampling, tuple(part))
+            part, size = [], 0
+        part.append(request)
+        size += num_bytes
+    if part:
+        yield Generate(version, sampling, tuple(part))
+
+
+MAX_UNRECORDED = 1024  # placements of a response, in a row, without a token
+
+
+def can_exist(response: Response, attempt: int, was_recovered: bool) -> bool:
+    """Return whether an attempt with this number can have been given out.
+
+    The number of a node that reconnects is taken up, so a node that makes numbers up could use up
+    all of them: after 2**31 - 1 comes one that no message can carry. Placements are not in the
+    journal: a core that `was_recovered` accepts up to MAX_UNRECORDED more than it has stored, until
+    it has placed the response itself.
+    """
+    unrecorded = MAX_UNRECORDED if was_recovered and not response.is_placed else 0
+    return attempt <= response.attempt + unrecorded
+
+
+def is_current(response: Response, attempt: int, was_recovered: bool) -> bool:
+    """Whether it is of this round, too, not of one that put the prompt off, under older weights."""
+    is_newest = attempt >= response.attempt and attempt > response.group.attempts
+    return is_newest and can_exist(response, attempt, was_recovered)

@@ -1,0 +1,1 @@
+"""What a round holds, who wins it, and the order of rounds and steps. Pure."""

@@ -1,0 +1,104 @@
+"""Prompts between rounds: put off, drawn too early, and how much of the epoch is left.
+
+Owns prompts that no open round holds. What a round takes from here is decided in `rounds`.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from lightrl.core.state import DrawnPrompt, HeldResponse, Response
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A prompt that lost the race of a short round."""
+
+    prompt: DrawnPrompt
+    # placements of its responses so far; later ones count on, so that late news is told apart
+    attempts: int
+    # the step that first put it off
+    since: int
+    # its responses by index, as many as a later round launches; () = none was launched
+    held: tuple[HeldResponse, ...] = ()
+
+
+@dataclass(slots=True)
+class Backlog:
+    """First in, first out: a prompt waits for about one period of rounds.
+
+    Example: Backlog(256, put_off=deque([Deferred(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
+    num_drawn=64)
+    """
+
+    # of one epoch
+    num_prompts: int
+    put_off: deque[Deferred] = field(default_factory=deque[Deferred])
+    # drawn, but not usable then
+    held_back: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])
+    # from the data, over all epochs
+    num_drawn: int = 0
+
+    def restore(
+        self, num_drawn: int, put_off: Iterable[Deferred], held_back: Iterable[DrawnPrompt]
+    ) -> None:
+        """All that it held is replaced."""
+        self.num_drawn = num_drawn
+        self.put_off = deque(put_off)
+        self.held_back = deque(held_back)
+
+    @property
+    def epoch_left(self) -> int:
+        """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
+        return -self.num_drawn % self.num_prompts + len(self.held_back)
+
+    def pop_oldest(self, count: int) -> list[Deferred]:
+        """The `count` that have waited longest, or all; of one prompt only the older epoch."""
+        taken: dict[str, Deferred] = {}
+        kept: list[Deferred] = []
+        while self.put_off and len(taken) < count:
+            held = self.put_off.popleft()
+            if held.prompt.id in taken:
+                kept.append(held)
+            else:
+                taken[held.prompt.id] = held
+        self.put_off.extendleft(reversed(kept))
+        return list(taken.values())
+
+    def keep_score(self, response: Response) -> None:
+        """Stores the reward of a response that finished before its group was put off."""
+        prompt, index = response.group.prompt, response.index
+        for i, put_off in enumerate(self.put_off):
+            if put_off.prompt == prompt and index < len(put_off.held):
+                scored = replace(put_off.held[index], reward=response.reward)
+                held = (*put_off.held[:index], scored, *put_off.held[index + 1 :])
+                self.put_off[i] = replace(put_off, held=held)
+
+    def pop_held_back(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
+        """Up to `count` prompts that were held back and are not `busy` any more, in order."""
+        usable: list[DrawnPrompt] = []
+        kept: deque[DrawnPrompt] = deque()
+        for prompt in self.held_back:
+            if len(usable) < count and prompt.id not in busy:
+                usable.append(prompt)
+                busy.add(prompt.id)
+            else:
+                kept.append(prompt)
+        self.held_back = kept
+        return usable
+
+    def draw(self, drawn: Iterable[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
+        """Takes in what the data gave; returns what can be used now, keeps the rest for later.
+
+        `busy` prompts are in the put-off queue or in the round already, from the end of the last
+        epoch.
+        """
+        usable: list[DrawnPrompt] = []
+        for prompt in drawn:
+            self.num_drawn += 1
+            if prompt.id in busy:
+                self.held_back.append(prompt)
+            else:
+                usable.append(prompt)
+                busy.add(prompt.id)
+        return usable

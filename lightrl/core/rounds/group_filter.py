@@ -1,0 +1,272 @@
+"""What becomes of responses and groups: scored, kept, given up, dropped or put off.
+
+Owns the races of the open rounds: the order of finishers, and the `bound` and `cut` that follow
+from it, are written here alone. Who has lost by them is decided in `race`. Work is given up in one
+place, `give_up`: whoever finds that a response has lost, wherever it waits or runs, ends there.
+"""
+
+import bisect
+
+from lightrl.core.commands import Outbox
+from lightrl.core.events import ResponseScored
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds import race, rounds
+from lightrl.core.rounds.backlog import Backlog, Deferred
+from lightrl.core.settings import Settings
+from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
+from lightrl.messages.responses import FinishReason
+
+MAX_SLOWEST = 100_000  # prompts
+
+
+class GroupFilter:
+    def __init__(
+        self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
+    ) -> None:
+        # groups in which nothing goes on any more, until they are judged
+        self.settled: list[Group] = []
+        self.unscored = UnscoredSteps(settings, outbox)
+        # Group.key -> seconds of the slowest test of any right answer so far, from which the reward
+        # "code" takes its limit; nothing with run.deterministic, where limits are fixed
+        self.slowest_s: dict[str, float] = {}
+        self._settings = settings
+        self._table = table
+        self._backlog = backlog
+        self._outbox = outbox
+
+    # Responses
+
+    def pop_waiting(self, most: int) -> list[Response]:
+        """From the head of the queue; what has lost while it waited needs no slot."""
+        taken: list[Response] = []
+        while len(taken) < most and (response := self._table.queue.pop()) is not None:
+            if race.has_lost(response):
+                self.give_up(response)
+            else:
+                taken.append(response)
+        return taken
+
+    def finish(self, response: Response, reason: FinishReason) -> None:
+        """No more tokens will come. Nobody needs its score if it has lost already."""
+        response.finish_reason = reason
+        self._table.num_finished += 1
+        self._table.release(response)
+        response.move(ResponseState.DONE)
+        if race.has_lost(response):
+            self.give_up(response)
+        else:
+            self._outbox.score(response)
+
+    def score(self, scored: ResponseScored) -> None:
+        """Takes the score of a finished response."""
+        name, reward = scored.response, scored.reward
+        response = self._table.responses.get(name)
+        if response is None or response.attempt != scored.attempt or response.scored:
+            return
+        if response.state is not ResponseState.DONE:
+            return
+        group = response.group
+        self._outbox.record(scored)
+        self._learn_time(group.key, scored.slowest_s)
+        self.unscored.count(group.round, name, scored.failure if reward is None else None)
+        if reward is None:
+            self._table.counters.rewards_failed += 1
+            reward = None if group.round.is_eval else self._settings.reward_on_failure
+        response.reward, response.scored = reward, True
+        if group.state is GroupState.DEFERRED:
+            self._backlog.keep_score(response)
+        if not response.resolved:
+            self._count(response)
+
+    def count_finished(self, responses: list[Response]) -> None:
+        """Of groups that are continued: responses that finished before count in this round, too."""
+        for response in responses:
+            if response.state is ResponseState.DONE and response.scored:
+                self._count(response)
+            elif response.state is ResponseState.DONE:
+                self._outbox.score(response)
+
+    def _count(self, response: Response) -> None:
+        """A response has its score; siblings may have lost by it."""
+        group, reward = response.group, response.reward
+        if reward is not None or group.round.is_eval or self._settings.skips_unscored:
+            group.round.num_scores += 1
+            bisect.insort(group.finishers, race.finish_of_response(self._settings, response))
+            group.bound = race.bound(self._settings, group)
+        self._settle(response)
+        for lost in race.losers_of_group(group):
+            self.give_up(lost)
+
+    def _learn_time(self, key: str, seconds: float | None) -> None:
+        if seconds is None or self._settings.deterministic:
+            return
+        if key in self.slowest_s or len(self.slowest_s) < MAX_SLOWEST:
+            self.slowest_s[key] = max(seconds, self.slowest_s.get(key, 0.0))
+
+    def give_up(self, response: Response) -> None:
+        """It is out of the race, wherever it is.
+
+        One that has finished waits for its score all the same, without consequence.
+        """
+        if response.resolved:
+            return
+        if response.state is ResponseState.RUNNING:
+            self._table.stop(response)
+        if response.state is not ResponseState.DONE:
+            response.move(ResponseState.ABORTED)
+        self._settle(response)
+
+    def _settle(self, response: Response) -> None:
+        """Nothing that it still does matters to its group."""
+        group = response.group
+        response.resolved = True
+        group.num_open -= 1
+        if not group.num_open:
+            group.round.num_open -= 1
+        if not group.num_open or race.is_out(group):
+            self.settled.append(group)
+
+    # Groups
+
+    def close_settled_groups(self) -> list[Round]:
+        """Groups in which nothing goes on any more are complete, or have lost the race of their
+        round. Returns the rounds they belong to."""
+        touched: dict[Round, None] = {}
+        while self.settled:
+            group = self.settled.pop()
+            touched[group.round] = None
+            if group.state is not GroupState.OPEN:
+                continue
+            if race.is_won(group):
+                self._complete(group)
+            elif race.is_out(group):
+                self._eliminate(group)
+        return list(touched)
+
+    def _complete(self, group: Group) -> None:
+        round = group.round
+        group.move(GroupState.COMPLETE)
+        if self._settings.dynamic_sampling and not round.is_eval and race.zero_std(group):
+            if not round.races:  # in a race it is dropped only if it would have won
+                self._drop(group)
+            return
+        bisect.insort(round.finishers, race.finish_of_group(group))
+        cut = race.cut(self._settings, round)
+        if cut < round.cut:
+            round.cut = cut
+            for lost in race.losers_of_round(round):
+                self.give_up(lost)
+
+    def _eliminate(self, group: Group) -> None:
+        """It will not be complete. A race puts it off when it ends, whether it is too long or has
+        too few scores.
+
+        Which of the two is known first would depend on time; in a round that does not race it is
+        dropped.
+        """
+        if group.round.races:
+            self._give_up_all(group)
+        else:
+            self._drop(group)
+
+    def accept_decided(self, round: Round) -> None:
+        """Accepts the groups that are certain to belong to the step; says when to look again."""
+        round.recheck_at = race.next_recheck(round)
+        accepted = race.decided_groups(self._settings, round)
+        for group in accepted:
+            group.move(GroupState.ACCEPTED)
+        round.accepted += accepted
+
+    def end(self, round: Round) -> None:
+        """The round closes without the groups that it has not accepted."""
+        for group in round.groups.values():
+            if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
+                self._put_off_group(group)
+        self._table.counters.aborted_tokens += round.aborted_tokens
+
+    def _put_off_group(self, group: Group) -> None:
+        if race.is_surplus_zero_std(self._settings, group):
+            self._drop(group)
+            return
+        self._give_up_all(group)
+        group.move(GroupState.DEFERRED)
+        group.continues = self._settings.tail.continues
+        attempts = max(r.attempt for r in group.responses)
+        held = tuple(rounds.hold(self._settings, r) for r in group.responses[: group.size])
+        held = () if self._settings.tail.fresh_noise else held
+        self.defer(Deferred(group.prompt, attempts, group.round.step, held))
+
+    def defer(self, prompt: Deferred) -> None:
+        self._backlog.put_off.append(prompt)
+        self._table.counters.prompts_put_off += 1
+
+    def _drop(self, group: Group) -> None:
+        self._table.counters.groups_dropped += 1
+        # dropped although complete: all its rewards were equal; the others lack scores
+        self._table.counters.groups_flat += group.state is GroupState.COMPLETE
+        self._give_up_all(group)
+        group.move(GroupState.DROPPED)
+
+    def _give_up_all(self, group: Group) -> None:
+        for response in group.responses:
+            self.give_up(response)
+
+
+class _Tally:
+    """Of a round that is open."""
+
+    def __init__(self) -> None:
+        self.num_scored = 0
+        self.num_failed = 0
+        self.failure = ""  # the first
+
+
+class UnscoredSteps:
+    """Steps without any score, after which a run ends, since nothing can be learned from them.
+
+    A run in which nothing was ever scored ends with its first such step or evaluation: its reward
+    is wrong, and no later step will differ. Once rewards have worked, what they need may be missing
+    for a while (a judge that is overloaded): then it takes `max_unscored_steps` in a row.
+    """
+
+    def __init__(self, settings: Settings, outbox: Outbox) -> None:
+        # why the run must end, in one line
+        self.trouble: str | None = None
+        self._max = settings.max_unscored_steps
+        self._outbox = outbox
+        self._open: dict[tuple[int, bool], _Tally] = {}  # (step, is evaluation)
+        self._has_scored = False
+        self._in_a_row = 0
+
+    def count(self, round: Round, response: str, failure: str | None) -> None:
+        """What the reward functions said of a response; `failure` None: it has a score. The first
+        failure of a round is told: hundreds may fail for the same reason."""
+        tally = self._open.setdefault((round.step, round.is_eval), _Tally())
+        if failure is None:
+            tally.num_scored += 1
+            self._has_scored = True
+            return
+        tally.num_failed += 1
+        if tally.num_failed == 1:
+            tally.failure = failure
+            self._outbox.warn(f"no reward for {response}: {failure}")
+
+    def close(self, round: Round, num_trained: int) -> None:
+        """A round has closed; `num_trained` responses were trained in the run before."""
+        tally = self._open.pop((round.step, round.is_eval), _Tally())
+        if tally.num_scored or not tally.num_failed:
+            self._in_a_row = 0 if tally.num_scored and not round.is_eval else self._in_a_row
+            return
+        self._in_a_row += not round.is_eval
+        what = f"evaluation at step {round.step}" if round.is_eval else f"step {round.step + 1}"
+        text = f"{what}: none of {tally.num_failed} responses has a score: {tally.failure}"
+        if self._max and not self._has_scored and not num_trained:
+            self.trouble = text
+        elif self._max and self._in_a_row >= self._max:
+            self.trouble = f"{text} ({self._in_a_row} such steps in a row)"
+        else:
+            self._outbox.warn(text)
+
+    def forgive(self) -> None:
+        """The run is resumed: whatever was wrong may have been mended."""
+        self.trouble, self._in_a_row = None, 0

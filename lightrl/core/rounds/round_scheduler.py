@@ -1,0 +1,365 @@
+"""The order of rounds and steps: what is opened, closed and handed to the trainer, and when.
+
+Owns the open rounds' way through their states, and the prompts between rounds. What a round holds
+is decided in `rounds`, who wins it in `race`; which node does the work is no concern of this file.
+"""
+
+from collections import deque
+from statistics import median
+
+from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Outbox
+from lightrl.core.events import PromptsDrawn
+from lightrl.core.log_entries import RoundOpened
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.nodes.scaling import Scaling
+from lightrl.core.responses.length_predictor import LengthPredictor
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.rounds import mini_batches, race, rounds
+from lightrl.core.rounds.backlog import Backlog, Deferred
+from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.rounds.rounds import admissible
+from lightrl.core.settings import Settings
+from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundKind, RoundState
+from lightrl.core.training.trainer_feed import TrainerFeed
+from lightrl.messages.training import StepDone
+
+STEPS_REMEMBERED = 8
+DRAWS_PER_ROUND = 32  # of replacements, about; each looks at all prompts of the round
+
+
+class RoundScheduler:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        table: ResponseTable,
+        filter: GroupFilter,
+        backlog: Backlog,
+        predictor: LengthPredictor,
+        scaling: Scaling,
+        outbox: Outbox,
+        now: float,
+    ) -> None:
+        self.step = settings.first_step  # optimizer steps done
+        self.evaluated: int | None = None  # the policy version evaluated last
+        self._backlog = backlog
+        self.finished = False  # nothing is left to be opened
+        self.trainer_feed = TrainerFeed(fleet, outbox)
+        self._settings = settings
+        self._fleet = fleet
+        self._table = table
+        self._filter = filter
+        self._predictor = predictor
+        self._scaling = scaling
+        self._outbox = outbox
+        self.opened = settings.first_step  # training rounds, with those before the run
+        self.last_cut = 0  # tokens, of the newest short round that closed
+        self._step_began = now
+        self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
+        self._step_done: StepDone | None = None
+        self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
+
+    def _on_settled_groups(self) -> None:
+        """What follows when groups are over: others are drawn for those that are out, and those
+        that nobody can overtake go to the trainer."""
+        # All are closed before: a group that waited may be ahead of others.
+        for round in self._filter.close_settled_groups():
+            if round.state is RoundState.RUNNING and self._draws_now(round):
+                self._draw_more(round)
+            self._accept_decided(round)
+
+    def _accept_decided(self, round: Round) -> None:
+        """The trainer gets what is certain to belong to the step, while others still generate.
+        Nothing is, before it is known who takes part."""
+        is_filling = round.state is RoundState.FILLING
+        if round.is_eval or is_filling or not race.is_recheck_due(round):
+            return
+        self._filter.accept_decided(round)
+        self._take_turns(round)
+
+    def _take_turns(self, round: Round) -> None:
+        mini_batches.assign(self._settings, round)
+        self._scaling.accept(round)
+        self._send_accepted(round)
+
+    def published(self, now: float) -> None:
+        """A new version has appeared."""
+        if (round := self.training()) is not None:
+            round.published_at = now
+
+    # Rounds
+
+    def advance(self, now: float) -> None:
+        """Closes what is complete and opens what comes next, as far as it can be done now."""
+        self.close_finished_rounds(now)
+        published = self._fleet.published
+        if published is None:
+            return
+        version = published.policy_version
+        if self.is_step_done and (
+            self._fleet.ready or self._settings.max_staleness or self._ends_with(version)
+        ):
+            self._close_step(now)
+            if self.step < self._settings.num_steps:
+                self._scaling.decide()
+            if (upcoming := self.training()) is not None:  # it may have closed before its turn
+                self._send_accepted(upcoming)
+        self._open_next(version, now)
+
+    def close_finished_rounds(self, now: float) -> None:
+        """Closes the rounds that are over; opens nothing."""
+        self._on_settled_groups()
+        for round in tuple(self._table.rounds):
+            if (
+                round.state is RoundState.RUNNING
+                and not round.num_open
+                and not self.num_missing(round)
+            ):
+                self.close_round(round, now)
+
+    def finish_step(self, now: float) -> None:
+        """The run is ending; the trainer may still have finished the step that it was at."""
+        if self.is_step_done:
+            self._close_step(now)
+
+    def _ends_with(self, version: int) -> bool:
+        """Nothing is generated any more once this version is published."""
+        return version == self._settings.num_steps and not rounds.is_eval_due(
+            self._settings, version, self.evaluated
+        )
+
+    def _open_next(self, version: int, now: float) -> None:
+        """Opens what may start: evaluations between steps, training up to max_staleness ahead."""
+        while not self.draws:  # what the next round is, depends on what this one takes
+            if self._table.rounds and not self._settings.max_staleness:
+                return
+            step = self.opened
+            if rounds.is_eval_due(self._settings, step, self.evaluated):
+                if self._table.rounds or version != step or not self._fleet.ready:
+                    # the evaluation waits for its version, and the next round for the evaluation
+                    return
+                self.open(rounds.new_round(self._settings, "eval", step, now))
+                return
+            if step == self._settings.num_steps:
+                self.finished = not self._table.rounds
+                return
+            batch = self._settings.prompts_per_step
+            if admissible(self._settings.max_staleness, version, batch, step * batch) < batch:
+                return
+            if not self._fleet.ready:
+                return
+            self.open(rounds.new_round(self._settings, self.next_kind(), step, now))
+
+    def next_kind(self) -> RoundKind:
+        """Of the training round that is opened next."""
+        rounds_open = self._table.rounds
+        return rounds.next_kind(self._settings, self._backlog, self.opened, rounds_open)
+
+    def open(self, round: Round) -> None:
+        """Lets a round begin: what waits for it, and what is yet to be drawn."""
+        self._outbox.record(RoundOpened(round.step, round.kind))
+        self.opened += not round.is_eval
+        self._table.open(round)
+        self._scaling.open(round)
+        if len(self._table.rounds) == 1:
+            self._step_began = round.opened_at
+        if round.is_eval:
+            self._draw(round, round.needed)
+            return
+        waiting = rounds.first_prompts(round, self._backlog)
+        self._start(round, waiting)
+        self._draw_more(round)
+
+    def _draw_more(self, round: Round) -> None:
+        """Asks for the prompts that a round still needs; starts it when it has all."""
+        if round.is_eval or round in self.draws:
+            return
+        missing = self.num_missing(round)
+        if missing > 0:
+            held_back = self._backlog.pop_held_back(missing, self._busy(round))
+            self._start(round, [Deferred(p, 0, round.step) for p in held_back])
+            missing -= len(held_back)
+        if missing > 0:
+            self._draw(round, missing)
+        elif round.state is RoundState.FILLING:
+            round.move(RoundState.RUNNING)
+
+    def _draw(self, round: Round, count: int) -> None:
+        self.draws.append(round)
+        self._outbox.add(DrawPrompts(round.source, count))
+
+    def fill(self, prompts: tuple[DrawnPrompt, ...]) -> None:
+        """The answer to the oldest DrawPrompts."""
+        self._outbox.record(PromptsDrawn(prompts))
+        round = self.draws.popleft()
+        if round.is_eval:
+            self._start(round, [Deferred(p, 0, round.step) for p in prompts])
+            round.move(RoundState.RUNNING)
+            return
+        usable = self._backlog.draw(prompts, self._busy(round))
+        if round.state is RoundState.FILLING:
+            unseen = rounds.put_off_unseen(
+                self._settings, round, usable, self._predictor, self.last_cut
+            )
+            for prompt in unseen:
+                usable.remove(prompt)
+                self._filter.defer(Deferred(prompt, 0, round.step))
+            round.prompts_launched -= len(unseen)
+        self._start(round, [Deferred(p, 0, round.step) for p in usable])
+        self._draw_more(round)
+
+    def _draws_now(self, round: Round) -> bool:
+        """Not for every group that is dropped; how many are drawn in the end stays the same."""
+        missing = rounds.num_missing(self._settings, round)
+        return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (
+            missing > 0 and not round.num_open
+        )
+
+    def num_missing(self, round: Round) -> int:
+        """Prompts that it must still draw, as far as there are any that it may have."""
+        missing = rounds.num_missing(self._settings, round)
+        return min(missing, self._settings.num_prompts - len(self._busy(round))) if missing else 0
+
+    def _busy(self, round: Round) -> set[str]:
+        """Prompts that this round must not draw: it has them, or they wait from the last epoch."""
+        put_off = {p.prompt.id for p in self._backlog.put_off}
+        return {g.prompt.id for g in round.groups.values()} | put_off
+
+    def _start(self, round: Round, prompts: list[Deferred]) -> None:
+        started = rounds.add(self._settings, round, prompts, self._predictor)
+        self._table.start(started)
+        self._filter.count_finished(started)
+
+    def close_round(self, round: Round, now: float) -> None:
+        round.closed_at = now
+        self._filter.unscored.close(round, self._table.counters.trained_responses)
+        if round.is_eval:
+            self.evaluated = round.step
+            self._predictor.learn_evaluation(round)
+            round.move(RoundState.CLOSED)
+            self._outbox.add(CloseRound(round))
+            self._table.retire()
+            return
+        self._accept_decided(round)
+        self._filter.end(round)
+        round.move(RoundState.CLOSED)
+        self._take_turns(round)
+        self._predictor.learn(round)
+        self._scaling.close(round)
+        if round.races:
+            self.last_cut = round.finishing_tokens
+        self._outbox.add(CloseRound(round))
+
+    def _close_step(self, now: float) -> None:
+        round, done = self._table.rounds[0], self._step_done
+        assert done is not None
+        for group in round.accepted:
+            group.move(GroupState.TRAINED)
+            self._table.counters.groups_trained += 1
+            self._table.counters.trained_responses += len(group.kept)
+        round.move(RoundState.TRAINED)
+        self.step = round.step + 1
+        self._step_done = None
+        closed_at = self.train_began(round)
+        self._train_s.append(round.published_at - closed_at)
+        self._outbox.add(
+            CloseStep(
+                step=round.step,
+                rollout_s=closed_at - self._step_began,
+                train_s=round.published_at - closed_at,
+                weights_s=now - round.published_at,
+                metrics=done.metrics,
+            )
+        )
+        self._scaling.learn(round, now - self._step_began, done.metrics)
+        self._step_began = now
+        self._table.retire()
+
+    def train_began(self, round: Round) -> float:
+        """When nothing but training was left of the step of a round that has closed."""
+        return max(round.closed_at, self._step_began)
+
+    @property
+    def usual_train_s(self) -> float | None:
+        """Of the newest steps, from then on to the new version; None before there are any."""
+        return median(self._train_s) if self._train_s else None
+
+    def training(self) -> Round | None:
+        """The round that the trainer is at; rounds of later steps wait for it."""
+        round = self._table.round
+        return (
+            round if round is not None and not round.is_eval and round.step == self.step else None
+        )
+
+    @property
+    def is_step_done(self) -> bool:
+        """The step is over: its round is closed, trained, and its version published; nodes may
+        still have to load it."""
+        round, published = self.training(), self._fleet.published
+        if round is None or published is None or round.state is not RoundState.CLOSED:
+            return False
+        return published.policy_version == round.step + 1 and self._step_done is not None
+
+    # The trainer
+
+    def on_step_done(self, done: StepDone) -> None:
+        """The trainer has finished a step; news of any other than the one it is at is ignored."""
+        round = self.training()
+        if round is not None and round.state is RoundState.CLOSED and done.step == round.step:
+            if self._step_done is None:
+                self._outbox.record(done)
+            self._step_done = done
+
+    def has_closed(self, step: int) -> bool:
+        """Whether the trainer is at this step, and all of its groups are known."""
+        round = self.training()
+        return round is not None and round.step == step and round.state is RoundState.CLOSED
+
+    def why_not_at(self, version: int) -> str | None:
+        """Why a trainer cannot stand there that has come, in one line; None if it can."""
+        published = self._fleet.published
+        newest = published.policy_version if published is not None else -1
+        if version <= newest or (newest < 0 and version == self.step):
+            return None
+        if version == newest + 1 == self.step + 1 and self.has_closed(self.step):
+            return None  # it trained the step, and the coordinator was gone when it said so
+        return (
+            f"the trainer is at step {version}, the run at step {self.step}: its checkpoints "
+            "belong to another journal"
+        )
+
+    @property
+    def is_handing_over(self) -> bool:
+        """All groups of the step are known, and the trainer has not been sent all of them."""
+        round = self.training()
+        return (
+            round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
+        )
+
+    def feed_trainer(self, has_come: bool) -> None:
+        """The trainer stands at another step, or `has_come` and has said where it stands."""
+        trained_step, round = self.trainer_feed.trained_step, self.training()
+        if (
+            has_come
+            and trained_step is not None
+            and round is not None
+            and trained_step > round.step
+        ):
+            # What it said of the step is lost if it, or we, were gone then; if not, it says it
+            # again.
+            self._step_done = self._step_done or StepDone(round.step, trained_step, {})
+        self.trainer_feed.feed(round)
+
+    def go_on(self) -> None:
+        """The trainer has its devices again."""
+        self.trainer_feed.go_on(self.training())
+
+    def shards_taken(self, step: int, index: int) -> None:
+        self.trainer_feed.on_shards_taken(self.training(), step, index)
+
+    def shard_left(self, step: int, index: int) -> None:
+        self.trainer_feed.left(self.training(), step, index)
+
+    def _send_accepted(self, round: Round) -> None:
+        if round is self.training():
+            self.trainer_feed.send(round)

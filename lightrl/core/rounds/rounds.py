@@ -1,0 +1,274 @@
+"""What a round holds and which comes next: tail batching. Pure decisions; no messages, no nodes.
+
+A synchronous step waits for its longest response. Short rounds launch more prompts than they need
+and put off those that run long; long rounds run these together, when as many wait as a step holds.
+With eta = 1.25 a quarter of a step is put off each time, so four short rounds are followed by one
+long. (RollPacker, arXiv 2509.21009, section 4.1; the rest of an epoch and fairness are not said
+there.)
+
+    put-off queue holds P0 prompts
+        -> long:  the first P0 of it, R0 responses each, no surplus
+    else: less than a short round is left of the epoch, or only prompts put off; or the steps
+    that are left of the run could not train what a short round would put off
+        -> flush: the queue and what is left of the epoch, topped up to P0 with prompts of
+                  the next one, no surplus
+    else
+        -> short: round(eta P0) new prompts, round(eta R0) responses
+
+The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer
+than the end of its epoch or of the run; nobody is put off twice in an epoch: only short rounds
+race. A run of `num_steps` steps ends with an empty queue, unless groups without scores were put off
+beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: what the next
+epoch brings of it meanwhile is held back.
+
+The responses of a prompt that was put off continue from the tokens that they have
+(`Tail.deferred`), those that finished are kept, of more than R0 the first R0 by index: being put
+off selects none. Their first tokens are of older versions. With "restart" all of them are sampled
+again by the new weights, with the noise that they had. Where the weights have changed so much that
+another response comes, one that was long is replaced by one that need not be, and what is trained
+is shorter; with fresh noise, as in the paper, always (`fresh_noise`, for comparison).
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lightrl.core.arrays import decode, encode
+from lightrl.core.responses.length_predictor import LengthPredictor
+from lightrl.core.rounds.backlog import Backlog, Deferred
+from lightrl.core.settings import Settings
+from lightrl.core.state import (
+    DrawnPrompt,
+    Group,
+    HeldResponse,
+    Response,
+    ResponseState,
+    Round,
+    RoundKind,
+    RoundState,
+)
+
+MAX_REDRAWS = 8  # a round draws at most so many times the prompts that it needs (dynamic sampling)
+# of the last cut: a prompt that took longer in the last epoch is put off unseen
+FORESEEN_MARGIN = 1.5
+
+
+def next_kind(
+    settings: Settings, backlog: Backlog, step: int, open_rounds: Iterable[Round]
+) -> RoundKind:
+    """Of the training round of this step. What it takes from the backlog is taken by
+    `first_prompts`."""
+    if not settings.tail.races:
+        return "plain"
+    if len(backlog.put_off) >= settings.prompts_per_step:
+        return "long"
+    if backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left):
+        return "flush"
+    # What this round would put off is known once the next `max_staleness` rounds have begun.
+    rounds_left = max(0, settings.num_steps - step - 1 - settings.max_staleness)
+    surplus = settings.prompts_launched - settings.prompts_per_step
+    still_open = (r for r in open_rounds if r.state is not RoundState.CLOSED)
+    surplus += sum(r.prompts_launched - r.needed for r in still_open)
+    waiting = len(backlog.put_off) + surplus
+    return "flush" if waiting > rounds_left * settings.prompts_per_step else "short"
+
+
+def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Round:
+    """Without any prompts yet: the training round of this step, or the evaluation before it."""
+    if kind == "eval":
+        return evaluation(settings, step, now)
+    races = kind == "short"
+    return Round(
+        kind=kind,
+        step=step,
+        needed=settings.prompts_per_step,
+        prompts_launched=settings.prompts_launched if races else settings.prompts_per_step,
+        opened_at=now,
+    )
+
+
+def evaluation(settings: Settings, step: int, now: float) -> Round:
+    """Of the policy after `step` steps; the prompts of all sets at once, so that none waits for the
+    longest responses of another; nothing raced or dropped."""
+    return Round(
+        kind="eval",
+        step=step,
+        needed=settings.num_eval_prompts,
+        prompts_launched=settings.num_eval_prompts,
+        opened_at=now,
+    )
+
+
+def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
+    """Before the first step, after the last, every `eval_interval` in between; once each."""
+    done = step == settings.num_steps
+    due = step == 0 or done or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
+    return settings.num_eval_prompts > 0 and due and evaluated != step
+
+
+def first_prompts(round: Round, backlog: Backlog) -> list[Deferred]:
+    """Prompts that wait and belong into this round, before any is drawn."""
+    return backlog.pop_oldest(round.needed) if round.kind in {"long", "flush"} else []
+
+
+def num_missing(settings: Settings, round: Round) -> int:
+    """Prompts that this round must still draw.
+
+    While it is being filled: up to what it launches. Later only with dynamic sampling, when so many
+    groups are out that those left cannot fill the step. How many are drawn then depends on the
+    samples alone, not on time: a race has no cut before it has enough groups that may be trained.
+    """
+    if round.state is RoundState.FILLING:
+        return round.prompts_launched - len(round.groups)
+    if not settings.dynamic_sampling or round.is_eval or round.state is not RoundState.RUNNING:
+        return 0
+    left = round.num_open + len(round.finishers)
+    most = MAX_REDRAWS * round.needed
+    return max(0, min(round.needed - left, most - len(round.groups)))
+
+
+def put_off_unseen(
+    settings: Settings,
+    round: Round,
+    prompts: list[DrawnPrompt],
+    predictor: LengthPredictor,
+    last_cut: int,
+) -> list[DrawnPrompt]:
+    """Those of a short round's prompts that will lose its race, to judge by their last epoch.
+
+    Saves what they would have generated until the cut. At most half of the surplus, the longest: a
+    prompt that runs long by chance is not foreseen, and needs the other half.
+    """
+    already = settings.prompts_launched - round.prompts_launched
+    most = (settings.prompts_launched - round.needed) // 2 - already
+    if not round.races or most <= 0 or not last_cut or not settings.foresight:
+        return []
+    foreseen = [(predictor.finished(p.id) or 0, i) for i, p in enumerate(prompts)]
+    longest = sorted((-n, i) for n, i in foreseen if n > FORESEEN_MARGIN * last_cut)[:most]
+    return [prompts[i] for i in sorted(i for _, i in longest)]
+
+
+def add(
+    settings: Settings, round: Round, prompts: Iterable[Deferred], predictor: LengthPredictor
+) -> list[Response]:
+    """Makes groups of a round for these prompts; returns their responses.
+
+    A response's name, and so its noise, depends on the prompt, the epoch (for an evaluation: the
+    policy version) and its number in the group, never on time, placement or machine.
+    """
+    started: list[Response] = []
+    for held in prompts:
+        group = _new_group(settings, round, held)
+        names = [f"{group.id}#{k}" for k in range(num_launched(settings, group))]
+        group.responses = [
+            Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)
+            for k, name in enumerate(names)
+        ]
+        if settings.tail.continues:
+            for response, before in zip(group.responses, held.held, strict=False):
+                _continue(response, before)
+        group.num_open = len(names)
+        group.foreseen_tokens = predictor.mean(group)
+        group.longest_of_set = predictor.longest_of_set(group) if round.is_eval else 0
+        round.groups[group.id] = group
+        round.num_open += 1
+        started += group.responses
+    return started
+
+
+def _continue(response: Response, before: HeldResponse) -> None:
+    """Gives a new response what the round that put its group off left of it.
+
+    One that finished there is done. Without a score it is scored under a new attempt: the result of
+    an earlier request may still arrive.
+    """
+    response.tokens, response.logprobs = decode("i", before.tokens), decode("f", before.logprobs)
+    response.starts = list(before.starts)
+    response.version = before.starts[-1][0] if before.starts else -1
+    is_full = len(response.tokens) >= response.group.max_response_tokens
+    response.finish_reason = before.finish_reason or ("length" if is_full else None)
+    if response.finish_reason is not None:
+        response.state = ResponseState.DONE
+        response.reward, response.scored = before.reward, before.reward is not None
+        response.attempt += not response.scored
+
+
+def hold(settings: Settings, response: Response) -> HeldResponse:
+    """What is kept of a response of a group that is put off: to continue it, or, where it restarts,
+    to compare the two."""
+    return HeldResponse(
+        encode(response.tokens),
+        encode(response.logprobs) if settings.tail.continues else b"",
+        tuple(response.starts),
+        response.finish_reason,
+        response.reward,
+    )
+
+
+def num_launched(settings: Settings, group: Group) -> int:
+    """Responses that are begun for a prompt."""
+    return settings.responses_launched if group.round.races else group.size
+
+
+def _new_group(settings: Settings, round: Round, held: Deferred) -> Group:
+    """Without responses. How it is sampled is said by the set that an evaluation has it from."""
+    label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
+    if settings.tail.fresh_noise and held.attempts:
+        label += f"'{round.step}"
+    group = Group(
+        f"{held.prompt.id}@{label}",
+        held.prompt,
+        round,
+        position=len(round.groups),
+        size=settings.group_size,
+        sampling=settings.sampling,
+        max_response_tokens=settings.max_response_tokens,
+        attempts=held.attempts,
+        since=held.since,
+        held=held.held,
+    )
+    if round.is_eval:
+        of = settings.eval_set(held.prompt.id)
+        group.size, group.sampling = of.samples, of.sampling
+        group.max_response_tokens = of.max_response_tokens
+    return group
+
+
+def sample_seed(run_seed: int, response: str) -> int:
+    """Seed of a response's noise, 0 <= seed < 2**63: with the position it determines every sampled
+    token."""
+    digest = hashlib.blake2b(f"{run_seed} {response}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Staleness(NamedTuple):
+    """Of one response when it is trained; synchronous training has (1, 0, 0)."""
+
+    # versions that sampled its tokens
+    span: int
+    # trainer's version minus the newest of them
+    newest_gap: int
+    # trainer's version minus the oldest: this is what max_staleness bounds
+    oldest_gap: int
+
+
+def staleness(spans: Sequence[tuple[int, int]], version: int) -> Staleness:
+    """`spans` are (policy version, tokens) in order; `version` is the one that is being updated.
+
+    A response without tokens is as fresh as can be.
+    """
+    versions = [v for v, num_tokens in spans if num_tokens]
+    if not versions:
+        return Staleness(0, 0, 0)
+    return Staleness(len(set(versions)), version - max(versions), version - min(versions))
+
+
+def admissible(max_staleness: int, version: int, batch: int, admitted: int) -> int:
+    """How many more prompts may start while `version` is the newest.
+
+    (max_staleness + version + 1) * batch - (accepted + running), as in AReaL (arXiv 2505.24298,
+    section 5.1). Steps train what was admitted in the order of its admission, so a prompt that
+    starts under version v is trained at version v + max_staleness at the latest: nothing slow is
+    ever dropped.
+    """
+    return (max_staleness + version + 1) * batch - admitted

@@ -1,0 +1,97 @@
+"""Orders to nodes whose engines take turns on devices: sleep, wake, and who answers in time.
+
+A node takes turns with the trainer's ranks or with engines of other sizes; `colocation` and
+`engine_sizes` decide whose turn it is, and both give their orders here. Owns the numbers of orders:
+the answer repeats the number, and an older answer is ignored. A node that does not answer
+SleepEngine within `release_s` is lost: it kills its engine sooner. An engine that was not ready may
+still have to start before it can sleep, so its node gets `patience_s` more.
+"""
+
+from lightrl.core.commands import Outbox
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, NodeState
+from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
+
+AWAKE = {NodeState.JOINING, NodeState.LOADING, NodeState.READY, NodeState.UPDATING}
+
+
+class DeviceTurns:
+    def __init__(
+        self, settings: Settings, fleet: Fleet, table: ResponseTable, outbox: Outbox
+    ) -> None:
+        self.num_orders = 0
+        self._release_s, self._patience_s = settings.release_s, settings.patience_s
+        self._fleet = fleet
+        self._devices = fleet.devices
+        self._table = table
+        self._outbox = outbox
+        self._may_start: set[str] = set()  # nodes whose engines were not up when ordered to sleep
+        self._deadline: float | None = None
+        self._seen: tuple[int, int] = (0, 0)  # what the deadline follows from
+
+    def sleep(self, node: Node) -> None:
+        """Order a node that is awake to put its engine to sleep; it gets no more work."""
+        is_up = node.state is NodeState.READY
+        (self._may_start.discard if is_up else self._may_start.add)(node.name)
+        self._fleet.release(node)
+        self._send(node, SleepEngine)
+
+    def wake(self, node: Node) -> None:
+        """Order a node that sleeps to sample again."""
+        if node.shares:
+            self._devices.wake()
+        self._fleet.wake(node)
+        self._send(node, WakeEngine)
+
+    def repeat(self, node: Node) -> None:
+        """Order a node to sleep again that has reconnected: the order may be lost."""
+        if node.state is NodeState.RELEASING:
+            self._send(node, SleepEngine)
+
+    def _send(self, node: Node, order: type[SleepEngine | WakeEngine]) -> None:
+        self.num_orders += 1
+        node.order += 1
+        self._outbox.send(node.name, order(node.order))
+
+    def on_asleep(self, name: str, message: EngineAsleep) -> None:
+        """The engine of a node sleeps; what ran there resumes on other nodes."""
+        node = self._fleet.nodes.get(name)
+        if node is None or node.state is not NodeState.RELEASING or message.number != node.order:
+            return
+        self._table.requeue_all(node)
+        self._fleet.on_asleep(node)
+
+    def on_refused(self, name: str) -> None:
+        """The engine of a node has died; it may have done so before the order came, and start
+        again."""
+        if (node := self._fleet.nodes.get(name)) and node.state is NodeState.RELEASING:
+            self._may_start.add(name)
+            self._seen = (0, 0)
+
+    # Time
+
+    @property
+    def deadline(self) -> float | None:
+        """When the first node is late."""
+        if self._seen != (seen := (self._devices.num_moves, self.num_orders)):
+            self._seen = seen
+            ordered = self._ordered()
+            self._deadline = min((n.since + self.limit_s(n) for n in ordered), default=None)
+        return self._deadline
+
+    def late(self, now: float) -> list[Node]:
+        """Return nodes that have not answered in time."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        return [n for n in self._ordered() if n.since + self.limit_s(n) <= now]
+
+    def limit_s(self, node: Node) -> float:
+        """Return the seconds within which a node must answer SleepEngine."""
+        return self._release_s + (self._patience_s if node.name in self._may_start else 0.0)
+
+    def _ordered(self) -> list[Node]:
+        """Return nodes that have not answered SleepEngine."""
+        nodes = (*self._devices.nodes.values(), *self._devices.parallel.values())
+        return [n for n in nodes if n.state is NodeState.RELEASING]

@@ -1,0 +1,138 @@
+"""Where a version becomes official: what the trainer says that it has, and whether it can be so.
+
+Owns that; who is told of a version, and gets it from whom, is decided in `fleet.py`.
+
+After a restart the trainer trains the steps since its checkpoint again. On GPUs sums may round
+otherwise, so that a version comes out with another digest. With `run.deterministic` that fails the
+run. Without it the new version replaces the old one, as long as the logprobs that both give the
+canary are within its tolerance: nodes load it, and tokens sampled under the old one are kept.
+"""
+
+import math
+
+from lightrl.core.arrays import decode
+from lightrl.core.commands import Outbox
+from lightrl.core.log_entries import VersionPublished, VersionRetrained
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.rounds.round_scheduler import RoundScheduler
+from lightrl.core.rounds.shutdown import Shutdown
+from lightrl.core.settings import Settings
+from lightrl.core.state import RunState
+from lightrl.core.weights.weight_sources import version_of
+from lightrl.messages.weights import Canary, PublishWeights
+
+GO_BACK = "lightrl resume --from-checkpoint goes back to the last checkpoint"
+
+
+class Versions:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        steps: RoundScheduler,
+        shutdown: Shutdown,
+        outbox: Outbox,
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._steps = steps
+        self._feed = steps.trainer_feed
+        self._shutdown = shutdown
+        self._outbox = outbox
+
+    def publish(self, name: str, message: PublishWeights, now: float) -> None:
+        """The trainer has a version: a new one, or after it has come (back) where it stands."""
+        version = message.policy_version
+        published, stood_at = self._fleet.published, self._feed.trained_step
+        if name != self._fleet.trainer:
+            return
+        if version == stood_at:  # it came twice, maybe with more
+            self._fleet.offer_deltas(message)
+            return
+        if stood_at is not None and version != stood_at + 1:
+            self._outbox.warn(
+                f"{name} published version {version}, expected {stood_at + 1}: ignored"
+            )
+            return
+        is_new = published is not None and version > published.policy_version
+        if stood_at is not None and is_new and not self._steps.has_closed(stood_at):
+            self._outbox.warn(
+                f"{name} published version {version}, but the round of step {stood_at} is "
+                "still open: ignored"
+            )
+            return
+        problem = self._steps.why_not_at(version) if stood_at is None else None
+        problem = problem or self._retrain(message)
+        if problem is not None:
+            self._shutdown.begin(RunState.FAILED, problem)
+            return
+        self._feed.trained_step = version
+        if published is None or version > published.policy_version:
+            m = message
+            sizes, what = (m.num_bytes, m.manifest_bytes), (m.canary, m.base, m.replicas)
+            self._outbox.record(VersionPublished(version, m.digest, m.portions, *sizes, *what))
+            self._fleet.publish(message, now)
+            self._steps.published(now)
+        elif version == published.policy_version:
+            self._fleet.publish_again(message)
+        else:
+            self._fleet.on_trainer_behind(version)
+            behind = f"{name} is at step {version}, the run at step {self._steps.step}"
+            self._outbox.report(f"{behind}: the steps in between are trained again")
+        self._fleet.on_trainer_ready()
+        self._steps.feed_trainer(has_come=stood_at is None)
+        if self._shutdown.has_begun:
+            self._shutdown.stop_trainer()
+
+    def _retrain(self, message: PublishWeights) -> str | None:
+        """Takes note of a version that differs from the one known under its number. Returns why it
+        cannot replace that one, in one line."""
+        m, version = message, message.policy_version
+        known = self._fleet.digests.get(version, (m.digest,))[-1]
+        if known == m.digest:
+            return None
+        digests = f"(digest {m.digest}, published was {known})"
+        if version <= self._settings.first_step:
+            return f"version {version} was loaded again, and the model has changed {digests}"
+        what = f"version {version} was trained again and came out different"
+        if self._settings.deterministic:
+            return f"{what} {digests}: {GO_BACK}"
+        before, apart = self._fleet.canaries.get(version), None
+        if before is not None and m.canary is not None:
+            apart = _apart(before, m.canary)
+            tolerance = self._settings.canary_tolerances.get(m.canary.dtype, math.inf)
+            if apart is not None and not apart[0] <= tolerance:
+                return (
+                    f"{what}: logprobs of the canary differ by up to {apart[0]:.3g} (mean "
+                    f"{apart[1]:.3g}), more than {tolerance:g} (weights.canary): {GO_BACK}"
+                )
+        largest, mean = apart or (None, None)
+        sizes = m.num_bytes, m.manifest_bytes
+        self._outbox.record(
+            VersionRetrained(version, known, m.digest, largest, mean, *sizes, m.canary, m.base)
+        )
+        by = "there is no canary to compare"
+        if apart is not None:
+            by = f"logprobs of the canary differ by up to {largest:.3g}, by {mean:.3g} on average"
+        published = self._fleet.published
+        if published is not None and version < published.policy_version:
+            self._fleet.add_retrained_version(version_of(m))
+            self._outbox.report(f"{what}: {by}")
+        else:
+            self._outbox.warn(f"{what}: {by}; nodes load it instead of the one before")
+        return None
+
+
+def _apart(one: Canary, other: Canary) -> tuple[float, float] | None:
+    """Largest and mean absolute difference of the logprobs, in nats; infinite if one is no finite
+    number. Of the tokens before the first in which the texts differ: each was drawn by its own
+    weights. None if there are none."""
+    texts = zip(decode("i", one.token_ids), decode("i", other.token_ids), strict=False)
+    num_same = next((i for i, (a, b) in enumerate(texts) if a != b), len(one.token_ids) // 4)
+    logprobs = zip(decode("f", one.logprobs), decode("f", other.logprobs), strict=False)
+    found = [abs(a - b) for a, b in list(logprobs)[: max(0, num_same - 1)]]
+    if not found:
+        return None
+    if not all(map(math.isfinite, found)):
+        return math.inf, math.inf
+    return max(found), math.fsum(found) / len(found)

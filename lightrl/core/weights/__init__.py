@@ -1,0 +1,1 @@
+"""Where nodes get a version, and which nodes receive it together. Pure."""

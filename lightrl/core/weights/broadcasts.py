@@ -1,0 +1,284 @@
+"""Which nodes receive a version by broadcast, in which group, and which nodes must pull instead.
+
+Owns the current group, which of its members still need the version, and which nodes are excluded. A
+group lives for many versions; its members are decided again only when a version is published. A
+node that joins between two versions pulls, and no group waits for it. Any failure ends the group:
+each member without the version pulls it, and the next version opens a new group. A process that was
+in MAX_FAILURES failed broadcasts in a row is excluded: the member that reported the failure, or all
+that still needed the version if the trainer did or the next version came first.
+
+A member is no source, since it gets no file. Groups are not in the journal: a restored core has
+none, and its nodes send another hello. Only an opening has a deadline here. The trainer and the
+members limit the rest themselves and report a failure (weights/broadcast/membership.py); a silent
+node loses its lease.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lightrl.core.commands import Outbox
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, NodeState
+from lightrl.core.weights.weight_sources import PULLING, WeightSources
+from lightrl.messages.broadcasts import (
+    Backend,
+    BroadcastGroup,
+    BroadcastOrder,
+    BroadcastStatus,
+    VersionTaken,
+)
+
+MAX_FAILURES = 3
+OPENING_TIMEOUTS = 2  # times weights.timeout_s; the trainer may be busy with another broadcast
+IS_UP = {NodeState.JOINING, NodeState.READY, *PULLING}
+
+
+class Phase(StrEnum):
+    # there is no group
+    NONE = "none"
+    # the trainer was asked where members can meet
+    OPENING = "opening"
+    # a version is on its way; a new group forms first
+    SENDING = "sending"
+    # all members have the version
+    STANDING = "standing"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The members by name. `first_ranks[i]` is the rank of the first worker of `members[i]`; the
+    trainer has rank 0. Example: Group(("rollout-0",), (17,), (1,), 2, "gloo")"""
+
+    members: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    first_ranks: tuple[int, ...]
+    world: int
+    backend: Backend
+
+
+class Broadcasts:
+    def __init__(
+        self, settings: Settings, nodes: dict[str, Node], sources: WeightSources, outbox: Outbox
+    ) -> None:
+        self.phase = Phase.NONE
+        self.group: Group | None = None  # None if and only if the phase is NONE
+        self.name = ""  # of the group; "" until it is opened
+        self.receiving: set[str] = set()  # members that do not have the version
+        self.num_groups = 0
+        self.num_sent = 0  # versions that all members have got
+        self.num_lost = 0  # groups that a lost or late member, or a failure, has ended
+        self._address = ""
+        self._settings = settings
+        self._nodes = nodes
+        self._sources = sources
+        self._outbox = outbox
+        self._open_until = 0.0
+        self._num_known = 0  # nodes that had joined when the last version was published
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` is to be called."""
+        return self._open_until if self.phase is Phase.OPENING else None
+
+    def stage(self, node: Node) -> str:
+        """How far its version is: "forming" or "sending"; "" if none comes by broadcast."""
+        if not node.receives:
+            return ""
+        return "sending" if self.phase is Phase.SENDING else "forming"
+
+    def place_of(self, name: str) -> BroadcastGroup | None:
+        """A receiving node's place in the group; None while it has to wait."""
+        if self.phase is not Phase.SENDING or self.group is None:
+            return None
+        rank = self.group.first_ranks[self.group.members.index(name)]
+        return BroadcastGroup(self.name, self._address, rank, self.group.world, self.group.backend)
+
+    # When a version is published
+
+    def begin(self, policy_version: int, now: float) -> None:
+        """Decide which nodes receive a new version, and send the trainer its order. The last
+        version is only for nodes that evaluate it."""
+        trainer = self._nodes.get(self._sources.trainer or "")
+        if trainer is None:
+            return
+        if self.receiving:  # the version before is still on its way
+            self._count_failure(self.receiving)
+            self._end()
+        is_last = policy_version >= self._settings.num_steps
+        chosen = [] if is_last else self._choose(trainer, policy_version - 1)
+        self._num_known = max((n.number + 1 for n in self._nodes.values()), default=0)
+        wanted = _group_of(trainer, chosen)
+        if wanted is None or wanted != self.group:
+            self._end(is_failure=False)
+        if wanted is not None:
+            self.phase = Phase.SENDING if wanted == self.group else Phase.OPENING
+            self.num_groups += self.phase is Phase.OPENING
+            self.group, self.receiving = wanted, set(wanted.members)
+            self._open_until = now + OPENING_TIMEOUTS * self._settings.weights_timeout_s
+        for node in chosen:
+            node.receives = True
+            self._sources.update(node)
+        self.taken(trainer.name, policy_version)
+
+    def taken(self, trainer: str, policy_version: int) -> None:
+        """Send the trainer the message it waits for, also on a version that it publishes again."""
+        if self._settings.broadcast == "off" or policy_version >= self._settings.num_steps:
+            return
+        order = None
+        if self.receiving and self.group is not None:
+            order = BroadcastOrder(self.name, self.group.world, self.group.backend)
+        wants = self._wants_delta(policy_version)
+        self._outbox.send(trainer, VersionTaken(policy_version, wants, order))
+
+    def _wants_delta(self, policy_version: int) -> bool:
+        """Whether a node that pulls has the version before, or is at it."""
+        return policy_version == self._sources.policy_version and any(
+            n.state in IS_UP
+            and n.state is not NodeState.READY
+            and "rollout" in n.roles
+            and not n.receives
+            and self._sources.can_use_delta(n)
+            for n in self._nodes.values()
+        )
+
+    def _choose(self, trainer: Node, before: int) -> list[Node]:
+        """The members, by name: rollout nodes that serve the version before, or have joined since,
+        and will stay. A node that still loads the version before may not move, and a group would
+        wait for it. None while the trainer's address is not known, from which members pull the
+        manifest.
+
+        "auto": idle nodes, so that none stops that could generate, and not those of the trainer's
+        machine, which map the version's file. "always": these as well, but not with NCCL, where two
+        processes of one device cannot be two members.
+        """
+        mode = self._settings.broadcast
+        if mode == "off" or trainer.name not in self._sources.endpoints:
+            return []
+        found = [
+            n
+            for n in self._nodes.values()
+            if n.num_workers
+            and n.state in IS_UP
+            and (n.policy_version == before or n.number >= self._num_known)
+            and "rollout" in n.roles
+            and n is not trainer
+            and not (n.is_preemptible or n.shares)
+            and n.broadcast_failures < MAX_FAILURES
+            and (mode == "always" or not (n.running or n.host == trainer.host))
+        ]
+        if _backend(trainer, found) == "nccl":
+            found = [n for n in found if n.host != trainer.host]
+        return sorted(found, key=lambda n: n.name)
+
+    # What happens to the group. Each returns the nodes that must be sent the version now.
+
+    def on_status(self, name: str, status: BroadcastStatus) -> list[str]:
+        """Handle a report of the trainer or of a member."""
+        is_trainer = name == self._sources.trainer
+        is_opening = self.phase is Phase.OPENING
+        if is_trainer and is_opening and status.policy_version == self._sources.policy_version:
+            if status.reason:
+                return self._fail(name, status.reason)
+            self.phase, self.name, self._address = Phase.SENDING, status.group, status.address
+            return sorted(self.receiving)
+        is_member = self.group is not None and name in self.group.members
+        if status.reason and self.name == status.group and (is_trainer or is_member):
+            return self._fail(name, status.reason)
+        return []
+
+    def confirmed(self, node: Node, is_by_broadcast: bool) -> list[str]:
+        """This node serves the version."""
+        if not node.receives:
+            return []
+        if not (self.phase is Phase.SENDING and is_by_broadcast):
+            return self._fail(node.name, "has the version already")
+        node.receives = False
+        self.receiving.discard(node.name)
+        if not self.receiving and self.group is not None:
+            self.phase = Phase.STANDING
+            self.num_sent += 1
+            for name in self.group.members:
+                self._nodes[name].broadcast_failures = 0
+        return []
+
+    def refused(self, name: str, reason: str) -> list[str]:
+        """This node cannot serve the version, or says hello again, or leaves."""
+        is_member = self.group is not None and name in self.group.members
+        return self._fail(name, reason) if is_member else []
+
+    def lost(self, name: str, is_trainer: bool, reason: str = "lost") -> list[str]:
+        """This process has ended, or the trainer's reports its state again. Another process of the
+        trainer may reach nodes that the one before did not."""
+        if is_trainer:
+            for node in self._nodes.values():
+                node.broadcast_failures = 0
+        if self.group is None or not (is_trainer or name in self.group.members):
+            return []
+        self._outbox.warn(f"broadcast group {self.num_groups} is over: {name} {reason}")
+        return self._over(is_trainer)
+
+    def expire(self, now: float) -> list[str]:
+        """End a group that the trainer does not open in time."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        limit_s = OPENING_TIMEOUTS * self._settings.weights_timeout_s
+        return self._fail("", f"not opened within {limit_s:g} s")
+
+    def _fail(self, name: str, reason: str) -> list[str]:
+        """A member or the trainer reports a failure; "" = a deadline."""
+        if self.group is None:
+            return []
+        who = f"{name}: " if name else ""
+        self._outbox.warn(f"broadcast group {self.num_groups} is over: {who}{reason}")
+        if self.receiving:
+            self._count_failure({name} if name in self.group.members else self.receiving)
+        return self._over()
+
+    def _count_failure(self, names: set[str]) -> None:
+        for node in (self._nodes[name] for name in sorted(names)):
+            node.broadcast_failures += 1
+            if node.broadcast_failures == MAX_FAILURES:
+                what = f"was in {MAX_FAILURES} failed broadcasts in a row"
+                self._outbox.warn(f"{node.name} {what}: from now on it pulls all weights")
+
+    def _over(self, is_trainer_lost: bool = False) -> list[str]:
+        """The receiving members pull, and the trainer stops sending."""
+        is_awaited, owed = bool(self.receiving), self._end()
+        version, trainer = self._sources.policy_version, self._sources.trainer
+        if is_awaited and version is not None and trainer is not None and not is_trainer_lost:
+            self.taken(trainer, version)
+        return owed
+
+    def _end(self, is_failure: bool = True) -> list[str]:
+        owed = sorted(name for name in self.receiving if name in self._nodes)
+        self.num_lost += is_failure and self.group is not None
+        self.phase, self.group, self.name, self._address = Phase.NONE, None, "", ""
+        self.receiving = set()
+        for name in owed:
+            self._nodes[name].receives = False
+            self._sources.update(self._nodes[name])
+        return owed
+
+
+def _backend(trainer: Node, members: Sequence[Node]) -> Backend:
+    is_cuda = all(n.device.startswith("cuda") for n in (trainer, *members))
+    return "nccl" if is_cuda else "gloo"
+
+
+def _group_of(trainer: Node, members: Sequence[Node]) -> Group | None:
+    """The group of these members; None if there are none."""
+    first_ranks: list[int] = []
+    world = 1
+    for member in members:
+        first_ranks.append(world)
+        world += member.num_workers
+    if not members:
+        return None
+    return Group(
+        tuple(n.name for n in members),
+        tuple(n.incarnation for n in members),
+        tuple(first_ranks),
+        world,
+        _backend(trainer, members),
+    )

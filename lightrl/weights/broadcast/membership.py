@@ -1,0 +1,34 @@
+"""The parameters of a broadcast that daemons, ranks and engines share.
+
+Must not import torch: daemons import this.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightrl.messages.broadcasts import BroadcastGroup
+
+LEAST_RATE = 10e6  # bytes a second; a slower broadcast is given up
+UNWANTED = "it is not wanted any more"  # why a member leaves that pulls instead
+
+# Whether a transfer that is in progress is of no use any more.
+IsUnwanted: TypeAlias = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A process's place in a broadcast group.
+
+    Example: Membership(BroadcastGroup("7c1f...", "10.0.0.1:41873", 1, 3, "gloo"), 30.0)
+    """
+
+    group: BroadcastGroup
+    # without progress, until the member gives up
+    timeout_s: float
+
+
+def transfer_limit_s(num_bytes: int, timeout_s: float) -> float:
+    """How long a broadcast may take in all: members form a group, then one bucket after another
+    moves. Members notice most failures earlier, after `timeout_s` without progress."""
+    return 2 * timeout_s + num_bytes / LEAST_RATE

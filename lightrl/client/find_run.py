@@ -33,7 +33,8 @@ class Target:
         return relative(self.run_dir) if self.run_dir is not None else str(self.address)
 
     def key(self) -> str:
-        """The key in the run directory goes before the environment's. Raises ConfigError."""
+        """Return the key of the run. Its own key file takes precedence over the environment. Raises
+        ConfigError."""
         if (
             self.key_file is None
             and self.run_dir is not None
@@ -55,8 +56,8 @@ def resolve_target(addr: str | None, key_file: Path | None = None) -> Target:
 
 
 async def one_snapshot(target: Target) -> Snapshot:
-    """The state of a run. One whose coordinator is gone is "interrupted", at the end of its
-    journal.
+    """Return the state of a run: "interrupted" at the end of its journal if the coordinator is
+    gone.
 
     Raises LightRLError if there is neither an answer nor a journal.
     """
@@ -64,7 +65,7 @@ async def one_snapshot(target: Target) -> Snapshot:
 
 
 async def live_run(target: Target) -> tuple[str, Snapshot]:
-    """The address and the state of a run that is not over. Raises LightRLError if there is
+    """Return address and snapshot of a run that is not over. Raises LightRLError if there is
     none."""
     if target.last() is not None:
         raise LightRLError(f"{target.name}: this run is over")
@@ -75,7 +76,7 @@ async def live_run(target: Target) -> tuple[str, Snapshot]:
 
 
 async def ask(address: str, key: str) -> Snapshot:
-    """One snapshot from the coordinator at `address`. Raises PeerUnreachable or WrongKey."""
+    """Request one snapshot from `address`. Raises PeerUnreachable or WrongKey."""
     async with contextlib.aclosing(watch(address, 0.0, key)) as snapshots:
         async for snapshot in snapshots:
             return snapshot
@@ -137,7 +138,7 @@ def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None
 
 
 def require_drainable(snapshot: Snapshot, node: str) -> None:
-    """Raises LightRLError if the run has no such node or cannot continue without it."""
+    """Raise LightRLError if the run has no such node or cannot continue without it."""
     roles = {n.name: n.roles for n in snapshot.nodes if n.state != "gone"}
     if node not in roles:
         raise LightRLError(f"{node}: no such node; there are {', '.join(roles) or 'none'}")
@@ -147,7 +148,7 @@ def require_drainable(snapshot: Snapshot, node: str) -> None:
 
 
 def final_snapshot(run_dir: Path) -> Snapshot | None:
-    """The snapshot left at the end of a run; None while it runs (again). Raises LightRLError."""
+    """Return the snapshot at the end of a run; None while it runs (again). Raises LightRLError."""
     file = run_dir / "snapshot.json"  # a resumed coordinator removes it
     try:
         return from_json(file.read_bytes(), Snapshot)

@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that
-    role."""
+    """The options of a daemon: the coordinator role needs `config` and `run_dir`, any other
+    `join`."""
 
     name: str
     roles: tuple[Role, ...]
     run_dir: Path | None = None
     config: Config | None = None
     join: str = ""
-    # 0 = as the config of the run says
+    # 0 = the value of the run's config
     slots: int = 0
     # of the run, as text
     key: str = ""
@@ -124,7 +124,7 @@ def _coordinator(options: DaemonOptions) -> "CoordinatorDaemon":
 
 
 def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | None":
-    """None if there is no other role than the coordinator's."""
+    """Return the worker; None if there is no role besides the coordinator's."""
     if options.roles == ("coordinator",):
         return None
     from lightrl.daemon.worker import Worker

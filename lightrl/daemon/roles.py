@@ -146,7 +146,7 @@ class Roles:
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
+        """Pass a message of the coordinator to its role, if this node has that role."""
         match message:
             case TrainShard() | AssignDevices() | SuspendTrainer() | VersionTaken():
                 if self._trainer is not None:

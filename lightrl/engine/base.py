@@ -243,8 +243,8 @@ class Engine(Protocol):
         ...
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
-        """As `load_weights`, by a broadcast, in which all workers are members. Raises WeightsError
-        as well when the group fails, and where it can, as soon as `is_unwanted`."""
+        """Do the same by a broadcast, in which all workers are members. Raises WeightsError as well
+        when the group fails, and where it can, as soon as `is_unwanted`."""
         ...
 
     def sleep(self) -> int:

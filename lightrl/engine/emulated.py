@@ -150,7 +150,7 @@ class EmulatedEngine:
         self._digest, self._salt = file.digest, int(file.digest[:15], 16)
 
     def leave_group(self, why: str) -> None:
-        """It is in none."""
+        """Do nothing: this engine is never in a group."""
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
         raise WeightsError("an emulated engine has no weights to receive")

@@ -41,7 +41,7 @@ class LiveTensors:
     def receive(
         self, command: ReceiveWeights, device: torch.device | str, is_unwanted: IsUnwanted
     ) -> None:
-        """Copies a version that was checked, as it arrives by broadcast."""
+        """Copy a version that was checked, as it arrives by broadcast."""
         for name, tensor in self.member.receive(command, 0, device, is_unwanted):
             self._targets[name].copy_(tensor)
 

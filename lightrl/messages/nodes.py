@@ -26,7 +26,7 @@ from lightrl.messages.load import Load
 from lightrl.messages.weights import WeightsProgress
 
 PROTOCOL = 17
-# why a node is refused that was given up while it was silent: it may say hello again
+# the refusal of a node whose lease has expired: it may send hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # the refusal of a node that comes too late
 # the node may send hello again: the other process may be gone soon

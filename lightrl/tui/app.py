@@ -158,7 +158,7 @@ async def show_finished(snapshot: Snapshot) -> None:
 
 
 async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) -> None:
-    """Returns when the run is over; a lost connection is shown and retried."""
+    """Show snapshots until the run is over. A lost connection is shown and retried."""
     while True:
         try:
             async with contextlib.aclosing(ask.watch(address, EVERY_S, key)) as snapshots:

@@ -75,7 +75,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the user has chosen, and the state of the connection."""
+    """The choices of the user, and the state of the connection."""
 
     page: Page = "overview"
     help: bool = False
@@ -229,7 +229,7 @@ def _weights(s: Snapshot) -> list[Text]:
 
 
 def _sizes(s: Snapshot) -> list[Text]:
-    """One line if engines of several sizes take turns."""
+    """Return one line if engines of several sizes take turns."""
     line = sizes(s.metrics)
     return [Text(f" sizes  {line}")] if line else []
 

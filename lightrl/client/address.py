@@ -1,4 +1,4 @@
-"""Addresses of coordinators: how users write them, where runs leave them, which can be bound or
+"""Addresses of coordinators: how users write them, where runs store them, which can be bound or
 reached.
 
 Speaks no protocol: a reachable address is one that accepts a TCP connection.
@@ -16,7 +16,7 @@ CONNECT_S = 3.0
 
 
 def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Path | None]:
-    """What a user means by ADDR: an address, a run directory, the name of a run, or the latest run.
+    """Resolve ADDR: an address, a run directory, the name of a run, or the latest run.
 
     Returns the address to ask and the run directory, as far as they are known.
     """
@@ -33,7 +33,7 @@ def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Pat
 
 
 def find_folder(target: str | None, why: str) -> Path:
-    """Likewise, where an address would not do: `why`, in the words of that error."""
+    """Resolve ADDR to a run directory. `why`: the reason in the error for an address."""
     if target is not None and run_folder(target) is None and ":" not in target:
         raise ConfigError(f"{target}: no such run; give a run's name or directory")
     _, folder = find(target)
@@ -43,7 +43,7 @@ def find_folder(target: str | None, why: str) -> Path:
 
 
 def run_folder(target: str, runs: Path = Path("runs")) -> Path | None:
-    """The directory of a run, by itself or by its name. None: there is no such directory."""
+    """Return the directory of a run, by its path or name; None if there is none."""
     try:
         return next((f for f in (Path(target), runs / target) if f.is_dir()), None)
     except OSError:  # no directory has such a name
@@ -51,7 +51,7 @@ def run_folder(target: str, runs: Path = Path("runs")) -> Path | None:
 
 
 def listening(run_dir: Path) -> str | None:
-    """The address that the coordinator of a run has left, which it takes away at its end."""
+    """Return the address that the coordinator of a run has stored; None after its end."""
     try:
         return (run_dir / "address").read_text().strip() or None
     except FileNotFoundError:
@@ -59,12 +59,12 @@ def listening(run_dir: Path) -> str | None:
 
 
 def listening_since(run_dir: Path, before: float | None) -> str | None:
-    """The same, unless it was left at `before` (see `left_at`): that is an old one."""
+    """Likewise, but None for an address stored at `before` (see `left_at`), which is an old one."""
     return None if left_at(run_dir) == before else listening(run_dir)
 
 
 def left_at(run_dir: Path) -> float | None:
-    """When the coordinator left its address; None if there is none, or none any more."""
+    """Return when the coordinator stored its address; None if there is none."""
     try:
         return (run_dir / "address").stat().st_mtime
     except FileNotFoundError:
@@ -72,12 +72,12 @@ def left_at(run_dir: Path) -> float | None:
 
 
 def relative(path: Path) -> str:
-    """Relative to the working directory where that is shorter."""
+    """Return `path` relative to the working directory if it lies inside."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def require_free(bind: str) -> None:
-    """Raises ConfigError if the coordinator could not listen on `bind`."""
+    """Raise ConfigError if the coordinator could not listen on `bind`."""
     host, port = host_and_port(bind)
     if problem := _problem_listening(host, port):
         more = ", or * for any" if problem.endswith("another one") else ""
@@ -85,7 +85,7 @@ def require_free(bind: str) -> None:
 
 
 def require_weights_port(port: int, bind: str) -> None:
-    """Raises ConfigError if a trainer on the machine of the coordinator could not serve weights on
+    """Raise ConfigError if a trainer on the machine of the coordinator could not serve weights on
     `port`.
 
     0 is any port that is free.
@@ -97,7 +97,7 @@ def require_weights_port(port: int, bind: str) -> None:
 
 
 def require_other_port(port: int, bind: str) -> None:
-    """The same, without trying."""
+    """Likewise, without binding the port."""
     if port and port == host_and_port(bind)[1]:
         raise ConfigError(
             f"node.weights_port = {port}: is the port of run.bind; choose another one, or 0 for any"
@@ -105,7 +105,7 @@ def require_other_port(port: int, bind: str) -> None:
 
 
 def _problem_listening(host: str, port: int) -> str:
-    """Why nobody could listen there; "" if there is no reason."""
+    """Return why the address cannot be bound; "" if it can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -118,8 +118,8 @@ def _problem_listening(host: str, port: int) -> str:
 
 
 def accepts(address: str) -> bool:
-    """Whether somebody listens at `address`, as far as can be known here without a descriptor to
-    ask with."""
+    """Return whether `address` accepts connections. True also without a free descriptor to try
+    with."""
     try:
         require_reachable(address)
     except PeerUnreachable as e:
@@ -131,8 +131,7 @@ def accepts(address: str) -> bool:
 
 
 def require_reachable(address: str) -> None:
-    """Raises PeerUnreachable if nothing accepts connections at `address` within CONNECT_S
-    seconds."""
+    """Raise PeerUnreachable if `address` accepts no connection within CONNECT_S seconds."""
     host, port = host_and_port(address)
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()

@@ -16,9 +16,9 @@ RENEW_S = 2.0  # between two Watch messages of a watcher
 
 
 async def watch(address: str, every_s: float, key: str) -> AsyncGenerator[Snapshot, None]:
-    """Snapshots of the run at `address`, now and every `every_s` seconds; 0 = just one.
+    """Yield snapshots of the run at `address`, now and every `every_s` seconds; 0 = just one.
 
-    Raises PeerUnreachable if nobody answers or the coordinator falls silent, WrongKey.
+    Raises WrongKey, and PeerUnreachable if the coordinator does not answer or becomes silent.
     """
     link = await Link.connect(address, _name(), key, ANSWER_S)
     renewed_at = -RENEW_S

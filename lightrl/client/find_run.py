@@ -1,7 +1,7 @@
 """Which run a user means, whether it is over, and whether it is the one that answers.
 
-An address outlives a coordinator that was killed, and another run may listen there by now: whoever
-named a run gets that run or an error. Changes nothing.
+An address outlives a coordinator that was killed, and another run may listen there by now: a user
+who names a run gets that run or an error. Changes nothing.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from lightrl.wire import from_json
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a user means by ADDR and --key FILE."""
+    """The run that a user means by ADDR and --key FILE."""
 
-    # None: it has never listened, or is over
+    # None: no coordinator has listened yet, or the run is over
     address: str | None
     # None: only its address is known
     run_dir: Path | None
@@ -33,7 +33,8 @@ class Target:
         return relative(self.run_dir) if self.run_dir is not None else str(self.address)
 
     def key(self) -> str:
-        """The key in the run directory goes before the environment's. Raises ConfigError."""
+        """Return the key of the run. Its own key file takes precedence over the environment. Raises
+        ConfigError."""
         if (
             self.key_file is None
             and self.run_dir is not None
@@ -49,21 +50,22 @@ class Target:
 
 
 def resolve_target(addr: str | None, key_file: Path | None = None) -> Target:
-    """By an address, a run directory, a name or nothing (the latest run). Raises ConfigError."""
+    """Resolve an address, a run directory, a name or nothing (the latest run). Raises
+    ConfigError."""
     return Target(*find(addr), key_file)
 
 
 async def one_snapshot(target: Target) -> Snapshot:
-    """The state of a run. One whose coordinator is gone is "interrupted", at the end of its
-    journal.
+    """Return the state of a run: "interrupted" at the end of its journal if the coordinator is
+    gone.
 
-    Raises LightRLError if it neither answers nor has left anything.
+    Raises LightRLError if there is neither an answer nor a journal.
     """
     return target.last() or await _ask(target, or_journal=True)
 
 
 async def live_run(target: Target) -> tuple[str, Snapshot]:
-    """The address and the state of a run that is not over. Raises LightRLError if there is
+    """Return address and snapshot of a run that is not over. Raises LightRLError if there is
     none."""
     if target.last() is not None:
         raise LightRLError(f"{target.name}: this run is over")
@@ -74,7 +76,7 @@ async def live_run(target: Target) -> tuple[str, Snapshot]:
 
 
 async def ask(address: str, key: str) -> Snapshot:
-    """One snapshot from the coordinator at `address`. Raises PeerUnreachable or WrongKey."""
+    """Request one snapshot from `address`. Raises PeerUnreachable or WrongKey."""
     async with contextlib.aclosing(watch(address, 0.0, key)) as snapshots:
         async for snapshot in snapshots:
             return snapshot
@@ -82,7 +84,7 @@ async def ask(address: str, key: str) -> Snapshot:
 
 
 async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
-    """The snapshot of just this run."""
+    """Return the snapshot of exactly this run."""
     address, run_dir = target.address, target.run_dir
     if address is None:
         if or_journal and run_dir is not None and (left := _interrupted(run_dir)) is not None:
@@ -116,7 +118,8 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
 
 
 def _interrupted(run_dir: Path) -> Snapshot | None:
-    """Where its journal ends. Whoever finds a live run does not wait for what reads journals."""
+    """Return the state at the end of the journal. Imports its reader here, which live runs do not
+    need."""
     from lightrl.replay.log import interrupted
 
     return interrupted(run_dir)
@@ -127,7 +130,7 @@ def is_same(snapshot: Snapshot, run_dir: Path) -> bool:
 
 
 def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None:
-    """Raises LightRLError if `address` belongs to another run than the one in `run_dir` by now."""
+    """Raise LightRLError if another run than the one in `run_dir` answers at `address`."""
     if run_dir is not None and not is_same(snapshot, run_dir):
         raise LightRLError(
             f"{relative(run_dir)}: its coordinator is gone (another run answers at {address})"
@@ -135,7 +138,7 @@ def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None
 
 
 def require_drainable(snapshot: Snapshot, node: str) -> None:
-    """Raises LightRLError if the run has no such node or cannot continue without it."""
+    """Raise LightRLError if the run has no such node or cannot continue without it."""
     roles = {n.name: n.roles for n in snapshot.nodes if n.state != "gone"}
     if node not in roles:
         raise LightRLError(f"{node}: no such node; there are {', '.join(roles) or 'none'}")
@@ -145,7 +148,7 @@ def require_drainable(snapshot: Snapshot, node: str) -> None:
 
 
 def final_snapshot(run_dir: Path) -> Snapshot | None:
-    """The snapshot left at the end of a run; None while it runs (again). Raises LightRLError."""
+    """Return the snapshot at the end of a run; None while it runs (again). Raises LightRLError."""
     file = run_dir / "snapshot.json"  # a resumed coordinator removes it
     try:
         return from_json(file.read_bytes(), Snapshot)

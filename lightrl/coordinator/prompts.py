@@ -1,4 +1,4 @@
-"""The prompts of a run as its coordinator holds them: read when they are due, drawn in order.
+"""The prompts of a run in its coordinator: read when they are needed, drawn in order.
 
 Owns the data sets, the position in them, and the small files of the model. Decides nothing.
 """
@@ -39,7 +39,7 @@ IN_WHAT = (
 
 class Prompts:
     def __init__(self, config: Config) -> None:
-        """Looks at all prompts of small sets; `check` does at those of large ones. `start`, then
+        """Check all prompts of small sets; `check` does it for large ones. Call `start`, then
         `serve`; `ask` at any time.
 
         Raises ConfigError or DataError, one line, for anything that is wrong with the run's input.
@@ -86,13 +86,13 @@ class Prompts:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of each set, as "train/NAME" or "eval/NAME"; with other rows a run that is resumed would
-        repeat or skip prompts, or score responses with rows of other prompts."""
+        """Return the digest of each set, as "train/NAME" or "eval/NAME". With other rows a resumed
+        run would repeat or skip prompts, or score responses with rows of other prompts."""
         named = [(f"train/{one.name}", one.digest) for one in self.train_sets]
         return dict(named + [(f"eval/{one.name}", one.digest) for one in self.eval_sets])
 
     def require_same(self, digests: Mapping[str, str]) -> None:
-        """Raises DataError, one line, if these are not the digests of the data."""
+        """Raise DataError, one line, if these are not the digests of the data."""
         sets = (*self.train_sets, *self.eval_sets)
         for one, (name, now) in zip(sets, self.digests.items(), strict=True):
             if (then := digests.get(name, "0 - -")) != now:
@@ -104,25 +104,24 @@ class Prompts:
                 )
 
     def take_waited_s(self) -> float:
-        """For how long draws have waited for their prompts since it was asked last."""
+        """Return for how long draws have waited for their prompts since the last call."""
         waited_s, self._draws.waited_s = self._draws.waited_s, 0.0
         return waited_s
 
     def known(self, prompt: str, is_eval: bool) -> Prompt | None:
-        """None: `get` must read it."""
+        """Return a prompt in memory; None: `get` must read it."""
         return self._eval[prompt] if is_eval else self._draws.known(prompt)
 
     async def get(self, prompt: str, is_eval: bool) -> Prompt:
-        """Any that was drawn, with its row. Raises DataError."""
+        """Return any prompt that was drawn, with its row. Raises DataError."""
         return self._eval[prompt] if is_eval else await self._draws.get(prompt)
 
     async def in_turn(self, act: Callable[[], Result]) -> Result:
-        """What `act` returns or raises: rows and tokenizers are made for one thread, in which it
-        has its turn."""
+        """Return what `act` returns, called in the one thread that uses rows and tokenizers."""
         return await self._draws.in_turn(act)
 
     async def first_rows(self) -> list[FirstRow]:
-        """A row of each set, to try reward functions with. Raises DataError."""
+        """Return a row of each set, to try reward functions with. Raises DataError."""
         config, sets = self._config, (*self.train_sets, *self.eval_sets)
         sizes = [config.rollout.group_size] * len(self.train_sets)
         sizes += [config.eval_sampling(one).samples for one in config.eval_sets]
@@ -130,19 +129,19 @@ class Prompts:
         return await self.in_turn(lambda: list(first_rows(given, self.tokenizer)))
 
     def source_of(self, prompt: str) -> str:
-        """`data_source` of a prompt to evaluate on, as verl's rows have it; "" = there is none."""
+        """Return `data_source` of an evaluation prompt, as in verl's rows; "" = there is none."""
         return str(self._eval[prompt].row.get("data_source") or "")
 
     def notes(self) -> list[str]:
-        """As those of each set."""
+        """Return the notes of all sets."""
         return [note for one in (*self.train_sets, *self.eval_sets) for note in one.notes()]
 
     def start(self) -> None:
         self._draws.start()
 
     async def check(self, logs: Path, report: Callable[[str], None]) -> None:
-        """Says how many prompts are left out; returns when every row of every set has been looked
-        at. Raises DataError, one line with file and row."""
+        """Check every row of every set, and report how many prompts are left out. Raises DataError,
+        one line with file and row."""
         for one in (*self.train_sets, *self.eval_sets):
             if line := one.dropped_line():
                 report(line)
@@ -153,28 +152,28 @@ class Prompts:
             report(f"note: {note}")
 
     def scored_as(self, prompt: str, is_eval: bool) -> int:
-        """Index into `scored_alike` of the set that a prompt is of."""
+        """Return the index into `scored_alike` of the set of a prompt."""
         return self._scored_as[is_eval, prompt.partition("/")[0]]
 
     def ask(self, wanted: DrawPrompts) -> None:
-        """`serve` answers; what comes meanwhile need not wait for it."""
+        """Queue a request for `serve`; events that follow need not wait for it."""
         self._asked.put_nowait(wanted)
 
     async def serve(self, feed: Callable[[PromptsDrawn], None]) -> None:
-        """Answers what was asked for, one after the other, until cancelled. Raises DataError."""
+        """Answer requests in order until cancelled. Raises DataError."""
         while True:
             wanted = await self._asked.get()
             feed(PromptsDrawn(await self.draw(wanted.source, wanted.count)))
 
     async def draw(self, source: str, count: int) -> tuple[DrawnPrompt, ...]:
-        """The next prompts of the training data, or all evaluation prompts."""
+        """Return the next prompts of the training data, or all evaluation prompts."""
         if source == "eval":
             return tuple(DrawnPrompt(p.id, 0, pack_i32(p.token_ids)) for p in self._eval.values())
         drawn = await self._draws.draw(count)
         return tuple(DrawnPrompt(p.id, epoch, pack_i32(p.token_ids)) for epoch, p in drawn)
 
     def go_on_from(self, num_drawn: int) -> None:
-        """So many prompts were drawn by an earlier process."""
+        """Continue after the prompts that an earlier process has drawn."""
         self._draws.go_on_from(num_drawn)
 
     def close(self) -> None:
@@ -183,7 +182,7 @@ class Prompts:
 
 
 def with_rows(config: Config, folder: Path) -> Config:
-    """Sets that are environments of `verifiers` become files in `folder`. Raises DataError."""
+    """Convert sets that are environments of `verifiers` to files in `folder`. Raises DataError."""
 
     def in_files(sets: Sequence[SomeSet], split: Split) -> tuple[SomeSet, ...]:
         paths = [rows_file(one.path, split, config.reward, folder) for one in sets]
@@ -203,8 +202,8 @@ def with_rows(config: Config, folder: Path) -> Config:
 
 
 def _reward_set(config: Config, prompts: PromptSet) -> RewardSet:
-    """What reward functions find in the rows of a set. Raises DataError for an answer_key that was
-    given and that no row has."""
+    """Return what reward functions find in the rows of a set. Raises DataError for an answer_key
+    that was given and that no row has."""
     reward, settings = config.reward, prompts.settings
     columns = tuple(sorted(prompts.portable))
     if not prompts.have_answers and settings.answer_key not in (ANSWER_KEY, *columns):

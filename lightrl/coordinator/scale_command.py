@@ -37,8 +37,8 @@ class ScaleCommand:
     def __init__(
         self, settings: ScaleSection, num_there: Callable[[], int], warn: Callable[[str], None]
     ) -> None:
-        """`num_there`: preemptible nodes that take part; `warn` gets one line for each time that
-        the command did not do what it should."""
+        """`num_there`: preemptible nodes that take part; `warn` gets one line for each failure of
+        the command."""
         self._settings = settings
         self._num_there = num_there
         self._warn = warn
@@ -50,9 +50,9 @@ class ScaleCommand:
         self._is_new.set()
 
     async def run(self) -> None:
-        """Until cancelled; what runs then is killed. What failed is tried again after
-        `scale.every_s`, and reported again if the reason is another one."""
-        every_s, said = self._settings.every_s, None
+        """Run until cancelled, which kills a running command. A failure is retried after
+        `scale.every_s`, and reported again only for another reason."""
+        every_s, reported = self._settings.every_s, None
         while True:
             await self._is_new.wait()
             self._is_new.clear()
@@ -61,9 +61,9 @@ class ScaleCommand:
             wanted, began = self._wanted, time.monotonic()
             if (problem := await self._call(wanted)) is not None:
                 self._is_new.set()
-                if (wanted, problem) != said:
+                if (wanted, problem) != reported:
                     self._warn(f"scale.command for {wanted} nodes {problem}")
-            said = wanted, problem
+            reported = wanted, problem
             await asyncio.sleep(max(0.0, began + every_s - time.monotonic()))
             there = self._num_there()
             if problem is None and there != wanted and not self._is_new.is_set():
@@ -93,10 +93,10 @@ class ScaleCommand:
                 raise
             return f"cannot be started: {getattr(e, 'strerror', None) or e}"
         lines = kept.decode(errors="replace").splitlines()
-        said = [plain(line) for line in lines if line.strip()][-MAX_LINES:]
-        for line in said:
+        last = [plain(line) for line in lines if line.strip()][-MAX_LINES:]
+        for line in last:
             logger.info("scale.command: %s", line)
-        return f"{problem}: {said[-1][:MAX_LINE]}" if problem and said else problem
+        return f"{problem}: {last[-1][:MAX_LINE]}" if problem and last else problem
 
     async def _start(self, words: Sequence[str], wanted: int, out: int) -> Process:
         kept = {k: v for k, v in os.environ.items() if not fnmatchcase(k, NEVER)}

@@ -1,12 +1,12 @@
-"""Finished responses on their way to the reward pool, and what comes back of it.
+"""Send finished responses to the reward pool, and return their scores.
 
-Owns the pool, which responses are scored in one call, and that rows which are not at hand are read
-first, by others than the event loop. Must not run user code (rewards/ does), nor say what a
-response without a score is worth: the core does.
+Owns the pool, the choice of responses that are scored in one call, and that missing rows are read
+first, outside the event loop. Must not run user code (rewards/ does), nor decide what a response
+without a score is worth: the core does.
 
 Where functions compare the responses of a prompt, a group waits until all of them have finished.
-That they will is what the core promises of a group that does not race within itself: either they
-have all finished, or the whole group is out.
+The core guarantees that they do for a group that does not race within itself: either all of them
+finish, or the whole group is dropped.
 """
 
 import asyncio
@@ -79,15 +79,15 @@ class Scoring:
 
     @property
     def _num_unscored(self) -> int:
-        """Responses in the pool, or on the way to it."""
+        """Count responses in the pool, or on the way to it."""
         return len(self._early) + self._num_unread + len(self._prompt_texts)
 
     async def serve(
         self, announce: Callable[[], Coroutine[Any, Any, None]], tries_rows: bool
     ) -> None:
-        """Until it is cancelled. `announce`: that the functions can be used, as soon as that is
-        known. With `tries_rows` they are tried with a row of each set, before any response is
-        scored; a trial that takes long is finished after `announce`.
+        """Score responses until cancelled. `announce` is called as soon as the functions can be
+        used. With `tries_rows` they are tried with a row of each set before any response is scored;
+        a trial that takes long is finished after `announce`.
 
         Raises RewardError, one line, if they cannot be used or never give a score, or if the
         workers cannot be kept alive; DataError for a row that cannot be read.
@@ -133,7 +133,7 @@ class Scoring:
             self.pool.submit(*(self._job(r, task) for r in responses))
 
     async def _read(self) -> None:
-        """Rows of prompts that were drawn long ago, or by another process."""
+        """Read rows of prompts that were drawn long ago, or by another process."""
         while True:
             responses = await self._unread.get()
             group = responses[0].group
@@ -178,16 +178,16 @@ class Scoring:
 
 
 def slowest_of(metrics: Mapping[str, float]) -> float | None:
-    """The figure of the reward "code", alone or among several functions."""
+    """Return the figure of the reward "code", alone or among several functions."""
     return metrics.get(SLOWEST, metrics.get(f"code/{SLOWEST}"))
 
 
 def require_whole_groups(config: Config, by_group: Sequence[bool]) -> None:
-    """Raises RewardError if functions are to compare responses that race each other."""
+    """Raise RewardError if functions are to compare responses that race each other."""
     if any(by_group) and config.round.etas[1] > 1:
         raise RewardError(
             f"round.tail_batching = {config.round.tail_batching!r}: the responses of a prompt "
-            "race, and a reward function is to get all of them at once: set reward.batch = "
+            "race, and a reward function is to get all of them together: set reward.batch = "
             "'response', or round.tail_batching = 'prompts'"
         )
 
@@ -199,8 +199,8 @@ class GatheredGroups:
         self._waiting: dict[Round, dict[Group, set[int]]] = {}
 
     def add(self, response: Response) -> bool:
-        """Whether it was the last of its group. Those that a coordinator before this one has scored
-        wait for nobody."""
+        """Add a response and return whether it was the last of its group. Responses that an earlier
+        coordinator has scored count as finished."""
         group = response.group
         if group.round not in self._waiting:
             open_ones = {RoundState.FILLING, RoundState.RUNNING}

@@ -1,5 +1,4 @@
-"""What the core's settings take from data and model, and whether these fit the config. No
-policy."""
+"""The parts of the core's settings that come from data and model, and their checks. No policy."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,8 +20,8 @@ def core_settings(
     sizes: Mapping[str, int],
     eval_sizes: Mapping[str, int],
 ) -> Settings:
-    """`sizes`, `eval_sizes`: prompts of each set, to train and to evaluate on. Raises DataError if
-    there are fewer to train on than a round launches."""
+    """Return the settings of the core. `sizes`, `eval_sizes`: prompts of each set, to train and to
+    evaluate on. Raises DataError if there are fewer to train on than a round launches."""
     if not config.eval.checkpoint:
         _require_enough(config, sizes)
     num_prompts = sum(sizes.values())
@@ -53,8 +52,8 @@ def _require_enough(config: Config, sizes: Mapping[str, int]) -> None:
 
 
 def require_context(files: Mapping[str, bytes], config: Config) -> None:
-    """`files`: of the model, config.json at least. Raises ConfigError if a prompt with its response
-    may be longer than what the model reads."""
+    """Raise ConfigError if a prompt with its response may be longer than the model's context.
+    `files`: of the model, config.json at least."""
     text = _text_config(files)
     longest = rope.context(text)
     if longest is None or config.max_model_length <= longest:
@@ -64,18 +63,18 @@ def require_context(files: Mapping[str, bytes], config: Config) -> None:
     key, tokens = "rollout.max_response_length", config.rollout.max_response_length
     if config.max_trained_length <= longest:
         key, tokens = config.eval.longest(tokens)
-    said = "max_position_embeddings"
-    if longest != text[said]:
-        said += " and its scaling"
+    source = "max_position_embeddings"
+    if longest != text[source]:
+        source += " and its scaling"
     raise ConfigError(
         f"data.max_prompt_length = {limit}{default} and {key} = {tokens} add up to "
-        f"{limit + tokens:,} tokens, but the model's context ({said}) is "
+        f"{limit + tokens:,} tokens, but the model's context ({source}) is "
         f"{longest:,}; lower one of them"
     )
 
 
 def vocabulary(files: dict[str, bytes], config: Config) -> int:
-    """The model's, from its config.json."""
+    """Return the vocabulary size of the model, from its config.json."""
     size = _text_config(files).get("vocab_size")
     if not isinstance(size, int):
         raise ConfigError(f"{config.model.path}: config.json has no vocab_size")

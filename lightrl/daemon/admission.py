@@ -1,8 +1,8 @@
-"""What a node takes from a welcome, and within which bounds: the config and the model's small
-files.
+"""Check what a node accepts from a welcome, and within which bounds: the config and the model's
+small files.
 
-Who sends it has the key of the run, but may be broken or of another release: nothing of it is
-written to a place, or in an amount, that a welcome has no business with.
+The sender has the key of the run, but may be broken or of another release. So names and sizes of
+files are bounded, and nothing is written outside the node's own folder.
 """
 
 import re
@@ -20,7 +20,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}")
 
 
 def config_of(welcome: Welcome) -> Config:
-    """Raises ProtocolError, one line, if it is not a config of this release."""
+    """Return the config of a welcome. Raises ProtocolError, one line, if it is not one of this
+    release."""
     try:
         return Config.model_validate_json(welcome.config_json)
     except (ValidationError, ValueError, RecursionError) as e:
@@ -31,20 +32,19 @@ def config_of(welcome: Welcome) -> Config:
 
 
 def require_welcome(welcome: Welcome) -> None:
-    """Raises PeerUnreachable if it is a refusal."""
+    """Raise PeerUnreachable if the welcome is a refusal."""
     if welcome.refused:
         raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")
 
 
 def require_kept(welcome: Welcome) -> None:
-    """Raises PeerUnreachable if the coordinator has found out since it took this node in that it
-    must not stay."""
+    """Raise PeerUnreachable if the coordinator refuses a node that it had admitted."""
     if welcome.refused not in {ENDING, TAKEN}:
         require_welcome(welcome)
 
 
 def require_shared(config: Config, shares: str) -> None:
-    """Raises ConfigError if the node shares devices, and the run has none that are shared."""
+    """Raise ConfigError if the node shares devices, and the run has none that are shared."""
     if shares and config.rollout.placement != "shared":
         raise ConfigError(
             f"--shares {shares}: in this run no devices are shared: rollout.placement = "
@@ -53,7 +53,7 @@ def require_shared(config: Config, shares: str) -> None:
 
 
 def require_size(config: Config, parallel: int) -> None:
-    """Raises ConfigError if the node has an engine of a size that is none of this run's."""
+    """Raise ConfigError if the node's engine has a size that this run does not use."""
     if parallel and parallel not in config.rollout.parallel:
         raise ConfigError(
             f"--parallel {parallel}: engines of this run take turns in these sizes: "
@@ -62,8 +62,10 @@ def require_size(config: Config, parallel: int) -> None:
 
 
 def is_same_config(one: Config | None, other: Config) -> bool:
-    """Whether a node may go on with `one` where the coordinator has `other` now: a run that is
-    resumed may name its directory otherwise, which lies on the coordinator's machine."""
+    """Return whether a node may continue with `one` when the coordinator has `other`.
+
+    The run directory, on the coordinator's machine, may be another one after a resume.
+    """
     if one is None:
         return False
     run = other.run.model_copy(update={"dir": one.run.dir})
@@ -71,7 +73,7 @@ def is_same_config(one: Config | None, other: Config) -> bool:
 
 
 def write_model_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Into a new `folder`. Raises ProtocolError before anything is written."""
+    """Write `files` to a new `folder`. Raises ProtocolError before anything is written."""
     if len(files) > MAX_FILES or sum(map(len, files.values())) > MAX_FILES_BYTES:
         size = sum(map(len, files.values()))
         raise ProtocolError(f"the coordinator sent {len(files)} model files of {size} bytes")

@@ -1,9 +1,8 @@
-"""One daemon: the roles of a node in one event loop, started together and asked to stop by a
-signal.
+"""Run one daemon: the roles of a node in one event loop, started together and stopped by a signal.
 
-Owns which roles run here. What they do is in coordinator/daemon.py and, for what a node does as
-client of the coordinator, in worker.py beside this file; each is imported where its role runs, so
-that a node is up half a second sooner.
+Owns which roles run here. Their work is in coordinator/daemon.py and, for a client of the
+coordinator, in worker.py beside this file. Each is imported where its role starts, which saves half
+a second for all others.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ import uvloop
 
 from lightrl import log
 from lightrl.config.schema import Config
-from lightrl.daemon.words import why_it_leaves
+from lightrl.daemon.descriptions import describe_reason
 from lightrl.devices.assign import Part
 from lightrl.errors import LightRLError, first_error
 from lightrl.keys import ENVIRONMENT
@@ -36,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that
-    role."""
+    """The options of a daemon: the coordinator role needs `config` and `run_dir`, any other
+    `join`."""
 
     name: str
     roles: tuple[Role, ...]
     run_dir: Path | None = None
     config: Config | None = None
     join: str = ""
-    # 0 = as the config of the run says
+    # 0 = the value of the run's config
     slots: int = 0
     # of the run, as text
     key: str = ""
@@ -63,7 +62,7 @@ class DaemonOptions:
 
 
 def run(options: DaemonOptions) -> int:
-    """Runs a daemon until it is done; returns the exit status. Raises LightRLError, one line, if it
+    """Run a daemon until it ends and return the exit status. Raises LightRLError, one line, if it
     fails."""
     _configure_log(options)
     open_files.raise_limit()
@@ -75,7 +74,7 @@ def run(options: DaemonOptions) -> int:
 
 
 def _configure_log(options: DaemonOptions) -> None:
-    """Who joins a run elsewhere learns from its welcome what that run's config says."""
+    """Set up logging. A node that joins from elsewhere gets level and format from its welcome."""
     role, given = ",".join(options.roles), log.inherited()
     level, as_json = given.level, given.json
     if options.config is not None:
@@ -98,7 +97,7 @@ async def _main(options: DaemonOptions) -> int:
             worker.drain(reason)
 
     gc.collect()
-    # what libraries and data hold lives as long as we do: scanning it again holds up the loop
+    # objects of libraries and data live as long as the process: scanning them delays the loop
     gc.freeze()
     loop = asyncio.get_running_loop()
     for number in stop_signals():
@@ -125,7 +124,7 @@ def _coordinator(options: DaemonOptions) -> "CoordinatorDaemon":
 
 
 def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | None":
-    """None if there is no other role than the coordinator's."""
+    """Return the worker; None if there is no role besides the coordinator's."""
     if options.roles == ("coordinator",):
         return None
     from lightrl.daemon.worker import Worker
@@ -134,11 +133,11 @@ def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | N
 
 
 async def _work(worker: "Worker", beside: "CoordinatorDaemon | None") -> None:
-    """A worker that fails has told the coordinator why; it ends its daemon unless that is here,
-    too."""
+    """Run the worker. A failure, already reported to the coordinator, ends this daemon unless the
+    coordinator is `beside` it."""
     try:
         await worker.run()
-        logger.info("left: %s", why_it_leaves(worker.reason))
+        logger.info("left: %s", describe_reason(worker.reason))
     except LightRLError as e:
         if beside is None:
             raise

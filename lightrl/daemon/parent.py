@@ -1,8 +1,7 @@
-"""How a daemon ends that cannot end in order, and how it notices that the process which started it
-is gone, however that ended.
+"""End a daemon that cannot end in order, or whose parent process is gone, however that one ended.
 
-That process holds the other end of the daemon's stdin. A daemon drains on SIGTERM, so that is what
-it gets; if it is still there after its grace time it ends at once, and its children with it.
+The parent holds the other end of the daemon's stdin. When it closes, the daemon gets SIGTERM, on
+which it drains. If it still runs after its grace time, it exits, and its children with it.
 """
 
 import logging
@@ -20,7 +19,7 @@ AFTER_GRACE_S = 5.0
 
 
 def leave_when_stdin_closes(grace_s: float) -> None:
-    """Returns at once; a thread waits, since the event loop may be the thing that hangs."""
+    """Start a thread that waits for the end of stdin: the event loop itself may hang."""
     threading.Thread(
         target=_watch, args=(sys.stdin.fileno(), grace_s), name="tie", daemon=True
     ).start()
@@ -35,8 +34,7 @@ def _watch(descriptor: int, grace_s: float) -> None:
 
 
 def end_by_force() -> None:
-    """From a thread: whatever hangs, event loop included, must not outlast the grace of who
-    leaves."""
+    """Exit this process from a thread: even a hanging event loop ends within the grace time."""
     logger.error("did not end in time: ended by force")
     flush()  # nothing else does before such an end
     os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch

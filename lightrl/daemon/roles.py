@@ -1,7 +1,7 @@
-"""The roles that run under a node's connection: rollout, trainer, or both as if they were one.
+"""The roles that run under a node's connection: rollout, trainer, or both in one daemon.
 
-Owns which of them there are, and starts and ends them. Whether the coordinator hears them is in
-`worker.py`; what they do is in rollout/agent.py and trainer/supervisor.py.
+Owns which of them exist, and starts and ends them. The state of the connection is in `worker.py`;
+the work of a role is in rollout/agent.py and trainer/supervisor.py.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Roles:
         return self._trainer is not None
 
     def complete(self, hello: Hello) -> Hello:
-        """With what runs here now."""
+        """Return `hello` with what runs here now."""
         leads = isinstance(self._trainer, TrainerNode) and self._trainer.leads
         if self._trainer is not None:
             hello = replace(hello, is_released=not self._trainer.devices.has_devices)
@@ -76,7 +76,7 @@ class Roles:
         )
 
     def heartbeat(self, lag_ms: float) -> Heartbeat:
-        """`lag_ms`: how late the loop of this process is."""
+        """Return a heartbeat. `lag_ms`: how late the loop of this process is."""
         parts = [part for part in (self._rollout, self._trainer) if part is not None]
         device = next((part.device for part in parts if part.device), "")
         saves = self._trainer.saves if self._trainer is not None else None
@@ -139,14 +139,14 @@ class Roles:
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
     def _engine_log(self) -> Path | None:
-        """A node that joined from elsewhere has no run directory: its engine writes where the
-        daemon does."""
+        """Return the engine's log; None without a run directory: the engine then writes to the
+        daemon's."""
         if self._run_dir is None:
             return None
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
+        """Pass a message of the coordinator to its role, if this node has that role."""
         match message:
             case TrainShard() | AssignDevices() | SuspendTrainer() | VersionTaken():
                 if self._trainer is not None:
@@ -161,30 +161,30 @@ class Roles:
                 pass  # a heartbeat
 
     def on_disconnect(self) -> None:
-        """The coordinator does not hear us, nor we it: the work goes on."""
+        """Pause what needs the coordinator. The work itself continues."""
         if self._rollout is not None:
             self._rollout.on_disconnect()
         if self._trainer is not None:
             self._trainer.pause()
 
     def on_lost_messages(self) -> None:
-        """What this node has said to other trainer nodes, or they to it, may not have come."""
+        """Break off exchanges with other trainer nodes: messages may be lost in both directions."""
         if isinstance(self._trainer, TrainerNode):
             self._trainer.disconnect()
 
     def on_welcome(self) -> None:
-        """It hears us again: all that it may have missed is said."""
+        """Send what the coordinator may have missed while it was disconnected."""
         if self._rollout is not None:
             self._rollout.resend()
         if self._trainer is not None:
             self._trainer.rejoin()
 
-    async def leave(self, grace_s: float, heard: asyncio.Event) -> None:
-        """The last tokens are sent and a checkpoint is written before the roles end."""
+    async def leave(self, grace_s: float, admitted: asyncio.Event) -> None:
+        """Send the last tokens and write a checkpoint, then end the roles."""
         if self._rollout is not None:
-            if not heard.is_set():  # nobody would hear what is sent now
+            if not admitted.is_set():  # messages would be lost now
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(heard.wait(), grace_s / 4)
+                    await asyncio.wait_for(admitted.wait(), grace_s / 4)
             await self._rollout.flush(min(FLUSH_S, grace_s / 4))
         if self._trainer is not None:
             limit_s = None if self._trainer.all_steps_done else grace_s
@@ -200,15 +200,16 @@ class Roles:
 
 
 def _host_of(addresses: tuple[str, ...]) -> str:
-    """By which others reach this daemon, see `WeightServer.addresses`; 0.0.0.0 = by any."""
+    """Return the host by which others reach this daemon, see `WeightServer.addresses`; 0.0.0.0 =
+    any."""
     found = split_address(addresses[0])
     assert found is not None
     return found[0]
 
 
 def _run_dir_here(config: Config) -> Path:
-    """On a machine that does not share the coordinator's: checkpoints and logs under the same
-    name."""
+    """Create and return the run directory on a machine that does not share the coordinator's
+    disk."""
     run_dir = config.run_dir.resolve()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     return run_dir

@@ -1,10 +1,10 @@
-"""Where a node is with its coordinator, and what may happen there. Pure.
+"""The state of a node's connection to its coordinator, and which events may occur in it. Pure.
 
-A node says nothing but hello before it is admitted; hello says what still runs here, and whatever
-else arrives before its answer was sent by someone who did not know that.
+A node sends nothing but hello before it is admitted. Hello lists what still runs here; any message
+that arrives before the answer was sent without that information.
 
-That a node is leaving is no part of it: it may happen in every state and changes none of them. Who
-leaves is still welcomed, to say what it holds.
+Draining is not part of this state: it may start in every state and changes none of them. A node
+that drains is still admitted, to report what it holds.
 """
 
 from enum import StrEnum
@@ -13,21 +13,21 @@ from lightrl.state_machine import frozen
 
 
 class ConnectionState(StrEnum):
-    # nothing was said, or what was said may be lost
-    OUT_OF_TOUCH = "out of touch"
+    # nothing was sent, or what was sent may be lost
+    DISCONNECTED = "disconnected"
     # a hello waits for its answer
-    GREETING = "greeting"
-    # as it does, but another process has our name; it is said again and again
+    JOINING = "joining"
+    # likewise, but another process has this name; the hello is repeated
     NAME_TAKEN = "name taken"
-    # welcomed, and nothing has happened since that makes it untrue
+    # welcomed, and still in agreement with the coordinator
     ADMITTED = "admitted"
 
 
 class ConnectionEvent(StrEnum):
-    TOUCH_LOST = "touch lost"
-    HELLO_SAID = "hello said"
+    CONNECTION_LOST = "connection lost"
+    HELLO_SENT = "hello sent"
     NAME_REFUSED = "name refused"
-    # the answer is that we are not needed any more
+    # the coordinator does not need this node any more
     DISMISSED = "dismissed"
     WELCOMED = "welcomed"
 
@@ -36,23 +36,23 @@ S, E = ConnectionState, ConnectionEvent
 
 EDGES = frozen(
     {
-        S.OUT_OF_TOUCH: {E.TOUCH_LOST: S.OUT_OF_TOUCH, E.HELLO_SAID: S.GREETING},
-        S.GREETING: {
-            E.TOUCH_LOST: S.OUT_OF_TOUCH,
-            E.HELLO_SAID: S.GREETING,
+        S.DISCONNECTED: {E.CONNECTION_LOST: S.DISCONNECTED, E.HELLO_SENT: S.JOINING},
+        S.JOINING: {
+            E.CONNECTION_LOST: S.DISCONNECTED,
+            E.HELLO_SENT: S.JOINING,
             E.NAME_REFUSED: S.NAME_TAKEN,
-            E.DISMISSED: S.OUT_OF_TOUCH,
+            E.DISMISSED: S.DISCONNECTED,
             E.WELCOMED: S.ADMITTED,
         },
         S.NAME_TAKEN: {
-            E.TOUCH_LOST: S.OUT_OF_TOUCH,
-            E.HELLO_SAID: S.NAME_TAKEN,
+            E.CONNECTION_LOST: S.DISCONNECTED,
+            E.HELLO_SENT: S.NAME_TAKEN,
             E.NAME_REFUSED: S.NAME_TAKEN,
-            E.DISMISSED: S.OUT_OF_TOUCH,
+            E.DISMISSED: S.DISCONNECTED,
             E.WELCOMED: S.ADMITTED,
         },
-        S.ADMITTED: {E.TOUCH_LOST: S.OUT_OF_TOUCH},
+        S.ADMITTED: {E.CONNECTION_LOST: S.DISCONNECTED},
     }
 )
 
-AWAITS_ANSWER = frozenset({S.GREETING, S.NAME_TAKEN})
+AWAITS_ANSWER = frozenset({S.JOINING, S.NAME_TAKEN})

@@ -1,8 +1,8 @@
 """What a daemon has for the weights, whatever its roles: the one server from which others pull, and
 the folder that it shares with the other nodes of this machine.
 
-Owns when both begin and end, how the coordinator hears of the server, and what room the versions
-of this run will need.
+Owns when both begin and end, the message that announces the server, and the estimate of the room
+that versions of this run need.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class MachineWeights:
 
     @property
     def endpoint(self) -> WeightsEndpoint:
-        """To be said after each welcome, before anything that presumes it."""
+        """Return the message to send after each welcome, before all others that depend on it."""
         return WeightsEndpoint(self.server.addresses, self.server.secret)
 
 
@@ -34,8 +34,8 @@ class MachineWeights:
 async def machine_weights(
     config: Config, coordinator: str, key: str, port: int
 ) -> AsyncIterator[MachineWeights]:
-    """Of a node of the run that `key` belongs to. Serves on `port`, 0 = any. Raises
-    WeightsError."""
+    """Open server and folder of a node of the run that `key` belongs to. Serves on `port`, 0 = any.
+    Raises WeightsError."""
     server = WeightServer()
     store = Store(coordinator_public_key(key))
     try:
@@ -48,8 +48,8 @@ async def machine_weights(
 
 
 def version_bytes(config: Config, model_files: Mapping[str, bytes], on_gpu: bool) -> int:
-    """About the size of a version, by the model's config.json; 0 = not known. `on_gpu`: whether the
-    training ranks are."""
+    """Estimate the size of a version from the model's config.json; 0 = not known. `on_gpu`: whether
+    the training ranks are."""
     stored = model_files.get("config.json", b"")
     shape = memory.shape_of_file(stored)
     if shape is None:

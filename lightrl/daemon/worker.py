@@ -1,12 +1,12 @@
 """The trainer and rollout roles of a node, as a client of the coordinator: hello, heartbeat, drain
 and bye.
 
-Owns whether the coordinator hears this node (state.py), and what is said when it does again; which
-roles run here is in roles.py. Must never block the loop.
+Owns the state of the connection (state.py), and what is sent again after a reconnect; the roles
+that run here are in roles.py. Must never block the loop.
 
-A node that is not heard goes on with its work. Nothing but a hello leaves before the coordinator
-has answered it with a welcome: it says what still runs here, and whatever arrives before the answer
-was sent by someone who did not know that.
+A disconnected node continues its work. It sends nothing but a hello until the coordinator answers
+with a welcome: the hello lists what still runs here, and any message that arrives before the answer
+was sent without that information.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 from lightrl import log
 from lightrl.config.schema import Config
 from lightrl.daemon.admission import config_of, is_same_config, require_kept, require_welcome
+from lightrl.daemon.descriptions import describe_reason, describe_service
 from lightrl.daemon.parent import end_by_force
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
-from lightrl.daemon.words import what_it_serves, why_it_leaves
 from lightrl.devices.assign import Assignment
 from lightrl.devices.plan import for_daemon
 from lightrl.devices.sizes import slots_of
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
 TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process still has
-# a process that is gone has lost its name by then: longer than any lease that makes sense
+# by then the lease of a dead process has expired: longer than any lease that makes sense
 TAKEN_S = 120.0
 
 
@@ -86,29 +86,29 @@ class Worker:
         self._roles = Roles(*place, *callbacks, shares, parallel)
         self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
-        self._state = ConnectionState.OUT_OF_TOUCH
-        self._admitted = asyncio.Event()  # for who waits until that is the state
-        self._said = self._hello  # the last one, and when that was
-        self._said_at = 0.0
-        self._taken_since = 0.0  # another process has had our name; valid in NAME_TAKEN only
-        self._heard_at = 0.0
+        self._state = ConnectionState.DISCONNECTED
+        self._admitted = asyncio.Event()  # set in that state only
+        self._last_hello = self._hello  # that was sent, and when
+        self._hello_at = 0.0
+        self._taken_since = 0.0  # another process has this name; valid in NAME_TAKEN only
+        self._received_at = 0.0
         self._config: Config | None = None  # of the first welcome
-        # To be asked to leave may happen in every state and changes none of them.
+        # A drain may start in every state and changes none of them.
         self._drained = asyncio.Event()
         self.reason = "drained"
 
     def drain(self, reason: str) -> None:
-        """Leave in order: take no more work, say what remains to be said, go."""
+        """Leave in order: take no more work, send what remains, stop."""
         if not self._drained.is_set():
             self.reason = reason
-            logger.info("leaving: %s", why_it_leaves(reason))
+            logger.info("leaving: %s", describe_reason(reason))
             self._drained.set()
             self._send(Drain(self._name, reason))
 
     async def run(self) -> None:
-        """Returns when the node has left. Raises LightRLError if it failed."""
+        """Run until the node has left. Raises LightRLError if it failed."""
         link = self._link = await Link.connect(
-            self._address, self._name, self._key, on_break=self._lose_touch, on_back=self._say_hello
+            self._address, self._name, self._key, on_break=self._on_break, on_back=self._send_hello
         )
         force: threading.Timer | None = None
         try:
@@ -117,7 +117,7 @@ class Worker:
                 welcome, early = joined
                 config = self._config = config_of(welcome)
                 log.configure_again(config.logging.level, config.logging.json_)
-                logger.info(what_it_serves(config, self._address, self._hello))
+                logger.info(describe_service(config, self._address, self._hello))
                 # a checkpoint is worth waiting for
                 if self._is_alone and "trainer" not in self._role_names:
                     force = threading.Timer(config.node.grace_s, end_by_force)
@@ -133,16 +133,17 @@ class Worker:
             if force is not None:
                 force.cancel()
 
-    # What is said to the coordinator
+    # Messages to the coordinator
 
     def _send(self, message: Message) -> None:
-        """Lost if the coordinator does not hear us: rollout and trainer say it again when it
-        does."""
+        """Send to the coordinator if admitted; else drop: rollout and trainer send again after a
+        welcome."""
         if self._link is not None and self._state is ConnectionState.ADMITTED:
             self._link.send(message)
 
     def _relay(self, message: Message) -> None:
-        """To another trainer node: what it is about says itself whether it still counts."""
+        """Send to another trainer node, admitted or not: the receiver drops frames that are out of
+        date."""
         if self._link is not None and self._link.is_up:
             self._link.send(message)
 
@@ -153,40 +154,40 @@ class Worker:
         else:
             self._admitted.clear()
 
-    def _lose_touch(self) -> None:
-        """Messages may have been lost, in both directions, and nothing may be said until the next
-        welcome."""
+    def _on_break(self) -> None:
+        """Send nothing until the next welcome: messages may be lost in both directions."""
         self._roles.on_lost_messages()
-        self._fall_silent()
+        self._disconnect()
 
-    def _fall_silent(self) -> None:
-        was_heard = self._state is ConnectionState.ADMITTED
-        self._move(ConnectionEvent.TOUCH_LOST)
+    def _disconnect(self) -> None:
+        was_admitted = self._state is ConnectionState.ADMITTED
+        self._move(ConnectionEvent.CONNECTION_LOST)
         self._roles.on_disconnect()
-        if was_heard and not self._drained.is_set():
-            logger.warning("lost touch with the coordinator; the work goes on")
+        if was_admitted and not self._drained.is_set():
+            logger.warning("disconnected from the coordinator; the work continues")
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         if self._link is not None:
-            self._move(ConnectionEvent.HELLO_SAID)
-            self._said, self._said_at = self._hello_now(), time.monotonic()
-            self._link.send(self._said)
+            self._move(ConnectionEvent.HELLO_SENT)
+            self._last_hello, self._hello_at = self._hello_now(), time.monotonic()
+            self._link.send(self._last_hello)
 
     def _hello_now(self) -> Hello:
         return self._roles.complete(self._hello)
 
     def _rejoin(self, has_missed: bool = False) -> None:
-        """The connection stands, but the coordinator does not know this node any more as it is."""
+        """Send a new hello over an open connection: the coordinator's record of this node is out of
+        date."""
         if self._state in AWAITS_ANSWER or self._link is None:
-            return  # it will be compared with what is true when the answer comes
+            return  # `_on_welcome` compares the hello with the state of then
         if has_missed:
             self._roles.on_lost_messages()
-        self._fall_silent()
-        if self._link.is_up:  # else on_back says hello
-            self._say_hello()
+        self._disconnect()
+        if self._link.is_up:  # else on_back sends hello
+            self._send_hello()
 
     def _restarted(self) -> None:
-        """What was trained since the last checkpoint is gone: this is another trainer."""
+        """Join as another incarnation: what was trained since the last checkpoint is lost."""
         self._hello = replace(
             self._hello, incarnation=max(time.time_ns(), self._hello.incarnation + 1)
         )
@@ -195,24 +196,24 @@ class Worker:
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._state not in AWAITS_ANSWER:
             require_kept(welcome)
-            return  # the connection has broken meanwhile, or it came twice
+            return  # the connection broke meanwhile, or the welcome is a duplicate
         if welcome.refused == ENDING:
             self._move(ConnectionEvent.DISMISSED)
             self.drain(ENDING)
             return
         if welcome.refused == TAKEN and self._may_wait_for_name():
-            return  # `_beat` says it again
+            return  # `_beat` sends it again
         require_welcome(welcome)
         if self._roles.has_trainer and not is_same_config(self._config, config_of(welcome)):
             self._move(ConnectionEvent.DISMISSED)
             self.drain("the config of the run has changed: restart this trainer")
             return
-        said, now = self._said, self._hello_now()
-        if replace(said, running=()) != replace(now, running=()):
-            self._say_hello()  # it has become untrue
+        sent, now = self._last_hello, self._hello_now()
+        if replace(sent, running=()) != replace(now, running=()):
+            self._send_hello()  # the last one is out of date
             return
         self._move(ConnectionEvent.WELCOMED)
-        logger.info("the coordinator hears this node again")
+        logger.info("reconnected to the coordinator")
         if self._weights is not None:
             self._send(self._weights.endpoint)
         self._roles.on_welcome()
@@ -220,8 +221,8 @@ class Worker:
             self._send(Drain(self._name, self.reason))
 
     def _may_wait_for_name(self) -> bool:
-        """Another process has our name: most likely the one before us, which is gone but not yet
-        given up."""
+        """Return whether to keep waiting for a name that another process has, most likely the
+        predecessor of this one, whose lease has not yet expired."""
         now = time.monotonic()
         if self._state is not ConnectionState.NAME_TAKEN:
             self._taken_since = now
@@ -229,12 +230,12 @@ class Worker:
         self._move(ConnectionEvent.NAME_REFUSED)
         return now - self._taken_since < TAKEN_S
 
-    # Its life
+    # From the first hello to the end
 
     async def _join(self, link: Link) -> tuple[Welcome, list[Message]] | None:
-        """The first welcome, and what came with it and is yet to be handled. None if drained
-        before."""
-        self._say_hello()
+        """Return the first welcome, and the messages after it that are not yet handled; None if
+        drained before."""
+        self._send_hello()
         joining = asyncio.ensure_future(self._first_welcome(link))
         drained = asyncio.ensure_future(self._drained.wait())
         try:
@@ -261,20 +262,20 @@ class Worker:
                         continue
                     if message.refused == TAKEN and self._may_wait_for_name():
                         await asyncio.sleep(TAKEN_PAUSE_S)
-                        if link.is_up:  # else on_back says hello
-                            self._say_hello()
+                        if link.is_up:  # else on_back sends hello
+                            self._send_hello()
                         continue
                     require_welcome(message)
                     self._move(ConnectionEvent.WELCOMED)
                     return message, messages[i + 1 :]
 
     async def _find_gpus(self, config: Config, model_files: dict[str, bytes]) -> Assignment:
-        """For its ranks and its engine. Raises ConfigError, one line, if there is no room."""
+        """Find devices for ranks and engine. Raises ConfigError, one line, if there is no room."""
         if self._gpus is not None:
             return Assignment(self._gpus.tokens, (self._gpus,))
-        said = self._hello
-        of_this = (self._role_names, model_files, said.slots, not self._is_alone)
-        find = partial(for_daemon, config, *of_this, bool(said.shares), said.parallel)
+        hello = self._hello
+        of_this = (self._role_names, model_files, hello.slots, not self._is_alone)
+        find = partial(for_daemon, config, *of_this, bool(hello.shares), hello.parallel)
         found = await retry_on_resource_limit(
             lambda: in_thread(find), "the search for devices", logger.warning
         )
@@ -299,7 +300,7 @@ class Worker:
             machine_weights(config, self._address, self._key, port) as self._weights,
         ):
             self._send(self._weights.endpoint)
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             slots = self._hello.slots or slots_of(config, self._hello.parallel)
             what = (config, model_files, slots, scratch, self._weights, gpus)
             try:
@@ -313,11 +314,11 @@ class Worker:
                     ]
                     await self._drained.wait()
                     if force is not None:
-                        # no thread to spare: it leaves without that
+                        # without a free thread it leaves without a limit
                         with contextlib.suppress(RuntimeError):
                             force.start()
                     await self._roles.leave(config.node.grace_s, self._admitted)
-                    # until here the coordinator must see that this node lives
+                    # until here the coordinator must get heartbeats
                     for task in background:
                         task.cancel()
             except* LightRLError as errors:
@@ -328,14 +329,14 @@ class Worker:
     async def _receive(self, link: Link) -> None:
         while True:
             for message in await link.receive():
-                self._heard_at = time.monotonic()
+                self._received_at = time.monotonic()
                 self._handle(message)
 
     def _handle(self, message: Message) -> None:
         is_admitted = self._state is ConnectionState.ADMITTED
         match message:
             case Generate() if self._drained.is_set() or not is_admitted:
-                pass  # sent before the coordinator knew: it is sent once more, here or elsewhere
+                pass  # sent before the coordinator got the hello or drain, and sent again after it
             case Drain(_, reason):
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
@@ -345,25 +346,25 @@ class Worker:
             case _ if is_admitted or isinstance(message, Abort | PublishWeights | TrainerRelay):
                 self._roles.handle(message)
             case _:
-                pass  # of the time before this node was welcomed
+                pass  # sent before this node was admitted
 
     async def _beat(self, link: Link, config: Config) -> None:
-        """Says that this node lives and how late its loop is; loses patience with a silent
-        coordinator."""
+        """Send heartbeats with the delay of the loop. Raises PeerUnreachable if the coordinator is
+        silent for too long."""
         period, patience_s = config.node.heartbeat_s, config.node.patience_s
         due = time.monotonic()
         while True:
             now = time.monotonic()
             lag = now - due
             self._send(self._roles.heartbeat(lag * 1000))
-            silent_s = now - self._heard_at
-            if silent_s > patience_s and lag < period:  # else it is this process that was stopped
+            silent_s = now - self._received_at
+            if silent_s > patience_s and lag < period:  # else this process itself was stopped
                 raise PeerUnreachable(
-                    f"{self._address}: no word from the coordinator for {silent_s:.1f} s"
+                    f"{self._address}: nothing received from the coordinator for {silent_s:.1f} s"
                 )
             is_taken = self._state is ConnectionState.NAME_TAKEN
-            is_due = now - self._said_at > (TAKEN_PAUSE_S if is_taken else WELCOME_S)
+            is_due = now - self._hello_at > (TAKEN_PAUSE_S if is_taken else WELCOME_S)
             if self._state in AWAITS_ANSWER and is_due and link.is_up:
-                self._say_hello()  # it may have been too busy to keep it
+                self._send_hello()  # a busy coordinator may have dropped the last one
             due = now + period
             await asyncio.sleep(period)

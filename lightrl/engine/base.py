@@ -1,5 +1,4 @@
-"""What every rollout engine is: one protocol, and what a daemon and its engine process say to each
-other.
+"""The protocol of every rollout engine, and the messages between a daemon and its engine process.
 
 An engine is synchronous and lives in a child process of the rollout daemon (`engine/process.py`
 drives it), so that a forward pass never blocks an event loop and a crash is an event. Must not
@@ -28,7 +27,7 @@ Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Adapters, as `model.lora` of the config says. Example: LoraSpec(16, 32.0, ("q_proj",))."""
+    """Adapters, from `model.lora` of the config. Example: LoraSpec(16, 32.0, ("q_proj",))."""
 
     rank: int
     alpha: float
@@ -49,14 +48,14 @@ class EngineSpec:
     dtype: str
     # tokens, prompt + response
     max_model_length: int
-    # responses that may run at once
+    # responses that may run concurrently
     slots: int
     # 0 = what `slots` sequences of max_model_length need
     kv_cache_gib: float = 0.0
     chunk_tokens: int = 16
     chunk_ms: int = 50
     engine_args: dict[str, Any] = field(default_factory=dict)
-    # drafted tokens that are verified at once for a response; 0 = no speculation
+    # drafted tokens that are verified together for a response; 0 = no speculation
     max_window: int = 0
     # of several continuations the frequent or the rewarded one
     prefer: Literal["count", "reward"] = "count"
@@ -79,10 +78,10 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Load the version in `file`, which has been proved, and drop the prefix cache. `base`: what it
-    is beside, if it is adapters; proved, too, and loaded where it is not yet.
+    """Load the version in `file`, which has been proved, and drop the prefix cache. `base`: the
+    base model of adapters; proved, too, and loaded unless it is there already.
 
-    Who sends it holds the file's lock until the answer has come.
+    The sender holds the file's lock until the answer has come.
     """
 
     file: VersionFile
@@ -111,8 +110,8 @@ class LeaveGroup:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Give back what weights and KV cache take on the devices; answered by EngineSlept. What runs
-    ends as aborted, and its last tokens come before that."""
+    """Free the memory of weights and KV cache on the devices; answered by EngineSlept. Running
+    responses end as aborted, after their last tokens are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,8 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class EngineSlept:
-    """No token follows. `freed_bytes`: on the devices, by the engine's own count."""
+    """The engine sleeps; no token follows. `freed_bytes`: on the devices, by the engine's own
+    count."""
 
     freed_bytes: int
     seconds: float
@@ -148,7 +148,7 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoaded:
-    """The version is served. `load_s`: for so long nothing was generated."""
+    """The version is served. `load_s`: how long nothing was generated."""
 
     policy_version: int
     digest: str
@@ -159,11 +159,11 @@ class EngineLoaded:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """A command failed and why, in one line; the engine goes on unless its process ends.
+    """A command failed, with the reason in one line; the engine continues unless its process ends.
 
     `policy_version` is that of a failed LoadWeights or ReceiveWeights, else None. `is_unusable`: no
     engine of this kind can be built here, whatever is asked of it. `is_dropped`: the broadcast has
-    failed, not the version; what ran goes on when another one has been loaded.
+    failed, not the version; responses continue when another one has been loaded.
     """
 
     reason: str
@@ -192,11 +192,11 @@ class Delta:
 
 
 class Engine(Protocol):
-    """One process, one model, many responses at once.
+    """One process, one model, many concurrent responses.
 
     Coupled sampling: the token at absolute position p of a response is a pure function of the
-    weights, the tokens before p, and `sampling.keys(seed, p)`; so a response is the same
-    whatever ran beside it and wherever it was interrupted.
+    weights, the tokens before p, and `sampling.keys(seed, p)`; so a response is the same whatever
+    ran beside it and wherever it was interrupted.
     """
 
     device: str
@@ -208,7 +208,7 @@ class Engine(Protocol):
     num_workers: int
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
-        """What to speculate with, if this engine does: before the requests of these groups are
+        """Store texts to speculate with, if this engine does, before requests of these groups are
         added."""
         ...
 
@@ -222,15 +222,15 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Delta]:
-        """Advance what runs by one engine step. A stop token is part of the response (finish
+        """Advance running responses by one step. A stop token is part of the response (finish
         "stop")."""
         ...
 
     def num_unfinished(self) -> int: ...
 
     def load_weights(self, file: VersionFile, base: VersionFile | None = None) -> None:
-        """Replace all weights in place; running responses go on under the new ones with their KV
-        recomputed. Adapters alone, if the `base` that they are beside is there already.
+        """Replace all weights in place; running responses continue under the new ones with their KV
+        recomputed. Loads adapters alone if their `base` is there already.
 
         The file's bytes have been proved, its manifest is proved here. Raises WeightsError if names
         or shapes do not match; the engine then keeps or loses its old weights but must not be
@@ -243,24 +243,24 @@ class Engine(Protocol):
         ...
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
-        """As `load_weights`, by a broadcast, in which all workers are members. Raises WeightsError
-        as well when the group fails, and where it can, as soon as `is_unwanted`."""
+        """Do the same by a broadcast, in which all workers are members. Raises WeightsError as well
+        when the group fails, and where it can, as soon as `is_unwanted`."""
         ...
 
     def sleep(self) -> int:
-        """Give back what weights and KV cache take, while nothing runs. Returns the bytes that this
-        set free. Only of an engine that was built to (`EngineSpec.can_sleep`)."""
+        """Free the memory of weights and KV cache, while nothing runs, and return the bytes freed.
+        Only of an engine that was built to (`EngineSpec.can_sleep`)."""
         ...
 
     def wake(self) -> None:
-        """Room for the weights again, with arbitrary values: `load_weights` must follow, and the KV
+        """Allocate the weights again, with arbitrary values: `load_weights` must follow, and the KV
         cache has room after that. Raises RuntimeError if the devices have too little."""
         ...
 
     def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of every token but the first, given those before it, by the
-        weights that are served. What runs gets the tokens that it would have got without. Raises
-        EngineError for a text that is too long or not of this vocabulary."""
+        """Return logprobs at temperature 1 of every token but the first, given those before it, by
+        the served weights. Running responses get the same tokens as without. Raises EngineError for
+        a text that is too long or not of this vocabulary."""
         ...
 
     def load(self) -> Load: ...

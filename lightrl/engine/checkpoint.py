@@ -1,4 +1,4 @@
-"""What a model directory says without its weights: config, tensor names and shapes, bytes of KV
+"""The contents of a model directory besides weights: config, tensor names and shapes, bytes of KV
 cache.
 
 Owns the check that a version of the weights fits the model; loads no weights. Imports torch and
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_config(model_dir: Path) -> Any:
-    """The HF config. Raises EngineError."""
+    """Return the HF config. Raises EngineError."""
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
@@ -34,7 +34,7 @@ def read_config(model_dir: Path) -> Any:
 
 
 def resolve_dtype(name: str, config: Any, device: str) -> torch.dtype:
-    """ "auto" = as the model was stored on CPU, bfloat16 elsewhere. Raises EngineError."""
+    """Resolve "auto": as the model was stored on CPU, bfloat16 elsewhere. Raises EngineError."""
     if name != "auto" and name not in DTYPES:
         raise EngineError(f"model.dtype = {name!r}: must be auto, {', '.join(DTYPES)}")
     return served_dtype(name, config, device)
@@ -47,8 +47,8 @@ def build_model(
     lora: AdapterSettings | None = None,
     attention: str | None = "sdpa",
 ) -> torch.nn.Module:
-    """The model with arbitrary weights (device "meta": with none), and adapters if there are any.
-    `attention` None: whichever its family has, for a model that computes nothing.
+    """Build the model with arbitrary weights (device "meta": with none), and adapters if there are
+    any. `attention` None: the implementation of its family, for a model that computes nothing.
     Raises EngineError, ConfigError."""
     try:
         with torch.device(device):
@@ -72,15 +72,15 @@ def build_model(
 
 
 def tensor_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> live tensor of all that a version may hold; tied names share one tensor. With
-    adapters under the names by which versions are published."""
+    """Map names to live tensors of all that a version may hold; tied names share one tensor.
+    Adapters have the names by which versions are published."""
     return {public_name(n): t for n, t in model.state_dict(keep_vars=True).items()}
 
 
 def check_fits(
     targets: dict[str, torch.Tensor], tensors: Iterable[TensorSpec], version: int
 ) -> None:
-    """Raises WeightsError unless these tensors give everything in the model exactly one value.
+    """Raise WeightsError unless these tensors give everything in the model exactly one value.
 
     Persistent buffers too: a router's bias is no parameter. What is not persistent follows from the
     config and is never given. Of tied names (embeddings and lm_head) any one is given.
@@ -105,18 +105,18 @@ def check_fits(
 
 
 class Layouts:
-    """What versions consist of, one version after the other. They hardly differ: one that is laid
-    out as the one before is neither decoded nor compared with the model again."""
+    """The layouts of successive versions. They hardly differ: a layout equal to the last one is
+    neither decoded nor compared with the model again."""
 
     def __init__(self, targets: dict[str, torch.Tensor] | None = None) -> None:
-        """`targets`: of the model that the versions must fit; None: somebody else has looked."""
+        """`targets`: of the model that the versions must fit; None: the caller has checked that."""
         self._targets = targets
         self._head = b""  # of the manifest's bytes: all but the digests
         self._tensors: tuple[TensorSpec, ...] = ()
 
     def read(self, file: VersionFile, base: str = "") -> tuple[TensorSpec, ...]:
-        """The tensors of the version, its manifest being proved. Raises WeightsError if they do not
-        fit, or are adapters of another version than that with the digest `base`."""
+        """Return the tensors of the version, whose manifest is proved. Raises WeightsError if they
+        do not fit, or are adapters of another base than that with the digest `base`."""
         encoded = read_encoded(file)
         if self._head and encoded.startswith(self._head):
             require_digest(encoded, file.digest)
@@ -134,7 +134,7 @@ class Layouts:
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes of keys and values of one token in all layers."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -143,7 +143,7 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def attention_windows(config: object) -> dict[str, int | None]:
-    """Attention kind -> its sliding window, for the kinds in the model (transformers' names)."""
+    """Map the attention kinds in the model (transformers' names) to their sliding windows."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
@@ -157,8 +157,8 @@ def attention_windows(config: object) -> dict[str, int | None]:
 
 
 def main(folder: Path) -> int:
-    """The exit status of a process that must know whether the torch engine can compute a model: its
-    output is the reason where it cannot."""
+    """Return the exit status of a process that checks whether the torch engine can compute a model,
+    and print the reason where it cannot."""
     try:
         config = read_config(folder)
         build_model(config, torch.float32, "meta")

@@ -1,7 +1,7 @@
 """The emulated engine: no model, tokens and lengths that are pure functions of (seed, position).
 
-For tests of everything around an engine, and for trying a fleet on one machine: it takes as long as
-a latency model says. Needs neither torch nor vLLM. `engine_args`: see emulation.py.
+For tests of everything around an engine, and for trying a fleet on one machine: its times follow a
+latency model. Needs neither torch nor vLLM. `engine_args`: see emulation.py.
 
 Another version of the weights gives the same response or, with probability `restart_change`,
 another one from the first token on. What follows depends on the seed and that token alone, so that
@@ -72,7 +72,7 @@ class _Cache:
 
 
 class EmulatedEngine:
-    """Implements `base.Engine`. The digest of the weights determines which responses change."""
+    """Implement `base.Engine`. The digest of the weights determines which responses change."""
 
     device = "emulated"
     dtype = "float32"
@@ -106,7 +106,7 @@ class EmulatedEngine:
         self._running: list[Running] = []
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
-        """It does not speculate."""
+        """Do nothing: this engine does not speculate."""
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
         if any(r.response == request.response for r in (*self._waiting, *self._running)):
@@ -150,7 +150,7 @@ class EmulatedEngine:
         self._digest, self._salt = file.digest, int(file.digest[:15], 16)
 
     def leave_group(self, why: str) -> None:
-        """It is in none."""
+        """Do nothing: this engine is never in a group."""
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
         raise WeightsError("an emulated engine has no weights to receive")

@@ -1,7 +1,7 @@
 """How much of the torch engine fits onto a GPU beside the weights: sequences, and logits of drafts.
 
-Owns no numbers of its own but one: what a forward pass takes is in devices/memory.py. vLLM measures
-for itself.
+Owns no numbers of its own but one: the needs of a forward pass are in devices/memory.py. vLLM
+measures for itself.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts, at most
 
 
 def fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> tuple[int, int]:
-    """Of the slots as many as have room for their KV cache beside the weights, which are there, and
-    the logits that a step with drafts may have then. Raises EngineError."""
+    """Return how many of the slots have room for their KV cache beside the weights, which are
+    loaded, and the logits that a step with drafts may have then. Raises EngineError."""
     free, total = torch.cuda.mem_get_info()
     room = 0.9 * free
     if spec.gpu_memory:

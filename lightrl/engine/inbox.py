@@ -17,7 +17,8 @@ EnginePipe: TypeAlias = Pipe[EngineCommand, EngineEvent]
 
 
 class Inbox:
-    """Of one pipe, which nobody else receives from. EOFError when the daemon has closed it."""
+    """The commands of one pipe, of which it is the only reader. EOFError when the daemon has closed
+    it."""
 
     def __init__(self, pipe: EnginePipe, commands: Iterable[EngineCommand] = ()) -> None:
         """`commands` have been received already."""
@@ -30,13 +31,13 @@ class Inbox:
         return bool(self._commands)
 
     def take_all(self) -> Iterator[EngineCommand]:
-        """The commands that are here, each when the one before has been performed."""
+        """Yield the available commands, each when the one before has been performed."""
         while self._commands:
             yield self._commands.popleft()
 
     def is_unwanted(self) -> bool:
-        """Whether the version that is being received is of no use: a command is here to drop it, or
-        to load another one."""
+        """Return whether the version that is being received is obsolete: a command is here to drop
+        it, or to load another one."""
         self.wait(0.0)
         ending = LoadWeights | ReceiveWeights | LeaveGroup
         return any(isinstance(command, ending) for command in self._commands)

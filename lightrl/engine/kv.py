@@ -1,6 +1,6 @@
 """The KV cache of the torch engine: one row of keys and values for each running response.
 
-Owns where keys and values lie; knows nothing of requests or sampling. Rows stay where they are
+Owns the layout of keys and values; has no notion of requests or sampling. Rows keep their place
 while others join and leave; a row's token at position p lies in column p, so rows of different
 lengths need no padding to each other and no re-alignment, only a mask.
 """
@@ -37,11 +37,11 @@ class RowCache(Cache):
 
     @property
     def scratch(self) -> int:
-        """A column that is written by padding and never read."""
+        """The column that padding writes to and that is never read."""
         return self._columns
 
     def reserve(self, columns: int) -> None:
-        """Makes room for sequences of so many tokens."""
+        """Make room for sequences of so many tokens."""
         if columns > self._columns:
             while self._columns < columns:
                 self._columns = min(2 * self._columns, self._max_columns)
@@ -49,18 +49,19 @@ class RowCache(Cache):
                 layer.widen(self._columns)
 
     def give_back(self) -> int:
-        """All rows, while none is used; how many bytes that were. They are allocated anew at the
-        next pass, as at the first."""
+        """Free all rows, while none is used, and return their bytes. The next pass allocates them
+        again, as the first one did."""
         self._columns = min(FIRST_COLUMNS, self._max_columns)
         return sum(layer.give_back(self._columns) for layer in self.row_layers)
 
     def place(self, placement: Placement) -> None:
-        """Says where the next forward pass writes and reads, in all layers."""
+        """Set where the next forward pass writes and reads, in all layers."""
         for layer in self.row_layers:
             layer.placement = placement
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
-        """Row `source[i]` to row `target[i]`, the first `columns` tokens; overlaps are allowed."""
+        """Copy the first `columns` tokens of row `source[i]` to row `target[i]`; overlaps are
+        allowed."""
         for layer in self.row_layers:
             for kv in (layer.keys, layer.values):
                 if kv is not None:
@@ -78,7 +79,7 @@ class RowLayer(CacheLayerMixin):
         self.placement: Placement | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates at the first update: only then are heads, dimensions and dtype known for any
+        """Allocate at the first update: only then are heads, dimensions and dtype known for any
         model."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = self._allocate(key_states)
@@ -107,8 +108,8 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New keys and values [b, heads, q, dim] in; all that may be read [b, heads, width, dim]
-        out."""
+        """Write new keys and values [b, heads, q, dim]; return all to read, [b, heads, width,
+        dim]."""
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
         assert self.placement is not None

@@ -1,7 +1,7 @@
-"""The tensors that the torch engine computes with, and how a version comes into them.
+"""The tensors that the torch engine computes with, and how a version is loaded into them.
 
-Owns the check that it fits, which version adapters are beside, and that their memory is given back
-while the engine sleeps. Imports torch.
+Owns the check that it fits, the base of adapters, and the release of their memory while the engine
+sleeps. Imports torch.
 """
 
 import torch
@@ -25,13 +25,13 @@ class LiveTensors:
         self._base = ""  # the digest of what adapters are beside, once it is here
 
     def check(self, file: VersionFile, base: VersionFile | None) -> tuple[TensorSpec, ...]:
-        """The tensors of a version. Raises WeightsError if they do not fit."""
+        """Return the tensors of a version. Raises WeightsError if they do not fit."""
         return self._layouts.read(file, base)
 
     def load(
         self, file: VersionFile, tensors: tuple[TensorSpec, ...], base: VersionFile | None
     ) -> None:
-        """Copies a version that was checked, and the base if it is another one than before."""
+        """Copy a version that was checked, and the base if it is another one than before."""
         if base is not None and base.digest != self._base:
             self._base = ""
             self._copy(base, self._layouts.read_base(base))
@@ -41,13 +41,12 @@ class LiveTensors:
     def receive(
         self, command: ReceiveWeights, device: torch.device | str, is_unwanted: IsUnwanted
     ) -> None:
-        """Copies a version that was checked, as it arrives by broadcast."""
+        """Copy a version that was checked, as it arrives by broadcast."""
         for name, tensor in self.member.receive(command, 0, device, is_unwanted):
             self._targets[name].copy_(tensor)
 
     def give_back(self) -> int:
-        """The memory of all of them, to the system; how much that was. They stay the tensors that
-        they are."""
+        """Free the memory of all tensors, which remain as objects, and return its bytes."""
         num_bytes = 0
         for tensor in self._targets.values():
             storage = tensor.untyped_storage()  # tied names share one
@@ -58,7 +57,7 @@ class LiveTensors:
         return num_bytes
 
     def take_back(self) -> None:
-        """Room for all of them, with arbitrary values. Raises RuntimeError if there is none."""
+        """Allocate all of them, with arbitrary values. Raises RuntimeError if there is no room."""
         for tensor in self._targets.values():
             num_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
             storage = tensor.untyped_storage()
@@ -71,7 +70,7 @@ class LiveTensors:
 
 
 def _return_to_system() -> None:
-    """What was freed last is kept by allocators, for whoever asks in this process only."""
+    """Return freed memory to the system: allocators keep it for this process alone."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -79,7 +78,7 @@ def _return_to_system() -> None:
 
 
 class VersionLayouts:
-    """What versions for one model consist of: all of it, or adapters beside a base."""
+    """The layouts of versions for one model: all of it, or adapters beside a base."""
 
     def __init__(self, targets: dict[str, torch.Tensor]) -> None:
         """`targets`: as `tensor_targets` finds them."""

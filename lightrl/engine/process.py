@@ -52,7 +52,7 @@ FINISHED_SHARE = 5  # a finished response waits chunk_ms / 5 for others to finis
 
 
 def main(sock: socket.socket) -> None:
-    """The child: builds the engine of the first command, serves until the pipe closes."""
+    """Run the child: build the engine of the first command, serve until the pipe closes."""
     pipe: EnginePipe = Pipe(sock, Codec(EngineCommand), Codec(EngineEvent))
     try:
         spec, *commands = pipe.receive()
@@ -68,7 +68,7 @@ def main(sock: socket.socket) -> None:
             logger.error("%s", e)
             raise SystemExit(1) from None
         gc.collect()
-        gc.freeze()  # libraries' objects live as long as we do; to scan them again takes time
+        gc.freeze()  # libraries' objects live as long as the process; scanning them takes time
         start_s = time.perf_counter() - started
         pipe.send(EngineStarted(engine.device, start_s, engine.notes, engine.num_workers))
         Server(engine, spec, pipe, Inbox(pipe, commands), costs).serve()
@@ -77,7 +77,7 @@ def main(sock: socket.socket) -> None:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """Imports what the kind needs and builds the engine. Raises EngineError or ConfigError."""
+    """Import what the kind needs and build the engine. Raises EngineError or ConfigError."""
     match spec.kind:
         case "emulated":
             from lightrl.engine.emulated import EmulatedEngine
@@ -234,7 +234,7 @@ class Server:
     def _sleep(self) -> None:
         if self._is_asleep or not self._can_sleep:
             why = "it sleeps already" if self._is_asleep else "it was not built to"
-            self._pipe.send(EngineFailed(f"the engine was told to sleep, and {why}"))
+            self._pipe.send(EngineFailed(f"the engine cannot sleep: {why}"))
             return
         begun_at = time.perf_counter()
         self._abort([(response, outbox.attempt) for response, outbox in self._outboxes.items()])
@@ -244,7 +244,7 @@ class Server:
 
     def _wake(self) -> None:
         if not self._is_asleep:
-            self._pipe.send(EngineFailed("the engine was told to wake, and does not sleep"))
+            self._pipe.send(EngineFailed("the engine cannot wake: it does not sleep"))
             return
         begun_at = time.perf_counter()
         try:
@@ -258,10 +258,10 @@ class Server:
 
     def _require_awake(self) -> None:
         if self._is_asleep:
-            raise EngineError("the engine sleeps, and was not told to wake")
+            raise EngineError("the engine sleeps: Wake must come first")
 
     def _confirm(self, file: VersionFile, canary: Canary | None, begun_at: float) -> None:
-        """It is in the engine, and right. What runs goes on under it."""
+        """Serve the loaded version, if it passes its canary. Responses continue under it."""
         try:
             difference = self._compare(canary) if canary else None
         except LightRLError as e:
@@ -281,7 +281,7 @@ class Server:
         self._pipe.send(EngineFailed(reason, file.policy_version, is_dropped=is_dropped))
 
     def _compare(self, canary: Canary) -> float:
-        """By how much its logprobs differ from the trainer's. Raises WeightsError if that is too
+        """Return by how much logprobs differ from the trainer's. Raises WeightsError if it is too
         much."""
         found = self._engine.score(unpack_i32(canary.token_ids))
         most = tolerance(self._canary, canary.dtype, self._engine.dtype)
@@ -303,7 +303,7 @@ class Server:
             self._finished_at = None
 
     def _buffer(self, delta: Delta, now: float) -> bool:
-        """Keeps new tokens; whether their response now holds a whole chunk."""
+        """Store new tokens and return whether their response now has a whole chunk."""
         outbox = self._outboxes[delta.response]
         outbox.token_ids.extend(delta.token_ids)
         outbox.logprobs.extend(delta.logprobs)
@@ -314,7 +314,7 @@ class Server:
         return len(outbox.token_ids) >= self._chunk_tokens
 
     def _send(self, responses: Iterable[str]) -> None:
-        """Sends what these responses hold in one chunk and forgets those that have finished."""
+        """Send the tokens of these responses in one chunk and drop those that have finished."""
         chunk: list[ResponseTokens] = []
         for response in list(responses):
             box = self._outboxes[response]

@@ -1,5 +1,4 @@
-"""A response as an engine holds it, and the check that it can be run at all: the same for every
-engine.
+"""A response as an engine holds it, and the check that it can be run: the same for every engine.
 
 Must be importable without torch.
 """
@@ -29,7 +28,7 @@ class Running:
     num_prompt: int = 0
 
     def grow(self, token: int) -> FinishReason | None:
-        """Appends a sampled token and says whether the response ends with it."""
+        """Append a sampled token and return whether the response ends with it."""
         self.tokens.append(token)
         if token in self.stop:
             return "stop"
@@ -39,7 +38,7 @@ class Running:
 def accept(
     request: ResponseRequest, sampling: Sampling, vocabulary: int, max_model_length: int
 ) -> Running:
-    """The request as a `Running`. Raises EngineError, one line, if it cannot be run."""
+    """Return the request as a `Running`. Raises EngineError, one line, if it cannot be run."""
     tokens = unpack_i32(request.prompt)
     if not tokens:
         raise EngineError(f"{request.response}: the prompt is empty")
@@ -73,7 +72,7 @@ def accept(
 
 
 def check_text(token_ids: list[int], vocabulary: int, max_model_length: int) -> None:
-    """Raises EngineError, one line, for a text that cannot be scored."""
+    """Raise EngineError, one line, for a text that cannot be scored."""
     if not 2 <= len(token_ids) <= max_model_length:
         raise EngineError(f"a text of {len(token_ids)} tokens: must be 2 to {max_model_length}")
     if min(token_ids) < 0 or max(token_ids) >= vocabulary:
@@ -81,7 +80,8 @@ def check_text(token_ids: list[int], vocabulary: int, max_model_length: int) -> 
 
 
 def vocabulary_size(model_dir: Path) -> int:
-    """From config.json. Raises EngineError if there is none or it names no vocabulary."""
+    """Return the size in config.json. Raises EngineError if there is none or it names no
+    vocabulary."""
     try:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:

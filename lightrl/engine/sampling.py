@@ -1,5 +1,4 @@
-"""Coupled sampling: which token is drawn from given logits. The one definition, used by all
-engines.
+"""Coupled sampling: choose a token by given logits. The one definition, used by all engines.
 
 The noise of a token depends on (seed, absolute position) alone, so a response is the same whatever
 ran beside it and wherever it was interrupted. The token is the winner of a race: candidate i waits
@@ -28,13 +27,14 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
-MAX_VALUES = SCORED_VALUES  # logits drawn from at once: each takes memory.SAMPLE_BYTES meanwhile
+MAX_VALUES = SCORED_VALUES  # logits in one draw: each takes memory.SAMPLE_BYTES meanwhile
 _MASK = (1 << 64) - 1
 _STRIDE = 0xD1342543DE82EF95  # odd, so distinct positions stay distinct before they are mixed
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 bits for the token at `position` (index into prompt + response).
+    """Return a number in [0, 1) with 53 bits for the token at `position` (index into prompt +
+    response).
 
     Example: uniform(9, 5) decides the sixth token of an emulated sequence whose seed is 9.
     """
@@ -42,21 +42,20 @@ def uniform(seed: int, position: int) -> float:
 
 
 def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> Floats:
-    """`uniform` for arrays: int [rows], int [rows] -> float64 [rows]. Bit for bit the same
-    numbers."""
+    """Return `uniform` for arrays, bit for bit: int [rows], int [rows] -> float64 [rows]."""
     return (keys(seeds, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def keys(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> Keys:
-    """The noise of one token each, from which `sample` makes that of every candidate: int [rows],
-    int [rows] -> uint64 [rows]."""
+    """Return the noise of one token each, from which `sample` makes that of every candidate: int
+    [rows], int [rows] -> uint64 [rows]."""
     s = np.asarray(seeds, dtype=np.uint64).view(np.int64)
     p = np.asarray(positions, dtype=np.uint64).view(np.int64)
     return _mix_array(_mix_array(s) ^ p * _signed(_STRIDE)).view(np.uint64)
 
 
 def _mix(x: int) -> int:
-    """The finalizer of splitmix64: every input bit changes half of the output bits."""
+    """Apply the finalizer of splitmix64: every input bit changes half of the output bits."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -64,7 +63,8 @@ def _mix(x: int) -> int:
 
 
 def _mix_array(x: Any) -> Any:
-    """`_mix` of each int64 of an array or tensor; products wrap around as those of uint64 do."""
+    """Apply `_mix` to each int64 of an array or tensor; products wrap around as those of uint64
+    do."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
@@ -72,19 +72,19 @@ def _mix_array(x: Any) -> Any:
 
 
 def _shifted(x: Any, bits: int) -> Any:
-    """To the right, with zeros from the left: int64 has its sign shifted in."""
+    """Shift right, with zeros from the left: int64 has its sign shifted in."""
     return (x >> bits) & (_MASK >> bits)
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same bits."""
+    """Return the int64 with the same bits."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def sample(
     logits: "torch.Tensor", noise: Keys, temperature: Floats, top_p: Floats, top_k: Ints
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Draws one token for each row; temperature 0 = the most likely token.
+    """Draw one token for each row; temperature 0 = the most likely token.
 
     `logits` [rows, vocabulary] of any float dtype; the other arguments [rows], on the CPU; `noise`
     from `keys`. Returns token ids int64 [rows] and float32 [rows]: their logprobs under the whole
@@ -129,8 +129,8 @@ def _sample(
 
 
 def _winners(chances: "torch.Tensor", noise: Keys) -> "torch.Tensor":
-    """The token ids that win their races, int64 [rows]. `chances` [rows, vocabulary], to which the
-    probabilities are proportional."""
+    """Return the token ids that win their races, int64 [rows]. `chances` [rows, vocabulary], to
+    which the probabilities are proportional."""
     import torch
 
     rows, size = chances.shape
@@ -150,7 +150,7 @@ def _winners(chances: "torch.Tensor", noise: Keys) -> "torch.Tensor":
 
 
 def _race(chances: Any, waits: Any, width: int) -> Any:
-    """`_winners` by arrays of numpy or by tensors: float32 [rows, blocks * width], float32 [rows,
+    """Run `_winners` on numpy arrays or tensors: float32 [rows, blocks * width], float32 [rows,
     width + blocks]: the waits of the tokens of a block, then those of the blocks."""
     rows = len(chances)
     chances = chances.reshape(rows, -1, width)
@@ -160,15 +160,15 @@ def _race(chances: Any, waits: Any, width: int) -> Any:
 
 
 def block_width(vocabulary: int) -> int:
-    """Token ids of a block: a power of two near the square root. Example: block_width(151_936) ==
-    512, so that a row takes 512 + 297 numbers of noise."""
+    """Return the token ids of a block: a power of two near the square root. Example:
+    block_width(151_936) == 512, so that a row takes 512 + 297 numbers of noise."""
     return 1 << ((vocabulary - 1).bit_length() + 1) // 2
 
 
 def _waits(noise: Keys, num: int, device: "torch.device") -> Any:
-    """Exponential with rate 1, float32 [rows, num]: minus the logarithm of a uniform number in
-    (0, 1) with 52 bits, which is `_mix` of the row's key and the candidate's number. An array on
-    the CPU, else a tensor."""
+    """Return exponential waits with rate 1, float32 [rows, num]: minus the logarithm of a uniform
+    number in (0, 1) with 52 bits, which is `_mix` of the row's key and the candidate's number. An
+    array on the CPU, else a tensor."""
     numbers = np.arange(num) * _signed(_STRIDE)
     key = np.ascontiguousarray(noise).view(np.int64)[:, None]
     if device.type == "cpu":
@@ -181,7 +181,7 @@ def _waits(noise: Keys, num: int, device: "torch.device") -> Any:
 
 
 def _filtered(logits: "torch.Tensor", top_p: Floats, top_k: Ints) -> "torch.Tensor":
-    """Logits with -inf outside the `top_k` likeliest tokens and then outside the nucleus of
+    """Return logits with -inf outside the `top_k` likeliest tokens and then outside the nucleus of
     `top_p`.
 
     A token is in the nucleus if the tokens before it, by falling probability and then by id, hold

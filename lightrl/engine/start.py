@@ -1,6 +1,6 @@
-"""How a daemon starts an engine: of which kind, and in a process of its own (process.py).
+"""Start an engine of the right kind in a process of its own (process.py).
 
-Imports neither torch nor vLLM, to say which there is neither.
+Imports neither torch nor vLLM, even to check whether they are installed.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ EngineChild: TypeAlias = Child[EngineCommand, EngineEvent]
 
 
 def resolve_engine(kind: EngineKind) -> Kind:
-    """What `rollout.engine` means on this machine; imports nothing. Raises EngineError."""
+    """Return the engine that `rollout.engine` selects here; imports nothing. Raises EngineError."""
     installed = importlib.util.find_spec("vllm") is not None
     if kind == "auto":
         return "vllm" if installed else "torch"
@@ -42,10 +42,9 @@ async def start_engine(
     log: Path | None = None,
     devices: Mapping[str, str] = EVERY_DEVICE,
 ) -> EngineChild:
-    """Starts an engine with `threads` CPU threads; its first event is EngineStarted or
-    EngineFailed.
+    """Start an engine with `threads` CPU threads; its first event is EngineStarted or EngineFailed.
 
-    `devices`: what its environment says of the GPUs that it may use.
+    `devices`: its environment variables for the GPUs that it may use.
 
     The threads of all engines and trainers of a machine must not exceed its cores: waiting OpenMP
     threads spin, and a machine with one thread too many was seen to be ten times slower.
@@ -60,7 +59,7 @@ async def start_engine(
 def engine_environment(
     spec: EngineSpec, threads: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What is added to that of the daemon, `environ`."""
+    """Return the variables to add to the daemon's environment, `environ`."""
     gives_back = spec.can_sleep and spec.kind == "torch"  # vLLM on a CPU frees nothing
     return {
         "OMP_NUM_THREADS": str(threads),

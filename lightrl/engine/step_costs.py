@@ -1,8 +1,9 @@
-"""What an engine's steps cost, measured when it starts: with one response and with as many as it
-has slots, with short and with long contexts.
+"""Measure the step costs of an engine when it starts: with one response and with as many as it has
+slots, with short and with long contexts.
 
-As RollPacker profiles its engines before a run (arXiv 2509.21009, section 4.2). Takes a few dozen
-steps of the engine, which serves nothing yet; its weights are arbitrary, and so are the texts.
+Like RollPacker's profiling of engines before a run (arXiv 2509.21009, section 4.2). Takes a few
+dozen steps of the engine, which serves nothing yet; its weights are arbitrary, and so are the
+texts.
 """
 
 import random
@@ -33,7 +34,7 @@ class _Measured:
 
 
 def measure(engine: Engine, spec: EngineSpec) -> StepCosts:
-    """Raises EngineError. The engine must have nothing to do."""
+    """Measure an idle engine. Raises EngineError."""
     vocabulary, capacity = vocabulary_size(Path(spec.model_dir)), engine.load().kv_tokens
     steps = min(STEPS, spec.max_model_length // 4)
     long = min(LONG, spec.max_model_length - steps - 2)

@@ -1,7 +1,7 @@
 """Texts that end a response (`rollout.stop`), the same for every engine.
 
-Whether a token ends a response follows from the tokens up to it alone: not from how many came at
-once, nor from who sampled the ones before. So it ends at the same token wherever it is resumed, and
+Whether a token ends a response depends only on the tokens up to it: not on how many came together,
+nor on which node sampled the ones before. So it ends at the same token wherever it is resumed, and
 whatever was drafted. Owns no engine; must not import torch.
 """
 
@@ -24,7 +24,7 @@ UNDECIDED = "\N{REPLACEMENT CHARACTER}"  # a token that is a part of a character
 
 
 class StopStrings:
-    """Which token of a response completes one of some texts."""
+    """Find the token of a response that completes one of some texts."""
 
     def __init__(self, stop: tuple[str, ...], decode: Decode) -> None:
         self._stop = stop
@@ -36,8 +36,8 @@ class StopStrings:
         self._may_end: dict[int, bool] = {}
 
     def first(self, tail: list[int], token_ids: list[int]) -> int | None:
-        """Index of the first of `token_ids` that completes a text; None if none does. `tail`: the
-        tokens of the response before these, the last `num_tokens` at least, or all."""
+        """Return the index of the first of `token_ids` that completes a text; None if none does.
+        `tail`: the tokens of the response before these, the last `num_tokens` at least, or all."""
         tokens = tail + token_ids
         for k, token in enumerate(token_ids):
             if not self._can_end(token):
@@ -59,8 +59,8 @@ class StopStrings:
 
 
 class StoppingEngine:
-    """An engine whose responses end with a stop string, too. Whatever is not said here is the
-    engine's own."""
+    """An engine whose responses end with a stop string, too. Delegates the rest to the wrapped
+    engine."""
 
     def __init__(self, engine: Engine, stop: StopStrings) -> None:
         self._engine = engine
@@ -85,7 +85,7 @@ class StoppingEngine:
         return deltas
 
     def _end(self, delta: Delta) -> None:
-        """Cuts it behind the token that ends the response, if one does."""
+        """Cut the tokens behind the one that ends the response, if one does."""
         tail = self._tails[delta.response]
         at = self._stop.first(tail, delta.token_ids)
         if at is not None:
@@ -100,15 +100,15 @@ class StoppingEngine:
 
 
 def with_stop_strings(engine: Engine, spec: EngineSpec) -> Engine:
-    """The engine itself if there are none. Raises EngineUnusable if the model's tokens cannot be
-    read as text."""
+    """Wrap the engine if there are stop strings. Raises EngineUnusable if the model's tokens cannot
+    be read as text."""
     if not spec.stop:
         return engine
     return cast(Engine, StoppingEngine(engine, StopStrings(spec.stop, _decoder(spec.model_dir))))
 
 
 def _decoder(model_dir: str) -> Decode:
-    """Special tokens are text, too."""
+    """Return the decoder of tokens, special ones included."""
     file = Path(model_dir) / "tokenizer.json"
     try:
         if file.is_file():

@@ -2,8 +2,7 @@
 
 Owns the batch: which responses run, in which cache row, and when they leave; and that a drafted
 token enters a response only if it is the one that is sampled there. The forward pass is
-transformers' own; what is sampled is defined in `sampling.py`, what is drafted in
-`history/draft.py`.
+transformers' own; sampling is defined in `sampling.py`, drafts in `history/draft.py`.
 """
 
 import time
@@ -47,7 +46,7 @@ UNEVEN = (
 
 
 class TorchEngine:
-    """Implements `base.Engine`. One engine step = one prefill of new responses + one decode of the
+    """Implement `base.Engine`. One step = one prefill of new responses + one decode of the
     others."""
 
     notes: tuple[str, ...] = ()
@@ -170,7 +169,7 @@ class TorchEngine:
         self._tensors.take_back()
 
     def _requeue(self) -> None:
-        """What runs has KV of the old weights: prefill again."""
+        """Queue running responses for another prefill: their KV is of the old weights."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
 
@@ -189,8 +188,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _advance(self, drafts: Sequence[Sequence[int]]) -> tuple[list[Delta], int]:
-        """What the step brings, and the tokens of its decoding pass. `drafts`: one for each row, or
-        none."""
+        """Return the deltas of the step and the tokens of its decoding pass. `drafts`: one for each
+        row, or none."""
         deltas: list[Delta] = []
         num_tokens = num_decoding = len(self._rows)
         joining = self._joining()
@@ -206,7 +205,7 @@ class TorchEngine:
         return deltas, num_tokens
 
     def _drafts(self, drafter: Drafter) -> Sequence[Sequence[int]]:
-        """What to try for each row. A draft leaves room for the token that is sampled after it."""
+        """Return a draft for each row, with room for the token that is sampled after it."""
         if not self._rows:
             return ()
         most = max(0, self._draft_logits // (len(self._rows) * self._vocabulary) - 1)
@@ -215,7 +214,7 @@ class TorchEngine:
         )
 
     def _joining(self) -> list[Running]:
-        """The responses that start now, in order: as many as there are free rows, within
+        """Return the responses that start now, in order, within the free rows and
         PREFILL_TOKENS."""
         joining: list[Running] = []
         longest = 0
@@ -227,8 +226,7 @@ class TorchEngine:
         return joining
 
     def _prefill(self, joining: list[Running], deltas: list[Delta]) -> None:
-        """Runs whole contexts into new rows behind the running ones and samples a token for
-        each."""
+        """Run whole contexts into new rows behind the running ones and sample a token for each."""
         first, num = len(self._rows), len(joining)
         for row, r in enumerate(joining, first):
             self._seed[row], self._length[row] = r.seed, len(r.tokens)
@@ -258,7 +256,7 @@ class TorchEngine:
         self._draw(logits, first, first + num, deltas)
 
     def _decode(self, num: int, deltas: list[Delta]) -> None:
-        """One token for each of the first `num` rows."""
+        """Sample one token for each of the first `num` rows."""
         positions = self._length[:num, None] - 1
         width = int(positions.max()) + 1
         self._cache.reserve(width)
@@ -266,8 +264,8 @@ class TorchEngine:
         self._draw(logits, 0, num, deltas)
 
     def _verify(self, drafts: Sequence[Sequence[int]], deltas: list[Delta]) -> int:
-        """As `_decode`, for rows of which some have a draft: as many tokens of each draft as are
-        what is sampled in their place, and the first that is not. Returns the tokens in the pass.
+        """Decode rows of which some have a draft: accept as many tokens of each draft as match the
+        sampled ones, and the first that does not. Returns the tokens in the pass.
 
         The keys and values of rejected tokens stay in columns at or behind the new last token. They
         are never read: a query sees no column behind its own, and all up to it are written by then.
@@ -279,7 +277,7 @@ class TorchEngine:
         tokens = np.zeros(is_real.shape, np.int64)
         tokens[:, 0] = self._last[:num]
         tokens[:, 1:][is_real[:, 1:]] = np.fromiter(chain.from_iterable(drafts), np.int64)
-        # Padding is on the right, is seen by none and stands at the position of the last token
+        # Padding is on the right, is seen by none and has the position of the last token
         # before it.
         positions = self._length[:num, None] - 1 + np.minimum(ahead, lengths[:, None])
         width = int(positions.max()) + 1
@@ -292,7 +290,7 @@ class TorchEngine:
     def _accept(
         self, tokens: np.ndarray, is_real: np.ndarray, logits: torch.Tensor, deltas: list[Delta]
     ) -> None:
-        """Samples behind every token and appends one delta for each row. [rows, 1 + longest draft]
+        """Sample behind every token and append one delta for each row. [rows, 1 + longest draft]
         each."""
         num = len(tokens)
         rows, ahead = np.nonzero(is_real)
@@ -331,8 +329,8 @@ class TorchEngine:
         width: int,
         num_logits: int = 1,
     ) -> torch.Tensor:
-        """int64 [b, q] each, for the rows from `first` on; the last logits, [b, num_logits,
-        vocabulary]."""
+        """Run int64 [b, q] each, for the rows from `first` on; returns the last logits, [b,
+        num_logits, vocabulary]."""
         rows = torch.arange(first, first + len(tokens), device=self.device)
         position_ids = torch.from_numpy(positions).to(self.device)
         column_ids = (
@@ -350,8 +348,8 @@ class TorchEngine:
         return out.logits
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Bool [b, 1, q, width]: what each query may see. For models that mix attention kinds, by
-        kind."""
+        """Return what each query may see, bool [b, 1, q, width]; by kind if attention kinds are
+        mixed."""
         columns = torch.arange(width, device=self.device)
         causal = (columns <= positions[..., None])[:, None]
         masks = {
@@ -363,7 +361,7 @@ class TorchEngine:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _draw(self, logits: torch.Tensor, start: int, end: int, deltas: list[Delta]) -> None:
-        """Samples for rows start..end-1 and appends one delta for each."""
+        """Sample for rows start..end-1 and append one delta for each."""
         at = slice(start, end)
         noise = keys(self._seed[at], self._length[at])
         ids, logprobs = sample(
@@ -376,13 +374,13 @@ class TorchEngine:
             deltas.append(Delta(r.response, [token], [logprob], r.grow(token)))
 
     def _ordered(self, deltas: list[Delta], num_decoding: int) -> list[Delta]:
-        """Deltas in row order: `step` fills in the new rows, which lie behind, first."""
+        """Return deltas in row order: `step` fills in the new rows, which lie behind, first."""
         num_new = len(deltas) - num_decoding
         return deltas[num_new:] + deltas[:num_new]
 
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:
-        """Frees rows by moving the last ones into the holes; only those are copied."""
+        """Free rows by moving the last ones into the holes; only those are copied."""
         if not rows:
             return
         remaining = len(self._rows) - len(rows)

@@ -1,8 +1,8 @@
 """The vLLM engine: LightRL's requests straight into vLLM's engine core, in this process.
 
 Owns how vLLM is configured and driven. It skips vLLM's request and output processing (tokenizers,
-detokenizers, asyncio), which for small models costs more than the forward pass. What runs inside
-the worker is in `vllm_worker.py`, which releases it fits in `vllm_versions.py`. Its use on CUDA has
+detokenizers, asyncio), which for small models costs more than the forward pass. The code inside the
+worker is in `vllm_worker.py`, the supported releases in `vllm_versions.py`. Its use on CUDA has
 been read in the sources of several releases, not run.
 """
 
@@ -68,7 +68,7 @@ CPU_ENVIRONMENT = {
 
 
 class VllmEngine:
-    """Implements `base.Engine`. Build it in a process of its own: vLLM keeps state in globals."""
+    """Implement `base.Engine`. Build it in a process of its own: vLLM keeps state in globals."""
 
     def __init__(self, spec: EngineSpec) -> None:
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
@@ -224,7 +224,7 @@ class VllmEngine:
         return sum(self._core.collective_rpc("lightrl_sleep")) if self._sleeps else 0
 
     def wake(self) -> None:
-        """Weights first: with its KV cache beside them a load has less room to work in."""
+        """Wake the weights first: with its KV cache beside them a load has less room to work in."""
         if self._sleeps:
             self._core.collective_rpc("lightrl_wake", args=("weights",))
 
@@ -248,7 +248,8 @@ class VllmEngine:
         return score(self._core, self._api, str(self._num_added), token_ids)
 
     def _requeue(self) -> None:
-        """Moves what runs back to the queue: its KV is recomputed under the weights of now."""
+        """Move running responses back to the queue, to recompute their KV under the current
+        weights."""
         before = self._num_preemptions
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._num_preemptions = before
@@ -270,7 +271,7 @@ class VllmEngine:
         return None
 
     def _count_preemptions(self) -> None:
-        """vLLM counts them for each request only, and forgets them with it."""
+        """Count preemptions: vLLM does so for each request only, and drops them with it."""
         scheduler = self._core.scheduler
         preempt = scheduler._preempt_request
 
@@ -282,7 +283,7 @@ class VllmEngine:
 
 
 def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict[str, Any]:
-    """What LightRL asks of vLLM's EngineArgs; `spec.engine_args` overrides it."""
+    """Return arguments for vLLM's EngineArgs; `spec.engine_args` overrides them."""
     args: dict[str, Any] = {
         "model": spec.model_dir,
         "load_format": "dummy",
@@ -371,7 +372,7 @@ class Api:
             ) from e
         if not torch.cuda.is_available():
             # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA
-            # that only costs seconds, and a process that our death would leave behind.
+            # that only costs seconds, and a process that would outlive this one.
             registry._run_in_subprocess = lambda inspect: inspect()
         self.SamplingParams = SamplingParams
         self.EngineCoreRequest = EngineCoreRequest
@@ -380,7 +381,7 @@ class Api:
         self._core, self._executor = EngineCore, Executor
 
     def build(self, args: dict[str, Any]) -> Any:
-        """An EngineCore. Raises EngineError for arguments or a machine that vLLM refuses."""
+        """Return an EngineCore. Raises EngineError for arguments or a machine that vLLM refuses."""
         try:
             config = self._engine_args(**args).create_engine_config(self._context)
             if config.speculative_config is not None:
@@ -397,8 +398,7 @@ class Api:
 
 
 def _require_kernels(version: str) -> None:
-    """vLLM only warns of kernels that it cannot load, and fails in its first pass. Raises
-    EngineUnusable."""
+    """Raise EngineUnusable for kernels that vLLM cannot load: it only warns, and fails later."""
     import torch
     from vllm import _custom_ops
 

@@ -1,9 +1,8 @@
-"""LoRA adapters in vLLM: how it is asked for them, and how a version of them takes the place of the
-one before.
+"""LoRA adapters in vLLM: how requests name them, and how a version of them replaces the one before.
 
-All that LightRL knows of vLLM's own LoRA is in this file. One adapter, always under the same name,
-so keys and values of an older one must go with it: `VllmEngine` sees to that. Tensors come straight
-from the version's file, not from a folder as peft saves it.
+All uses of vLLM's own LoRA are in this file. One adapter, always under the same name, so keys and
+values of an older one must go with it: `VllmEngine` sees to that. Tensors come straight from the
+version's file, not from a folder as peft saves it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
 def engine_args(lora: LoraSpec) -> dict[str, Any]:
-    """For vLLM's EngineArgs. `lora.rank` is at most the last of RANKS: the config sees to that."""
+    """Return arguments for vLLM's EngineArgs. The config bounds `lora.rank` by RANKS."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -31,7 +30,8 @@ def engine_args(lora: LoraSpec) -> dict[str, Any]:
 
 
 def request(*, in_place: bool = False) -> Any:
-    """What a request for tokens names; `in_place`: the order to take other tensors for it."""
+    """Return the adapter of a request for tokens; `in_place`: the order to load other tensors for
+    it."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(NAME, ID, NAME, load_inplace=in_place)
@@ -62,8 +62,7 @@ def base_layer_names(
 
 
 def load(runner: Any, tensors: "Iterable[tuple[str, torch.Tensor]]", lora: LoraSpec) -> None:
-    """In a worker: these are the adapters from now on, instead of those before. Raises WeightsError
-    for a layer that vLLM has no adapter for."""
+    """Replace a worker's adapters. Raises WeightsError for a layer that vLLM has no adapter for."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

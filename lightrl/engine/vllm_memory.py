@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 def shared_memory_args(
     spec: EngineSpec, config: Any, targets: "dict[str, torch.Tensor]", args: dict[str, Any]
 ) -> dict[str, Any]:
-    """For an engine that may take `spec.gpu_memory` of each of its GPUs, beside others. Raises
-    EngineError.
+    """Return arguments for an engine that may take `spec.gpu_memory` of each of its GPUs, beside
+    others. Raises EngineError.
 
-    vLLM measures how much it may use, and takes for its own what others allocate meanwhile. So it
-    is told how large the KV cache is; it then looks at its share once only, when it starts.
+    vLLM measures how much it may use, and counts what others allocate meanwhile as its own. So the
+    size of the KV cache is given; vLLM then checks its share once only, when it starts.
     """
     import torch
 
@@ -42,7 +42,7 @@ def shared_memory_args(
 
 
 def left_on_gpu(spec: EngineSpec) -> float:
-    """Bytes that an engine may still take, once it is built and its KV cache is there."""
+    """Return the bytes that an engine may still take, once it is built with its KV cache."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

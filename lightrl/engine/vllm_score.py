@@ -1,8 +1,8 @@
 """Logprobs of a given text from vLLM: a request of its own through the engine core that serves.
 
-All that LightRL knows of how vLLM scores prompts is in this file. What runs or waits meanwhile is
-hidden from the scheduler, so that the text runs alone: in a batch of its own, at once, and without
-a token for anybody else.
+All use of vLLM's prompt logprobs is in this file. Other requests are hidden from the scheduler
+meanwhile, so that the text runs alone: in a batch of its own, immediately, and without a token for
+any other.
 """
 
 import time
@@ -15,8 +15,8 @@ MAX_STEPS = 64  # of one text; it is put into the KV cache by pieces of max_num_
 
 
 def score(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> list[float]:
-    """Logprobs of all tokens but the first, at temperature 1. Nothing may be running; what waits
-    goes on waiting. Raises EngineError if vLLM does not come to an end with it."""
+    """Return logprobs of all tokens but the first, at temperature 1. Nothing may be running;
+    waiting requests keep waiting. Raises EngineError if vLLM does not finish it."""
     scheduler = core.scheduler
     hidden, scheduler.waiting = scheduler.waiting, type(scheduler.waiting)()
     try:
@@ -44,7 +44,7 @@ def computing_dtype(config: Any) -> str:
 
 def _request(api: Any, request_id: str, token_ids: Sequence[int]) -> Any:
     params = api.SamplingParams(
-        max_tokens=1,  # it samples one, which nobody reads
+        max_tokens=1,  # one is sampled and dropped
         ignore_eos=True,
         prompt_logprobs=0,  # those of the prompt's own tokens, and of no others
         detokenize=False,

@@ -1,8 +1,8 @@
-"""Speculation in vLLM: all that LightRL knows of how vLLM verifies drafted tokens is in this file.
+"""Speculation in vLLM: all that depends on how vLLM verifies drafted tokens is in this file.
 
 Owns which parts of vLLM that needs, how drafts reach the scheduler, and which of the tokens that
 the sampler drew become part of a response. vLLM is built without a `speculative_config`. Its
-scheduler takes drafts all the same, and the model runner is told step by step whether there are
+scheduler takes drafts all the same, and the model runner learns for each step whether there are
 any; so a step without is what it would be without speculation, CUDA graphs included, which a window
 for the whole engine would cost several percent. The parts of vLLM that it needs are in
 `vllm_versions.py`; on CUDA it has been read, not run.
@@ -89,14 +89,15 @@ class VllmSpeculation:
         self._ready.pop(response, None)
 
     def restart(self) -> None:
-        """All that runs was moved back to the queue: vLLM has dropped its drafts."""
+        """Drop all drafts: running responses were moved back to the queue, and vLLM has dropped its
+        own."""
         self._ready.clear()
         self.drafter.drop()
 
     def after_step(self, deltas: Sequence[Delta], ids: dict[str, str], started: float) -> None:
-        """Takes in what a step brought that began at `started`, and drafts for the next one.
+        """Take in the results of a step that began at `started`, and draft for the next one.
 
-        `ids` are vLLM's of the responses that go on.
+        `ids` are vLLM's of the responses that continue.
         """
         drafting = time.perf_counter()
         ready, self._ready = self._ready, {}
@@ -133,8 +134,8 @@ class VllmSpeculation:
 
 
 def max_drafted_rows(vocabulary: int, slots: int, room: float | None) -> int:
-    """Rows of logits that a step may have: those of a step without drafts at least, for which vLLM
-    has kept memory. It has kept none for drafts, as it knows of none."""
+    """Return the rows of logits that a step may have: those of a step without drafts at least, for
+    which vLLM has kept memory. It has kept none for drafts, which it does not expect."""
     values = MAX_LOGITS if room is None else draftable_values(room, MAX_LOGITS)
     return max(slots, values // vocabulary)
 
@@ -158,7 +159,7 @@ class Rows:
     def accepted(
         self, tokens: torch.Tensor, logprobs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of what was drawn for each row what the requests get, [requests, most rows of one], and
+        """Return what the requests get of what was drawn, [requests, most rows of one], and
         logprobs.
 
         A drafted token was fed to the model whether it is right or not, so a row is valid if all

@@ -1,4 +1,4 @@
-"""What LightRL changes inside vLLM's worker: the sampler, and weights replaced in place.
+"""LightRL's changes inside vLLM's worker: the sampler, and weights replaced in place.
 
 Imported by vLLM in every worker process (`worker_extension_cls`), and importing it installs the
 sampler, so it must not be imported outside one. Works with the V1 model runner of the releases in
@@ -40,7 +40,7 @@ _stock_sample = GPUModelRunner._sample
 def _coupled_sample(
     runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None
 ) -> SamplerOutput:
-    """Replaces GPUModelRunner._sample: all rows at once, by `sampling.sample`.
+    """Replace GPUModelRunner._sample: draw all rows together, by `sampling.sample`.
 
     Also cheaper than the stock sampler, which keeps a torch.Generator for each request and ranks
     all logprobs. Verifies drafted tokens, too. vLLM's own dummy runs (warm-up, graph capture) have
@@ -76,7 +76,7 @@ def _coupled_sample(
     else:
         tokens, logprobs = rows.accepted(tokens, logprobs)
     num_chances = logprobs.shape[0]
-    ranks = torch.zeros(num_chances, dtype=torch.int64, device=logits.device)  # nobody reads them
+    ranks = torch.zeros(num_chances, dtype=torch.int64, device=logits.device)  # unused
     return SamplerOutput(tokens, LogprobsTensors(tokens.view(-1, 1), logprobs[:, None], ranks))
 
 
@@ -84,7 +84,7 @@ GPUModelRunner._sample = _coupled_sample  # pyright: ignore[reportAttributeAcces
 let_verify(GPUModelRunner)
 
 # It warns at every reload of modules that have nothing to load, such as tied heads. A filter:
-# levels are set anew when vLLM configures its loggers.
+# levels are reset when vLLM configures its loggers.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: record.levelno >= logging.ERROR
 )
@@ -116,8 +116,8 @@ class WorkerExtension:
         base: VersionFile | None = None,
         lora: LoraSpec | None = None,
     ) -> None:
-        """Replaces all weights in place from a file that has been proved and fits the model; or the
-        adapters, and what they are beside if that is another one than before.
+        """Replace all weights in place from a file that has been proved and fits the model; or the
+        adapters, and their base if it is another one than before.
 
         vLLM keeps what it is given until a layer is complete: views into the file, which stay as
         long as it does. Raises WeightsError before anything changed if there is no such file.
@@ -136,7 +136,7 @@ class WorkerExtension:
         return vllm_versions.has_batch_invariant_kernels()
 
     def lightrl_sleep(self) -> int:
-        """Gives back weights and KV cache; how many bytes that is on this worker's GPU.
+        """Free weights and KV cache, and return how many bytes that is on this worker's GPU.
 
         Level 2, which keeps no weights. Most sleeps end with another version. When one does not,
         level 1 would save no time: the version's file is in the host's memory all the while, so
@@ -148,7 +148,7 @@ class WorkerExtension:
         return max(0, torch.cuda.mem_get_info(self.device)[0] - free)
 
     def lightrl_wake(self, tag: str) -> None:
-        """Room for "weights", with arbitrary values; when they are loaded, for "kv_cache"."""
+        """Allocate "weights", with arbitrary values; when they are loaded, "kv_cache"."""
         self.wake_up(tags=[tag])
 
     def lightrl_leave(self, why: str) -> None:
@@ -186,8 +186,8 @@ class WorkerExtension:
             torch.cuda.synchronize(self.device)
 
     def _forget_packed_experts(self) -> None:
-        """On CPU, experts are padded and packed for their kernel when it is made, and only then:
-        reloaded ones would be copied over them as they are. Without a kernel it is made anew."""
+        """Drop the kernel of packed experts on CPU. Experts are padded and packed only when it is
+        made: without this, reloaded ones would be copied over them unpacked."""
         if self.device.type != "cpu":
             return
         for module in self.model_runner.model.modules():
@@ -196,8 +196,8 @@ class WorkerExtension:
                 method.moe_kernel = None
 
     def _refresh_tied_head(self) -> None:
-        """On CPU, lm_head multiplies with a copy of the embeddings that was packed when the model
-        was built.
+        """Renew lm_head on CPU, which multiplies with a copy of the embeddings, packed at build
+        time.
 
         Reloading renews the embeddings only; without this, tied models silently keep their old
         head.

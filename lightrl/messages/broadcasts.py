@@ -21,7 +21,7 @@ Backend: TypeAlias = Literal["gloo", "nccl"]
 class BroadcastGroup:
     """A broadcast group, and the receiver's rank in it; the trainer's rank 0 sends.
 
-    Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator. Example:
+    Host 0.0.0.0 means the one by which the receiver reaches the coordinator. Example:
     BroadcastGroup("7c1f...", "10.0.0.1:41873", 1, 3, "gloo")
     """
 

@@ -1,4 +1,4 @@
-"""What a snapshot says of costs, and of what nodes more or less would save. Plain data, as in
+"""The costs in a snapshot, and what more or fewer nodes would save. Plain data, as in
 message.py."""
 
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """A step with so many preemptible nodes. Example: StepForecast(3, 12.5, 0.04)."""
+    """The forecast of a step with `preemptible` nodes. Example: StepForecast(3, 12.5, 0.04)."""
 
     preemptible: int
     # None: it would never end
@@ -17,18 +17,18 @@ class StepForecast:
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """Of the run so far in US$, None where prices are not known; and what may be expected."""
+    """Costs of the run so far in US$, None where prices are not known, and a forecast."""
 
     # nodes that take part
     reserved: int
     preemptible: int
     usd: float | None = None
     usd_per_step: float | None = None
-    # that were sampled and not given up
+    # of those that were sampled and kept
     usd_per_million_tokens: float | None = None
-    # with a preemptible node less, as it is, with one and two more; (): nothing is learned yet
+    # with one preemptible node fewer, as it is, with one and two more; (): not known yet
     forecast: tuple[StepForecast, ...] = ()
-    # preemptible nodes from which on one more saves nothing; None: nothing is learned yet
+    # preemptible nodes beyond which another one saves nothing; None: not known yet
     enough: int | None = None
-    # that are asked for; None: nobody asks, or nothing is learned yet
+    # preemptible nodes requested; None: there is no scale command, or not known yet
     wanted: int | None = None

@@ -1,16 +1,16 @@
-"""The fields of messages: how long each may be, and numbers within which range.
+"""Types of message fields, with their bounds: the length of each, and the range of numbers.
 
-Owns the bounds, and nothing of who says what. Must not import anything of LightRL.
+Owns the bounds only; message.py has the messages. Must not import anything of LightRL.
 """
 
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-# What one message may hold: more than anybody needs, and little enough to be held a few times.
+# Limits of one message: beyond any need, and small enough that memory holds several.
 MAX_WORD = 256  # characters of a name, an address, a digest
 MAX_TEXT = 4096  # characters of a reason
-MAX_REASON = 2 * MAX_TEXT  # and of one that is passed on, with a word on whose it is
+MAX_REASON = 2 * MAX_TEXT  # and of one that is passed on, with its source
 MAX_LONG_TEXT = 1 << 24  # characters of a prompt or a response that is shown
 MAX_CONFIG = 1 << 20  # characters
 MAX_FILES = 64  # of a model

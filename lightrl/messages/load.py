@@ -1,4 +1,4 @@
-"""What a rollout node says of its engine: how much runs there, and how full it is.
+"""The load of a rollout node's engine: how much runs there, and how full its cache is.
 
 Under the rules of message.py.
 """
@@ -13,8 +13,10 @@ from lightrl.messages.fields import Count, EngineSeconds, Int64
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What speculation did since the engine started. Example: Drafting(90, 80, 12, 92, 0.001,
-    0.2)."""
+    """What speculation did since the engine started.
+
+    Example: Drafting(90, 80, 12, 92, 0.001, 0.2)
+    """
 
     # tokens
     drafted: Count = 0
@@ -46,7 +48,8 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a rollout node's engine is doing. Example: Load(running=12, waiting=0, kv_usage=0.3)."""
+    """The current load of a rollout node's engine. Example: Load(running=12, waiting=0,
+    kv_usage=0.3)."""
 
     running: Int64 = 0
     waiting: Int64 = 0
@@ -56,7 +59,7 @@ class Load:
     num_preemptions: Int64 = 0
     # None: this engine does not speculate
     drafting: Drafting | None = None
-    # that its KV cache holds; 0 = as many as its slots need, or nobody knows
+    # that its KV cache holds; 0 = as many as its slots need, or not known
     kv_tokens: Count = 0
     # of engines of which several sizes take turns
     costs: StepCosts | None = None

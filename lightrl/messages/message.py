@@ -4,12 +4,11 @@ Frozen dataclasses of plain types, so that they can be compared, printed and val
 nothing of LightRL. Arrays travel as raw little-endian bytes: token ids as int32, logprobs as
 float32 (`wire.pack_i32`, `wire.pack_f32`).
 
-The types say how long a field may be, and numbers within which range: wire.py looks at the length
-that a frame announces before it makes anything of what follows, so a frame costs a bounded multiple
-of its size, whoever sent it. What types cannot say is in transport/validate.py and
-daemon/admission.py.
+The types bound the length of each field and the range of numbers. wire.py checks the length that a
+frame announces before it decodes what follows, so a frame costs a bounded multiple of its size,
+whoever sent it. Checks beyond types are in transport/validate.py and daemon/admission.py.
 
-Who says what to whom (node = any daemon, head = the coordinator's daemon):
+Senders and receivers (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye

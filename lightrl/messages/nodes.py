@@ -1,4 +1,4 @@
-"""What every node and the coordinator say to each other: who is there, and who goes.
+"""Messages between every node and the coordinator: which nodes exist, which are alive, which leave.
 
 Under the rules of message.py.
 """
@@ -26,10 +26,10 @@ from lightrl.messages.load import Load
 from lightrl.messages.weights import WeightsProgress
 
 PROTOCOL = 17
-# why a node is refused that was given up while it was silent: it may say hello again
+# the refusal of a node whose lease has expired: it may send hello again
 REJOIN = "rejoin"
-ENDING = "the run is ending"  # and one that comes too late
-# it may say hello again: that one may be gone soon
+ENDING = "the run is ending"  # the refusal of a node that comes too late
+# the node may send hello again: the other process may be gone soon
 TAKEN = "another process with this name takes part"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
@@ -37,20 +37,21 @@ Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A daemon introduces itself; again, with what it still runs, when messages may have been lost.
+    """A node announces itself; again, with the responses that it still runs, when messages may be
+    lost.
 
     The coordinator takes back what it still wants of `running` and aborts the rest.
     Example: Hello("rollout-0", 17, ("rollout",), 3, pid=4242, host="a", slots=128)
     """
 
     node: Name
-    # of what runs there; another one replaces what was known under this name
+    # of the process; another one replaces the node known by this name
     incarnation: Int64
     roles: Annotated[tuple[Role, ...], Meta(max_length=3)]
     protocol: Int64
     pid: Int64
     host: Word
-    # responses that may run at once; 0 = as the run's config says
+    # responses that may run concurrently; 0 = the value of the run's config
     slots: Slots = 0
     # policy version and digest that its engine has loaded
     serves: tuple[Version, Word] | None = None
@@ -69,13 +70,13 @@ class Hello:
     # of devices that are used in turn: others have them now; its engine sleeps, or its ranks are
     # parked
     is_released: bool = False
-    # devices of its engine, if engines of other sizes use them in turn. 0: no; all daemons say so
+    # devices of its engine, which shares them in turn with engines of other sizes; 0: no turns
     parallel: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The coordinator accepts a node, or says in one line why not.
+    """The coordinator admits a node, or refuses it with one line.
 
     Carries all a node needs to take part, so that it needs no shared file system: the resolved
     config as JSON and the small files of the model directory (config.json and the like, no
@@ -92,7 +93,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I am alive; the head sends its own. Example: Heartbeat(Load(running=3), 0.4, "cpu")."""
+    """The sender is alive; both sides send it. Example: Heartbeat(Load(running=3), 0.4, "cpu")."""
 
     load: Load = field(default_factory=Load)
     # how late the sender's event loop is
@@ -104,15 +105,14 @@ class Heartbeat:
     # of its engine, once it has started, each with a device of its own; 0: none that can receive
     # weights by broadcast
     num_workers: Count = 0
-    # of a trainer node: its ranks stand until a checkpoint is written
+    # of a trainer node: its ranks wait until a checkpoint is written
     is_saving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """From a tool: let `node` go ("*" = stop the run). To a node: leave. From a node: no more work,
-    I leave. Example: Drain("rollout-0", "SIGTERM").
-    """
+    """From a tool: drain `node` ("*" = stop the run). To a node: leave. From a node: it takes no
+    more work and leaves. Example: Drain("rollout-0", "SIGTERM")."""
 
     node: Word
     reason: Reason = ""

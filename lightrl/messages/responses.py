@@ -1,4 +1,4 @@
-"""What the coordinator and rollout nodes say of responses: orders one way, tokens the other.
+"""Messages about responses: orders to rollout nodes, and tokens from them.
 
 Under the rules of message.py.
 """
@@ -56,7 +56,7 @@ class ResponseRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptHistory:
-    """How a prompt was answered before, oldest first: drafts for those who answer it now.
+    """Earlier responses to a prompt, oldest first: the source of drafts for new ones.
 
     Example: PromptHistory("p7@1", responses=(<12 int32>, <9 int32>), rewards=(1.0, None))
     """
@@ -73,7 +73,8 @@ class PromptHistory:
 class Generate:
     """Generate these responses with this version of the policy.
 
-    `histories` are of the groups of the requests, each sent to a node with the first of them.
+    `histories` are of the groups of the requests; a node gets each with the first request of its
+    group.
     Example: Generate(policy_version=4, sampling=Sampling(1.0), requests=(ResponseRequest(...),))
     """
 
@@ -93,7 +94,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTokens:
-    """New tokens of one response. `offset` counts response tokens, prefix included.
+    """New tokens of one response. `offset` counts tokens of the response, prefix included.
 
     Example: ResponseTokens("p7@0#3", 1, offset=16, token_ids=<16 int32>, logprobs=<16 float32>)
     """

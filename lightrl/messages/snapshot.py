@@ -1,4 +1,4 @@
-"""What the coordinator tells those who watch: `lightrl status` and `top` know nothing else.
+"""The state of a run for its watchers: the only source of `lightrl status` and `top`.
 
 Under the rules of message.py.
 """
@@ -46,7 +46,7 @@ class TailRow:
 
 @dataclass(frozen=True, slots=True)
 class WaitRow:
-    """What the run waits for, as core/waits.py has decided. Example: WaitRow("scores", 12.5, 31, 1,
+    """What the run waits for, as decided by core/waits.py. Example: WaitRow("scores", 12.5, 31, 1,
     4)."""
 
     # last checkpoint, leaving, trainer lost, trainer, devices, ranks, checkpoint, training,
@@ -61,7 +61,7 @@ class WaitRow:
     # of which step; of weights the version. None: of none
     step: int | None = None
     is_eval: bool = False
-    # that are waited for: the first of them by name, and how many there are
+    # that it waits for: the first of them by name, and how many there are
     nodes: Annotated[tuple[Word, ...], ROWS] = ()
     num_nodes: int = 0
     # how long it took in the steps before; None: not known
@@ -74,7 +74,7 @@ class WaitRow:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Send me snapshots, now and every `every_s` seconds (0 = just one). Example: Watch(0.5)."""
+    """Request snapshots, now and every `every_s` seconds (0 = just one). Example: Watch(0.5)."""
 
     every_s: Annotated[float, Meta(ge=0, le=MAX_WATCH_S)] = 0.0
 
@@ -130,12 +130,12 @@ class WarningRow:
     elapsed_s: float
 
 
-INTERRUPTED = "interrupted"  # the state of a run whose coordinator is gone without a last word
+INTERRUPTED = "interrupted"  # the state of a run whose coordinator died before its end
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a run at one moment; all that the terminal UI and `lightrl status` may know.
+    """The state of a run at one moment, and all that the terminal UI and `lightrl status` show.
 
     Histories hold one value per finished step, oldest first, at most the last 500.
     """

@@ -1,6 +1,6 @@
-"""What is said so that several nodes train as one: who they are, and what their ranks are told.
+"""Messages by which several nodes train as one: their names and ranks, and what these exchange.
 
-Under the rules of message.py. A run with one trainer node says none of it.
+Under the rules of message.py. A run with one trainer node sends none of them.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ Follower: TypeAlias = tuple[Name, Count]
 
 @dataclass(frozen=True, slots=True)
 class TrainerSet:
-    """To each trainer node: who leads now, and who follows, once all are there; said again when
-    that changes.
+    """To each trainer node: the leader, and the followers once all are there; sent again when that
+    changes.
 
     The number beside a follower is another one after each of its hellos: messages may have been
     lost before it, and its ranks with them. Example: TrainerSet("trainer-0", (("trainer-1", 2),))
     """
 
-    # "" = nobody
+    # "" = none
     leader: Word
     # in the order of their ranks; () = some are missing
     followers: Annotated[tuple[Follower, ...], Meta(max_length=MAX_TRAINERS)] = ()
@@ -30,12 +30,12 @@ class TrainerSet:
 
 @dataclass(frozen=True, slots=True)
 class TrainerRelay:
-    """From one trainer node to another, one of whom leads, by way of the coordinator, which does
-    not look into it; trainer/nodes/protocol.py says what is in there.
+    """A frame from one trainer node to another, one of them the leader, relayed by the coordinator
+    without decoding it; trainer/nodes/protocol.py defines its content.
 
     Example: TrainerRelay("trainer-1", <a frame>)
     """
 
-    # to the head: for whom; from the head: from whom
+    # to the head: the receiver; from the head: the sender
     node: Name
     frame: Relayed

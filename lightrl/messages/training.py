@@ -1,6 +1,6 @@
-"""What the coordinator and a trainer node say of a step: its groups, and what came of them.
+"""Messages about a step between the coordinator and a trainer node: its groups and its results.
 
-Under the rules of message.py. What several trainer nodes say to each other is in trainers.py.
+Under the rules of message.py. Messages between trainer nodes are in trainers.py.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,10 @@ from lightrl.messages.responses import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TrainResponse:
-    """One scored response to train on. Example: TrainResponse("p7@0#3", ids, logprobs, 1.0,
-    "stop")."""
+    """One scored response to train on.
+
+    Example: TrainResponse("p7@0#3", ids, logprobs, 1.0, "stop")
+    """
 
     response: Name
     # int32
@@ -41,8 +43,10 @@ class TrainResponse:
 
 @dataclass(frozen=True, slots=True)
 class TrainGroup:
-    """A whole group: what one prompt's advantage needs. Example: TrainGroup("p7@0", ids, (r0,
-    r1))."""
+    """A whole group: all that the advantages of one prompt need.
+
+    Example: TrainGroup("p7@0", ids, (r0, r1))
+    """
 
     group: Name
     # int32
@@ -67,15 +71,16 @@ class TrainShard:
     groups: Annotated[tuple[TrainGroup, ...], Meta(max_length=MAX_GROUPS)]
     last: bool = False
     num_groups: Int32 = 0
-    # accumulate just these groups at once, by this replica: to give the same bits again
+    # accumulate exactly these groups together, on this replica: to reproduce the same bits
     alone: bool = False
     replica: Int32 = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShardsTaken:
-    """The trainer has taken shard `index` of a step, and those before it, out of its queue: more
-    may come. Example: ShardsTaken(4, 2).
+    """The trainer has taken all shards up to `index` out of its queue, which has room for more.
+
+    Example: ShardsTaken(4, 2)
     """
 
     step: Version
@@ -86,8 +91,8 @@ class ShardsTaken:
 class Checkpointed:
     """A checkpoint of `step` steps is durable; no step before `oldest` will be trained again.
 
-    Should it turn out to be damaged, the trainer goes back to an older one. Example:
-    Checkpointed(20, 10).
+    If it turns out to be damaged, the trainer restarts from an older one.
+    Example: Checkpointed(20, 10).
     """
 
     step: Version
@@ -97,8 +102,10 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The optimizer step is done and its version published. Example: StepDone(4, 5, {"loss/policy":
-    0.1})."""
+    """The optimizer step is done and its version published.
+
+    Example: StepDone(4, 5, {"loss/policy": 0.1})
+    """
 
     step: Version
     policy_version: Version

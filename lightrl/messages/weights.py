@@ -1,4 +1,4 @@
-"""What is said of versions of the weights: which there are, who serves them, who has them.
+"""Messages about versions of the weights: which exist, which nodes serve and which have them.
 
 Under the rules of message.py. Broadcasts are in broadcasts.py.
 """
@@ -26,7 +26,7 @@ from lightrl.messages.fields import (
 
 @dataclass(frozen=True, slots=True)
 class WeightsProgress:
-    """How far a node is with a version that it pulls. Example: WeightsProgress(4, 7, 15, 3)."""
+    """The progress of a pull. Example: WeightsProgress(4, 7, 15, 3)."""
 
     policy_version: Version
     # proved
@@ -38,10 +38,10 @@ class WeightsProgress:
 
 @dataclass(frozen=True, slots=True)
 class WeightsEndpoint:
-    """Where this node serves what it holds of the weights, and the secret from which the tickets of
-    those who may ask are made. Said after each welcome.
+    """Where this node serves the weights that it holds, and the secret from which pull tickets are
+    derived. Sent after each welcome.
 
-    Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator. Example:
+    A host 0.0.0.0 means the host by which the receiver reaches the coordinator. Example:
     WeightsEndpoint(("10.0.0.1:41873",), "c0ffee...")
     """
 
@@ -52,7 +52,7 @@ class WeightsEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """A node from which a version can be pulled, as much of it as it has.
+    """A node from which a version can be pulled, as far as that node has it.
 
     `ticket` is for the receiver alone (tickets.pull_ticket). Example: WeightsSource("rollout-0",
     ("10.0.0.2:40119",), "77e0...")
@@ -65,7 +65,7 @@ class WeightsSource:
 
 @dataclass(frozen=True, slots=True)
 class DeltaOffer:
-    """The difference between two versions, to be had from the sources of the second. Digests of the
+    """The difference between two versions, available from the sources of the second. Digests of the
     versions, and of the difference's own manifest.
 
     Example: DeltaOffer("9f3a...", "a01c...", "77aa...", manifest_bytes=4210, num_bytes=91022)
@@ -80,8 +80,8 @@ class DeltaOffer:
 
 @dataclass(frozen=True, slots=True)
 class WeightsBase:
-    """What adapters are beside: pulled once, as a version is. Sources as in PublishWeights, with
-    tickets for version 0, so that they hold whichever version comes next.
+    """The base model of adapters: pulled once, like a version. Sources as in PublishWeights, with
+    tickets for version 0, so that they remain valid for every later version.
 
     Example: WeightsBase("4b7e...", 2112512, 8190, sources=(WeightsSource(...),))
     """
@@ -94,8 +94,10 @@ class WeightsBase:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A fixed text and the logprobs that the trainer gives its tokens. Example: Canary(<32 int32>,
-    <31 float32>)."""
+    """A fixed text and the logprobs that the trainer gives its tokens.
+
+    Example: Canary(<32 int32>, <31 float32>)
+    """
 
     # int32
     token_ids: Tokens
@@ -109,8 +111,8 @@ class Canary:
 class PublishWeights:
     """A complete version can be pulled from `sources`, its manifest included.
 
-    The trainer names no sources; the coordinator does so for each node. The first one of a trainer
-    that has said hello tells where it stands: it trains that step next.
+    The trainer names no sources; the coordinator does so for each node. The first one after a
+    trainer's hello has the version from which it continues: it trains that step next.
 
     Example: PublishWeights(4, "9f3a...", 2112512, 8190, sources=(WeightsSource(...),),
     portions=(3, 29))
@@ -139,8 +141,10 @@ class PublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class BadSource:
-    """This source of a version sent bytes that are not those of the version. Example: BadSource(4,
-    "rollout-3", "bucket 7: digest differs")."""
+    """This source of a version sent wrong bytes.
+
+    Example: BadSource(4, "rollout-3", "bucket 7: digest differs")
+    """
 
     policy_version: Version
     node: Name
@@ -159,7 +163,7 @@ class WeightsReady:
     # that were transferred
     num_bytes: Count = 0
     pull_s: float = 0.0
-    # that the engine stood still
+    # during which the engine sampled nothing
     load_s: float = 0.0
     # of num_bytes: from other rollout nodes; as differences
     peer_bytes: Count = 0

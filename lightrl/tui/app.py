@@ -1,7 +1,7 @@
-"""The live screen: draws snapshots as they arrive and reads single keys. Owns the terminal while it
-runs.
+"""The live screen: draws snapshots as they arrive and reads single keys. Owns the terminal
+meanwhile.
 
-All that is shown is decided in `render.py`; where snapshots come from in `client/ask.py`.
+The content of the screen is in `render.py`; the source of snapshots in `client/ask.py`.
 """
 
 import asyncio
@@ -30,7 +30,8 @@ ESCAPES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down
 
 
 def keys(data: bytes) -> Iterator[str]:
-    """The keys in what a terminal sent. Example: keys(b"q\\x1b[A?") gives "q", "up", "?"."""
+    """Yield the keys in the bytes of a terminal. Example: keys(b"q\\x1b[A?") gives "q", "up",
+    "?"."""
     while data:
         for escape, name in ESCAPES.items():
             if data.startswith(escape):
@@ -43,7 +44,7 @@ def keys(data: bytes) -> Iterator[str]:
 
 
 def turn(view: View, key: str) -> View | None:
-    """The view after a key; None to leave."""
+    """Return the view after a key; None to leave."""
     match key:
         case "q":
             return None
@@ -64,7 +65,7 @@ def turn(view: View, key: str) -> View | None:
 
 @dataclass
 class Screen:
-    """What is on the screen now. `left` is set when the person pressed q."""
+    """The current content of the screen. `left` is set when the user presses q."""
 
     live: Live
     snapshot: Snapshot | None = None
@@ -74,8 +75,8 @@ class Screen:
     is_stale: bool = False
 
     def draw(self) -> None:
-        """Not while the terminal has yet to read what was drawn before: a screen is worth nothing
-        later."""
+        """Draw the current view, unless the terminal has not yet read the last one: frames are
+        skipped."""
         self.is_stale = is_behind()
         if self.is_stale:
             return
@@ -127,10 +128,10 @@ class Screen:
 async def watch_live(
     address: str, key: str, stay: bool, run_dir: Path | None = None, first: Snapshot | None = None
 ) -> bool:
-    """Shows the run at `address` until q is pressed or, unless `stay`, until it is over.
+    """Show the run at `address` until q is pressed or, unless `stay`, until it is over.
 
-    `first` is shown until it answers. True if the run was over, False if the person left. Raises
-    LightRLError if `run_dir` is given and another run answers at its address.
+    `first` is shown until it answers. Returns True if the run was over, False if the user left.
+    Raises LightRLError if `run_dir` is given and another run answers at its address.
     """
     async with _open_screen() as screen:
         if first is not None:
@@ -150,14 +151,14 @@ async def watch_live(
 
 
 async def show_finished(snapshot: Snapshot) -> None:
-    """The last snapshot of a run that is over, until q is pressed."""
+    """Show the last snapshot of a run that is over, until q is pressed."""
     async with _open_screen() as screen:
         screen.show(snapshot)
         await screen.left.wait()
 
 
 async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) -> None:
-    """Returns when the run is over; a lost connection is shown and retried."""
+    """Show snapshots until the run is over. A lost connection is shown and retried."""
     while True:
         try:
             async with contextlib.aclosing(ask.watch(address, EVERY_S, key)) as snapshots:
@@ -177,8 +178,7 @@ async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) 
 
 @contextlib.asynccontextmanager
 async def _open_screen() -> AsyncIterator[Screen]:
-    """The alternate screen with single keys delivered to it; the terminal is as before
-    afterwards."""
+    """Open the alternate screen, which gets single keys; restores the terminal afterwards."""
     never_fail()
     console = Console()
     loop = asyncio.get_running_loop()
@@ -204,7 +204,7 @@ async def _open_screen() -> AsyncIterator[Screen]:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[int | None]:
-    """stdin without line buffering and echo; ctrl-C still is a signal. None where stdin is no
+    """Switch stdin to single keys without echo; ctrl-C still is a signal. Yields None without a
     terminal."""
     if not sys.stdin.isatty():
         yield None
@@ -232,8 +232,7 @@ def _read(terminal: int) -> bytes:
 
 
 async def _redraw(screen: Screen) -> None:
-    """A window that changes its size between snapshots would show broken lines, one not read old
-    ones."""
+    """Redraw between snapshots when the window changes its size or a frame was skipped."""
     size = screen.live.console.size
     while True:
         await asyncio.sleep(0.25)

@@ -1,4 +1,4 @@
-"""A snapshot as a screen: pure functions from `Snapshot` and `View` to rich text.
+"""Render a snapshot as a screen: pure functions from `Snapshot` and `View` to rich text.
 
 No sockets, no state, no clock. Every line is built to fit the width; sections give way from the
 bottom when the height is short.
@@ -75,7 +75,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the user has chosen, and the state of the connection."""
+    """The choices of the user, and the state of the connection."""
 
     page: Page = "overview"
     help: bool = False
@@ -86,7 +86,7 @@ class View:
 
 
 def render(snapshot: Snapshot, view: View, width: int, height: int) -> RenderableType:
-    """Exactly fits `width` x `height`: no line is wider, and there are not more lines."""
+    """Return text of exactly `width` x `height`: no line is wider, and there are not more lines."""
     head = _header(snapshot, width)
     foot = _footer(view, width)
     room = max(0, height - len(head) - 1)
@@ -129,8 +129,8 @@ def _header(s: Snapshot, width: int) -> list[Text]:
 
 
 def _overview(s: Snapshot, width: int, room: int) -> list[Text]:
-    """Nodes and round always, then history, lengths and counters as far as they fit; events take
-    the rest."""
+    """Return nodes and round, then as much of history, lengths and counters as fits, then
+    events."""
     warned = _warnings(s, width)
     tight = 2 + len(_round(s, width)) + len(warned) + len(_history(s, width)) + 3
     body = _nodes(s, width, max(2, room - tight))
@@ -155,7 +155,7 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
     columns = SIDE_COLUMNS if has_sides else STATE_COLUMNS
     state = "state since" if has_sides else "state"
     title = f" {'node':14} {'role':10} {state:{columns}} {'ver':>5} {'running/slots':>13}"
-    title += f" {'tok/s':>6} {'kv':>4} {'heard':>6}"
+    title += f" {'tok/s':>6} {'kv':>4} {'seen':>6}"
     lines.append(Text(title + (f"  {'pid':>7}  {'host / device'}" if wide else ""), "dim"))
     pulls = [f"{cut(n.name, 14)} {text}" for n in s.nodes if (text := pulling(n.weights))]
     devices = [Text(f" devices of {line}", "cyan") for line in sides(s.nodes)]
@@ -214,7 +214,7 @@ def _round(s: Snapshot, width: int) -> list[Text]:
 
 
 def _warnings(s: Snapshot, width: int) -> list[Text]:
-    """A line for each of the latest kinds, the newest first."""
+    """Return a line for each of the latest kinds, the newest first."""
     if not s.warnings:
         return []
     newest = s.warnings[: -MAX_WARNINGS - 1 : -1]
@@ -223,26 +223,26 @@ def _warnings(s: Snapshot, width: int) -> list[Text]:
 
 
 def _weights(s: Snapshot) -> list[Text]:
-    """One line on how the newest version travelled."""
+    """Return one line on the transfer of the newest version."""
     line = weights(s.metrics)
     return [Text(f" weights {line}")] if line else []
 
 
 def _sizes(s: Snapshot) -> list[Text]:
-    """One line if engines of several sizes take turns."""
+    """Return one line if engines of several sizes take turns."""
     line = sizes(s.metrics)
     return [Text(f" sizes  {line}")] if line else []
 
 
 def _cost(s: Snapshot) -> list[Text]:
-    """One line if prices are known, of the run so far."""
+    """Return one line of the run so far, if prices are known."""
     line = cost(s.cost)
     return [Text(f" cost   {line}")] if line else []
 
 
 def _tail(s: Snapshot, width: int) -> list[Text]:
-    """One line if there is tail batching; lengths and rewards are of what is trained / of all
-    launched."""
+    """Return one line if there is tail batching; lengths and rewards are of what is trained / of
+    all launched."""
     if (t := s.tail) is None:
         return []
     line = (
@@ -255,7 +255,7 @@ def _tail(s: Snapshot, width: int) -> list[Text]:
 
 
 def _drafts(s: Snapshot) -> list[Text]:
-    """One line if engines speculate, of the last step."""
+    """Return one line of the last step, if engines speculate."""
     line = speculation(s.metrics)
     return [Text(f" drafts {line}")] if line else []
 
@@ -281,7 +281,7 @@ def _history(s: Snapshot, width: int) -> list[Text]:
 
 
 def _evals(s: Snapshot, width: int) -> list[Text]:
-    """A line for each set, by its name where there are several."""
+    """Return a line for each set, by its name where there are several."""
     names = list(dict.fromkeys(name for _, scores in s.evals for name in scores))
     labels = [cut(name, MAX_SET_COLUMNS) for name in names] if len(names) > 1 else ["eval"]
     room = max(7, *map(len, labels))
@@ -364,7 +364,7 @@ def _samples(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
 
 
 def _wrapped(text: str, style: str, width: int) -> list[Text]:
-    """Long texts in full, cut at the width, with line breaks kept: what the model wrote, not a
+    """Return long texts in full, cut at the width, with line breaks kept: the model's output, no
     summary."""
     room = max(2, width - 2)  # a wide character takes two cells
     return [
@@ -392,7 +392,7 @@ def _footer(view: View, width: int) -> Text:
 
 
 def _bar(share: float, width: int, style: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """What is done, and a thin line for what is not."""
+    """Return a bar: thick for the part that is done, thin for the rest."""
     done = bar(share, width).rstrip()
     return (done, style), ("─" * (width - len(done)), "dim")
 

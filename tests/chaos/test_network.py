@@ -59,7 +59,9 @@ class Run:
         self._await(lambda: self._processes["head"].poll() is not None, "the end")
         for name, process in self._processes.items():
             status = process.wait(END_S)
-            assert status == 0 or "no word from the coordinator" in self.said(name), self._account()
+            assert status == 0 or "nothing received from the coordinator" in self.said(name), (
+                self._account()
+            )
         return json.loads((self.run_dir / "summary.json").read_bytes())
 
     def kill(self) -> None:

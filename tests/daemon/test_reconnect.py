@@ -241,7 +241,7 @@ def test_patience_has_an_end(tmp_path: Path):
             assert daemon.returncode == 1
             [line] = errors.decode().strip().splitlines()
             assert line.startswith("lightrl: ")
-            assert "no word from the coordinator" in line
+            assert "nothing received from the coordinator" in line
             assert b"Traceback" not in output
 
     asyncio.run(scenario())

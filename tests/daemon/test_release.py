@@ -374,7 +374,7 @@ def test_one_that_shares_with_nobody_says_so_and_ends(tmp_path: Path, is_late: b
             line = f"the coordinator refuses this node: {STRANGER}"
             assert (daemon.returncode, said.count(f"{line}\n")) == (1, 1)
             assert "Traceback" not in said
-            assert "lost touch" not in said
+            assert "disconnected" not in said
 
     asyncio.run(scenario())
 

@@ -1,5 +1,4 @@
-"""What a node may say, and which answers it takes: every way through its states, without a
-socket."""
+"""Messages that a node may send, and answers that it accepts: every path through its states."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ E = ConnectionEvent
 
 @dataclass(frozen=True)
 class Node:
-    """What each event means, one thing at a time."""
+    """The effect of each event, one property at a time."""
 
     is_admitted: bool = False
     awaits_answer: bool = False
@@ -19,9 +18,9 @@ class Node:
 
     def after(self, event: ConnectionEvent) -> "Node | None":
         match event:
-            case E.TOUCH_LOST:
+            case E.CONNECTION_LOST:
                 return Node()
-            case E.HELLO_SAID if not self.is_admitted:
+            case E.HELLO_SENT if not self.is_admitted:
                 return replace(self, awaits_answer=True)
             case E.NAME_REFUSED if self.awaits_answer:
                 return replace(self, has_namesake=True)
@@ -33,8 +32,8 @@ class Node:
                 return None
 
 
-def test_every_way_is_as_it_should_be_and_no_other_can_be_gone():
-    start = ConnectionState.OUT_OF_TOUCH
+def test_every_path_follows_the_table_and_no_other_exists():
+    start = ConnectionState.DISCONNECTED
     nodes = walk(EDGES, start, ConnectionEvent, Node(), Node.after)
     assert {s for s, node in nodes.items() if node.awaits_answer} == AWAITS_ANSWER
     assert [s for s, node in nodes.items() if node.is_admitted] == [ConnectionState.ADMITTED]

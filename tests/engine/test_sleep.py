@@ -76,12 +76,10 @@ def test_a_command_that_cannot_be_now_is_refused_and_changes_nothing(engine, ask
         return engine.next(EngineFailed).reason
 
     load = LoadWeights(engine.tiny.files[1])
-    assert refused(Wake()) == "the engine was told to wake, and does not sleep"
+    assert refused(Wake()) == "the engine cannot wake: it does not sleep"
     engine.sleep()
-    assert refused(Sleep()) == "the engine was told to sleep, and it sleeps already"
-    assert refused(load) == (
-        "version 1 was not loaded: the engine sleeps, and was not told to wake"
-    )
+    assert refused(Sleep()) == "the engine cannot sleep: it sleeps already"
+    assert refused(load) == ("version 1 was not loaded: the engine sleeps: Wake must come first")
     engine.generate(1, Sampling(1.0), ask("early", [4], 3))
     assert "loaded is none" in engine.next(EngineFailed).reason
     engine.child.send(Wake())

@@ -43,9 +43,9 @@ class ScriptedRollout:
     async def run(self, address: str, key: str) -> None:
         """Until the coordinator lets it go. Raises PeerUnreachable if it is refused for good."""
         link = self._link = await Link.connect(
-            address, self.name, key, CONNECT_S, self._lose_touch, self._say_hello
+            address, self.name, key, CONNECT_S, self._on_break, self._send_hello
         )
-        self._say_hello()
+        self._send_hello()
         beating = asyncio.create_task(self._beat(link))
         try:
             while True:
@@ -78,14 +78,14 @@ class ScriptedRollout:
         """As `Worker` does; False if the run is ending."""
         if welcome.refused == REJOIN:
             if self._said is None:  # else it will be answered
-                self._lose_touch()
-                self._say_hello()
+                self._on_break()
+                self._send_hello()
             return True
         said, self._said = self._said, None
         if welcome.refused and welcome.refused != ENDING:
             raise PeerUnreachable(welcome.refused)
         if said is not None and said.serves != self._serves:
-            self._say_hello()  # it has become untrue
+            self._send_hello()  # the last one is out of date
             return True
         self._admitted = self._admitted or said is not None
         return welcome.refused != ENDING
@@ -94,10 +94,10 @@ class ScriptedRollout:
         if self._link is not None and self._admitted:
             self._link.send(message)
 
-    def _lose_touch(self) -> None:
+    def _on_break(self) -> None:
         self._admitted, self._said = False, None
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         """Nothing runs here: what was on its way, the coordinator hands out again."""
         assert self._link is not None
         self.num_hellos += 1
@@ -116,7 +116,7 @@ class ScriptedRollout:
                 and time.monotonic() - self._said_at > WELCOME_S
                 and link.is_up
             ):
-                self._say_hello()
+                self._send_hello()
             await asyncio.sleep(BEAT_S)
 
 

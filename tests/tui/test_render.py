@@ -225,7 +225,7 @@ def test_devices_that_are_shared_show_on_which_side_they_are_and_since_when(widt
     column = title.index("state since")
     states = [row[column : column + 14].rstrip() for row in rows]
     assert states == ["ready", "released 1:02", "ready 1:02:05", "ready"]
-    assert all(row[: title.index(" heard") + 6].endswith("s") for row in rows)  # below its title
+    assert all(row[: title.index(" seen") + 5].endswith("s") for row in rows)  # below its title
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

@@ -1,4 +1,4 @@
-"""What a node says to the person before it: which run it serves, and why it leaves. Words only."""
+"""Describe a node in the log: the run that it serves, and the reason for which it leaves."""
 
 from lightrl.config.schema import Config
 from lightrl.devices.sizes import slots_of
@@ -12,9 +12,12 @@ SIGNALS = {
 }
 
 
-def what_it_serves(config: Config, address: str, hello: Hello) -> str:
-    """Example: serves run math at tcp://10.0.0.1:5600: rollout of Qwen/Qwen3-0.6B, 64 slots,
-    preemptible"""
+def describe_service(config: Config, address: str, hello: Hello) -> str:
+    """Return the run, roles and size of a node in one line.
+
+    Example: serves run math at tcp://10.0.0.1:5600: rollout of Qwen/Qwen3-0.6B, 64 slots,
+    preemptible
+    """
     does: list[str] = []
     if "trainer" in hello.roles:
         does.append(f"trains {config.model.path}")
@@ -26,8 +29,8 @@ def what_it_serves(config: Config, address: str, hello: Hello) -> str:
     return f"serves run {config.run.name} at {address}: {', '.join(does)}"
 
 
-def why_it_leaves(reason: str) -> str:
-    """`reason`: the name of a signal, or what the coordinator has said."""
+def describe_reason(reason: str) -> str:
+    """Describe `reason`, which is the name of a signal or the text of the coordinator's Drain."""
     if reason == ENDING or reason.startswith("run "):
         return reason
     return SIGNALS.get(reason, f"the run lets this node go ({reason})")

@@ -1,1 +1,1 @@
-"""What a round holds, who wins it, and the order of rounds and steps. Pure."""
+"""Rounds: their prompts, their winners, and the order of rounds and steps. Pure."""

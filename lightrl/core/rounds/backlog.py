@@ -1,6 +1,6 @@
-"""Prompts between rounds: put off, drawn too early, and how much of the epoch is left.
+"""Prompts between rounds: put off, or drawn too early; and the rest of the epoch.
 
-Owns prompts that no open round holds. What a round takes from here is decided in `rounds`.
+Owns prompts that no open round holds. `rounds` decides what a round takes from here.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ class Deferred:
     """A prompt that lost the race of a short round."""
 
     prompt: DrawnPrompt
-    # placements of its responses so far; later ones count on, so that late news is told apart
+    # placements of its responses so far; later ones count on, so that late chunks are recognised
     attempts: int
     # the step that first put it off
     since: int
@@ -42,18 +42,18 @@ class Backlog:
     def restore(
         self, num_drawn: int, put_off: Iterable[Deferred], held_back: Iterable[DrawnPrompt]
     ) -> None:
-        """All that it held is replaced."""
+        """Replace the whole content."""
         self.num_drawn = num_drawn
         self.put_off = deque(put_off)
         self.held_back = deque(held_back)
 
     @property
     def epoch_left(self) -> int:
-        """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
+        """Return the number of prompts of this epoch that no round has had; 0 between epochs."""
         return -self.num_drawn % self.num_prompts + len(self.held_back)
 
     def pop_oldest(self, count: int) -> list[Deferred]:
-        """The `count` that have waited longest, or all; of one prompt only the older epoch."""
+        """Remove and return the `count` oldest, or all; of one prompt only the older epoch."""
         taken: dict[str, Deferred] = {}
         kept: list[Deferred] = []
         while self.put_off and len(taken) < count:
@@ -66,7 +66,7 @@ class Backlog:
         return list(taken.values())
 
     def keep_score(self, response: Response) -> None:
-        """Stores the reward of a response that finished before its group was put off."""
+        """Store the reward of a response that finished before its group was put off."""
         prompt, index = response.group.prompt, response.index
         for i, put_off in enumerate(self.put_off):
             if put_off.prompt == prompt and index < len(put_off.held):
@@ -75,7 +75,7 @@ class Backlog:
                 self.put_off[i] = replace(put_off, held=held)
 
     def pop_held_back(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
-        """Up to `count` prompts that were held back and are not `busy` any more, in order."""
+        """Remove and return up to `count` held-back prompts that are not `busy`, in order."""
         usable: list[DrawnPrompt] = []
         kept: deque[DrawnPrompt] = deque()
         for prompt in self.held_back:
@@ -88,9 +88,9 @@ class Backlog:
         return usable
 
     def draw(self, drawn: Iterable[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
-        """Takes in what the data gave; returns what can be used now, keeps the rest for later.
+        """Accept prompts drawn from the data; return those usable now, hold back the others.
 
-        `busy` prompts are in the put-off queue or in the round already, from the end of the last
+        `busy` prompts are already in the put-off queue or in the round, from the end of the last
         epoch.
         """
         usable: list[DrawnPrompt] = []

@@ -1,8 +1,8 @@
-"""What becomes of responses and groups: scored, kept, given up, dropped or put off.
+"""The outcome of responses and groups: scored, kept, given up, dropped or put off.
 
-Owns the races of the open rounds: the order of finishers, and the `bound` and `cut` that follow
-from it, are written here alone. Who has lost by them is decided in `race`. Work is given up in one
-place, `give_up`: whoever finds that a response has lost, wherever it waits or runs, ends there.
+Owns the races of the open rounds: only this module writes the order of finishers and the `bound`
+and `cut` that follow from it. `race` decides which responses have lost. Every response that has
+lost, waiting or running, is given up in `give_up`.
 """
 
 import bisect
@@ -23,11 +23,11 @@ class GroupFilter:
     def __init__(
         self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
     ) -> None:
-        # groups in which nothing goes on any more, until they are judged
+        # groups whose responses are all resolved, or that are out of the race; not yet judged
         self.settled: list[Group] = []
         self.unscored = UnscoredSteps(settings, outbox)
         # Group.key -> seconds of the slowest test of any right answer so far, from which the reward
-        # "code" takes its limit; nothing with run.deterministic, where limits are fixed
+        # "code" takes its limit; empty with run.deterministic, where limits are fixed
         self.slowest_s: dict[str, float] = {}
         self._settings = settings
         self._table = table
@@ -37,7 +37,7 @@ class GroupFilter:
     # Responses
 
     def pop_waiting(self, most: int) -> list[Response]:
-        """From the head of the queue; what has lost while it waited needs no slot."""
+        """Remove and return up to `most` responses from the queue; give up those that have lost."""
         taken: list[Response] = []
         while len(taken) < most and (response := self._table.queue.pop()) is not None:
             if race.has_lost(response):
@@ -47,7 +47,7 @@ class GroupFilter:
         return taken
 
     def finish(self, response: Response, reason: FinishReason) -> None:
-        """No more tokens will come. Nobody needs its score if it has lost already."""
+        """Mark a response as finished and request its score, unless it has lost the race."""
         response.finish_reason = reason
         self._table.num_finished += 1
         self._table.release(response)
@@ -58,7 +58,7 @@ class GroupFilter:
             self._outbox.score(response)
 
     def score(self, scored: ResponseScored) -> None:
-        """Takes the score of a finished response."""
+        """Store the score of a finished response."""
         name, reward = scored.response, scored.reward
         response = self._table.responses.get(name)
         if response is None or response.attempt != scored.attempt or response.scored:
@@ -79,7 +79,7 @@ class GroupFilter:
             self._count(response)
 
     def count_finished(self, responses: list[Response]) -> None:
-        """Of groups that are continued: responses that finished before count in this round, too."""
+        """Count the responses of continued groups that finished in an earlier round."""
         for response in responses:
             if response.state is ResponseState.DONE and response.scored:
                 self._count(response)
@@ -87,7 +87,7 @@ class GroupFilter:
                 self._outbox.score(response)
 
     def _count(self, response: Response) -> None:
-        """A response has its score; siblings may have lost by it."""
+        """Count a scored response as a finisher; give up siblings that have lost by it."""
         group, reward = response.group, response.reward
         if reward is not None or group.round.is_eval or self._settings.skips_unscored:
             group.round.num_scores += 1
@@ -104,9 +104,9 @@ class GroupFilter:
             self.slowest_s[key] = max(seconds, self.slowest_s.get(key, 0.0))
 
     def give_up(self, response: Response) -> None:
-        """It is out of the race, wherever it is.
+        """Remove a response from the race, in any state.
 
-        One that has finished waits for its score all the same, without consequence.
+        A finished response still waits for its score, without consequence.
         """
         if response.resolved:
             return
@@ -117,7 +117,7 @@ class GroupFilter:
         self._settle(response)
 
     def _settle(self, response: Response) -> None:
-        """Nothing that it still does matters to its group."""
+        """Mark a response as resolved: its group no longer depends on it."""
         group = response.group
         response.resolved = True
         group.num_open -= 1
@@ -129,8 +129,7 @@ class GroupFilter:
     # Groups
 
     def close_settled_groups(self) -> list[Round]:
-        """Groups in which nothing goes on any more are complete, or have lost the race of their
-        round. Returns the rounds they belong to."""
+        """Complete or eliminate the settled groups. Return their rounds."""
         touched: dict[Round, None] = {}
         while self.settled:
             group = self.settled.pop()
@@ -158,11 +157,10 @@ class GroupFilter:
                 self.give_up(lost)
 
     def _eliminate(self, group: Group) -> None:
-        """It will not be complete. A race puts it off when it ends, whether it is too long or has
-        too few scores.
+        """Give up a group that cannot become complete.
 
-        Which of the two is known first would depend on time; in a round that does not race it is
-        dropped.
+        A race puts the group off when it ends, whether it is too long or has too few scores: which
+        of the two is known first depends on time. A round without a race drops it.
         """
         if group.round.races:
             self._give_up_all(group)
@@ -170,7 +168,7 @@ class GroupFilter:
             self._drop(group)
 
     def accept_decided(self, round: Round) -> None:
-        """Accepts the groups that are certain to belong to the step; says when to look again."""
+        """Accept the groups that are certain to belong to the step; set the next recheck."""
         round.recheck_at = race.next_recheck(round)
         accepted = race.decided_groups(self._settings, round)
         for group in accepted:
@@ -178,7 +176,7 @@ class GroupFilter:
         round.accepted += accepted
 
     def end(self, round: Round) -> None:
-        """The round closes without the groups that it has not accepted."""
+        """Put off the groups that a closing round has not accepted."""
         for group in round.groups.values():
             if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
                 self._put_off_group(group)
@@ -213,7 +211,7 @@ class GroupFilter:
 
 
 class _Tally:
-    """Of a round that is open."""
+    """Scores and failures of an open round."""
 
     def __init__(self) -> None:
         self.num_scored = 0
@@ -222,11 +220,11 @@ class _Tally:
 
 
 class UnscoredSteps:
-    """Steps without any score, after which a run ends, since nothing can be learned from them.
+    """Steps without any score, after which a run ends: they provide no training signal.
 
-    A run in which nothing was ever scored ends with its first such step or evaluation: its reward
-    is wrong, and no later step will differ. Once rewards have worked, what they need may be missing
-    for a while (a judge that is overloaded): then it takes `max_unscored_steps` in a row.
+    A run without any score so far ends with its first such step or evaluation: the reward function
+    is wrong, and later steps would not differ. After the first score the cause may be temporary (an
+    overloaded judge), and the run ends after `max_unscored_steps` in a row.
     """
 
     def __init__(self, settings: Settings, outbox: Outbox) -> None:
@@ -239,8 +237,8 @@ class UnscoredSteps:
         self._in_a_row = 0
 
     def count(self, round: Round, response: str, failure: str | None) -> None:
-        """What the reward functions said of a response; `failure` None: it has a score. The first
-        failure of a round is told: hundreds may fail for the same reason."""
+        """Count a response, scored if `failure` is None. Only the first failure of a round is
+        reported: hundreds may fail for the same reason."""
         tally = self._open.setdefault((round.step, round.is_eval), _Tally())
         if failure is None:
             tally.num_scored += 1
@@ -252,7 +250,7 @@ class UnscoredSteps:
             self._outbox.warn(f"no reward for {response}: {failure}")
 
     def close(self, round: Round, num_trained: int) -> None:
-        """A round has closed; `num_trained` responses were trained in the run before."""
+        """Judge a closed round; `num_trained` responses were trained in the run before."""
         tally = self._open.pop((round.step, round.is_eval), _Tally())
         if tally.num_scored or not tally.num_failed:
             self._in_a_row = 0 if tally.num_scored and not round.is_eval else self._in_a_row
@@ -268,5 +266,5 @@ class UnscoredSteps:
             self._outbox.warn(text)
 
     def forgive(self) -> None:
-        """The run is resumed: whatever was wrong may have been mended."""
+        """Reset the trouble of a resumed run: the cause may have been fixed."""
         self.trouble, self._in_a_row = None, 0

@@ -1,14 +1,14 @@
-"""Which update of its step each accepted group belongs to, and when it may be sent. Pure.
+"""The mini-batch of each accepted group, and when the group may be sent. Pure.
 
-Groups are accepted in about the order of their lengths, so that mini-batches cut by arrival are
-sorted by length: the longest responses would always be trained last, clipped most, and with token
+Groups are accepted in about the order of their lengths, so mini-batches cut by arrival are sorted
+by length: the longest responses would always be trained last, be clipped most, and with token
 normalisation weigh least. With the order "random" the prompts of a round are shuffled when they are
-drawn, by a permutation of their positions that depends on the run's seed and the step alone; the
-first `prompts_per_step / mini_batches` of them that are accepted are the first mini-batch, and so
-on. That is independent of lengths, arrival, machines and restarts, and needs no state: a step that
+drawn, by a permutation of their positions that depends only on the run's seed and the step; the
+first `prompts_per_step / mini_batches` accepted ones are the first mini-batch, and so on. The
+result is independent of lengths, arrival, machines and restarts, and needs no state: a step that
 is trained again, or recovered from the journal, has the same mini-batches.
 
-A group is sent once its mini-batch can be no other one and all before it are complete: the trainer
+A group is sent once its mini-batch is final and all earlier mini-batches are complete: the trainer
 updates when the next mini-batch begins. Prompts that replace dropped groups (dynamic sampling)
 come last, in the order in which they are drawn, so that none moves a group that was sent.
 """
@@ -23,7 +23,7 @@ ALIVE = frozenset({GroupState.OPEN, GroupState.COMPLETE, GroupState.ACCEPTED})
 
 
 def size(settings: Settings) -> int:
-    """Groups of a mini-batch."""
+    """Return the number of groups in a mini-batch."""
     return settings.prompts_per_step // settings.mini_batches
 
 
@@ -32,10 +32,10 @@ def is_shuffled(settings: Settings) -> bool:
 
 
 def assign(settings: Settings, round: Round) -> None:
-    """Appends to `round.in_turn` the accepted groups that may be trained now, and writes the
-    mini-batch of each.
+    """Append to `round.in_turn` the accepted groups that may be trained now; set the mini-batch of
+    each.
 
-    A mini-batch has exactly `size` groups, but for the last one: a step may have fewer groups than
+    A mini-batch has exactly `size` groups, except the last one: a step may have fewer groups than
     mini-batches have room for, and a remainder of less than half a mini-batch joins the one before.
     Therefore a mini-batch begins once half of its groups are accepted. O(n log n) in the groups of
     the round.

@@ -1,7 +1,7 @@
-"""The order of rounds and steps: what is opened, closed and handed to the trainer, and when.
+"""The order of rounds and steps: when rounds are opened, closed and sent to the trainer.
 
-Owns the open rounds' way through their states, and the prompts between rounds. What a round holds
-is decided in `rounds`, who wins it in `race`; which node does the work is no concern of this file.
+Owns the states of the open rounds, and the prompts between rounds. `rounds` decides what a round
+holds, `race` which groups win; this module does not depend on which node does the work.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.messages.training import StepDone
 
 STEPS_REMEMBERED = 8
-DRAWS_PER_ROUND = 32  # of replacements, about; each looks at all prompts of the round
+DRAWS_PER_ROUND = 32  # of replacements, about; each iterates over all prompts of the round
 
 
 class RoundScheduler:
@@ -43,7 +43,7 @@ class RoundScheduler:
         self.step = settings.first_step  # optimizer steps done
         self.evaluated: int | None = None  # the policy version evaluated last
         self._backlog = backlog
-        self.finished = False  # nothing is left to be opened
+        self.finished = False  # no round remains to be opened
         self.trainer_feed = TrainerFeed(fleet, outbox)
         self._settings = settings
         self._fleet = fleet
@@ -60,17 +60,17 @@ class RoundScheduler:
         self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
 
     def _on_settled_groups(self) -> None:
-        """What follows when groups are over: others are drawn for those that are out, and those
-        that nobody can overtake go to the trainer."""
-        # All are closed before: a group that waited may be ahead of others.
+        """Close the settled groups, draw replacements for those that are out, and accept those that
+        are certain."""
+        # All are closed first: a group that waited may be ahead of others.
         for round in self._filter.close_settled_groups():
             if round.state is RoundState.RUNNING and self._draws_now(round):
                 self._draw_more(round)
             self._accept_decided(round)
 
     def _accept_decided(self, round: Round) -> None:
-        """The trainer gets what is certain to belong to the step, while others still generate.
-        Nothing is, before it is known who takes part."""
+        """Send the trainer the groups that are certain, while others still generate. No group is
+        certain while its round is still being filled."""
         is_filling = round.state is RoundState.FILLING
         if round.is_eval or is_filling or not race.is_recheck_due(round):
             return
@@ -83,14 +83,14 @@ class RoundScheduler:
         self._send_accepted(round)
 
     def published(self, now: float) -> None:
-        """A new version has appeared."""
+        """Store the time at which a new version was published."""
         if (round := self.training()) is not None:
             round.published_at = now
 
     # Rounds
 
     def advance(self, now: float) -> None:
-        """Closes what is complete and opens what comes next, as far as it can be done now."""
+        """Close the rounds and the step that are complete; open the next rounds, if possible."""
         self.close_finished_rounds(now)
         published = self._fleet.published
         if published is None:
@@ -107,7 +107,7 @@ class RoundScheduler:
         self._open_next(version, now)
 
     def close_finished_rounds(self, now: float) -> None:
-        """Closes the rounds that are over; opens nothing."""
+        """Close the rounds that are over; open none."""
         self._on_settled_groups()
         for round in tuple(self._table.rounds):
             if (
@@ -118,19 +118,19 @@ class RoundScheduler:
                 self.close_round(round, now)
 
     def finish_step(self, now: float) -> None:
-        """The run is ending; the trainer may still have finished the step that it was at."""
+        """Close the step of an ending run, if the trainer has finished it."""
         if self.is_step_done:
             self._close_step(now)
 
     def _ends_with(self, version: int) -> bool:
-        """Nothing is generated any more once this version is published."""
+        """Return whether no round follows the publication of this version."""
         return version == self._settings.num_steps and not rounds.is_eval_due(
             self._settings, version, self.evaluated
         )
 
     def _open_next(self, version: int, now: float) -> None:
-        """Opens what may start: evaluations between steps, training up to max_staleness ahead."""
-        while not self.draws:  # what the next round is, depends on what this one takes
+        """Open rounds: evaluations between steps, training up to max_staleness ahead."""
+        while not self.draws:  # the kind of the next round depends on what this one takes
             if self._table.rounds and not self._settings.max_staleness:
                 return
             step = self.opened
@@ -151,12 +151,12 @@ class RoundScheduler:
             self.open(rounds.new_round(self._settings, self.next_kind(), step, now))
 
     def next_kind(self) -> RoundKind:
-        """Of the training round that is opened next."""
+        """Return the kind of the training round that is opened next."""
         rounds_open = self._table.rounds
         return rounds.next_kind(self._settings, self._backlog, self.opened, rounds_open)
 
     def open(self, round: Round) -> None:
-        """Lets a round begin: what waits for it, and what is yet to be drawn."""
+        """Open a round: start the prompts that wait for it, and draw the others."""
         self._outbox.record(RoundOpened(round.step, round.kind))
         self.opened += not round.is_eval
         self._table.open(round)
@@ -171,7 +171,7 @@ class RoundScheduler:
         self._draw_more(round)
 
     def _draw_more(self, round: Round) -> None:
-        """Asks for the prompts that a round still needs; starts it when it has all."""
+        """Draw the prompts that a round still needs; start the round when it has all."""
         if round.is_eval or round in self.draws:
             return
         missing = self.num_missing(round)
@@ -189,7 +189,7 @@ class RoundScheduler:
         self._outbox.add(DrawPrompts(round.source, count))
 
     def fill(self, prompts: tuple[DrawnPrompt, ...]) -> None:
-        """The answer to the oldest DrawPrompts."""
+        """Start the prompts that answer the oldest DrawPrompts."""
         self._outbox.record(PromptsDrawn(prompts))
         round = self.draws.popleft()
         if round.is_eval:
@@ -209,19 +209,19 @@ class RoundScheduler:
         self._draw_more(round)
 
     def _draws_now(self, round: Round) -> bool:
-        """Not for every group that is dropped; how many are drawn in the end stays the same."""
+        """Return whether enough prompts are missing for a draw; the total drawn does not change."""
         missing = rounds.num_missing(self._settings, round)
         return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (
             missing > 0 and not round.num_open
         )
 
     def num_missing(self, round: Round) -> int:
-        """Prompts that it must still draw, as far as there are any that it may have."""
+        """Return the number of prompts that a round must still draw, at most those it can draw."""
         missing = rounds.num_missing(self._settings, round)
         return min(missing, self._settings.num_prompts - len(self._busy(round))) if missing else 0
 
     def _busy(self, round: Round) -> set[str]:
-        """Prompts that this round must not draw: it has them, or they wait from the last epoch."""
+        """Return the prompts that this round must not draw: its own, and those put off."""
         put_off = {p.prompt.id for p in self._backlog.put_off}
         return {g.prompt.id for g in round.groups.values()} | put_off
 
@@ -276,16 +276,17 @@ class RoundScheduler:
         self._table.retire()
 
     def train_began(self, round: Round) -> float:
-        """When nothing but training was left of the step of a round that has closed."""
+        """Return when only training was left of the step of a closed round."""
         return max(round.closed_at, self._step_began)
 
     @property
     def usual_train_s(self) -> float | None:
-        """Of the newest steps, from then on to the new version; None before there are any."""
+        """The median seconds from `train_began` to the new version in the newest steps; None before
+        the first step."""
         return median(self._train_s) if self._train_s else None
 
     def training(self) -> Round | None:
-        """The round that the trainer is at; rounds of later steps wait for it."""
+        """Return the round that is being trained; rounds of later steps wait for it."""
         round = self._table.round
         return (
             round if round is not None and not round.is_eval and round.step == self.step else None
@@ -293,8 +294,8 @@ class RoundScheduler:
 
     @property
     def is_step_done(self) -> bool:
-        """The step is over: its round is closed, trained, and its version published; nodes may
-        still have to load it."""
+        """Whether the step is over: its round closed and trained, its version published. Nodes may
+        still have to load the version."""
         round, published = self.training(), self._fleet.published
         if round is None or published is None or round.state is not RoundState.CLOSED:
             return False
@@ -303,7 +304,7 @@ class RoundScheduler:
     # The trainer
 
     def on_step_done(self, done: StepDone) -> None:
-        """The trainer has finished a step; news of any other than the one it is at is ignored."""
+        """Store the StepDone of the current closed round; ignore that of any other step."""
         round = self.training()
         if round is not None and round.state is RoundState.CLOSED and done.step == round.step:
             if self._step_done is None:
@@ -311,18 +312,18 @@ class RoundScheduler:
             self._step_done = done
 
     def has_closed(self, step: int) -> bool:
-        """Whether the trainer is at this step, and all of its groups are known."""
+        """Return whether this step is being trained and all of its groups are known."""
         round = self.training()
         return round is not None and round.step == step and round.state is RoundState.CLOSED
 
     def why_not_at(self, version: int) -> str | None:
-        """Why a trainer cannot stand there that has come, in one line; None if it can."""
+        """Return why a trainer cannot join at this version, in one line; None if it can."""
         published = self._fleet.published
         newest = published.policy_version if published is not None else -1
         if version <= newest or (newest < 0 and version == self.step):
             return None
         if version == newest + 1 == self.step + 1 and self.has_closed(self.step):
-            return None  # it trained the step, and the coordinator was gone when it said so
+            return None  # it trained the step, and the coordinator was down when it reported that
         return (
             f"the trainer is at step {version}, the run at step {self.step}: its checkpoints "
             "belong to another journal"
@@ -330,14 +331,14 @@ class RoundScheduler:
 
     @property
     def is_handing_over(self) -> bool:
-        """All groups of the step are known, and the trainer has not been sent all of them."""
+        """Whether all groups of the step are known and not all of them are sent to the trainer."""
         round = self.training()
         return (
             round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
         )
 
     def feed_trainer(self, has_come: bool) -> None:
-        """The trainer stands at another step, or `has_come` and has said where it stands."""
+        """Feed the trainer, which has reported another step, or its step because it `has_come`."""
         trained_step, round = self.trainer_feed.trained_step, self.training()
         if (
             has_come
@@ -345,13 +346,13 @@ class RoundScheduler:
             and round is not None
             and trained_step > round.step
         ):
-            # What it said of the step is lost if it, or we, were gone then; if not, it says it
-            # again.
+            # Its StepDone is lost if the trainer or the coordinator was down then; otherwise the
+            # trainer sends it again.
             self._step_done = self._step_done or StepDone(round.step, trained_step, {})
         self.trainer_feed.feed(round)
 
     def go_on(self) -> None:
-        """The trainer has its devices again."""
+        """Resume the feed: the trainer has its devices again."""
         self.trainer_feed.go_on(self.training())
 
     def shards_taken(self, step: int, index: int) -> None:

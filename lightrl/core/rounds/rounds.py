@@ -1,32 +1,31 @@
-"""What a round holds and which comes next: tail batching. Pure decisions; no messages, no nodes.
+"""Tail batching: the prompts of a round and the kind of the next. Pure; no messages, no nodes.
 
 A synchronous step waits for its longest response. Short rounds launch more prompts than they need
-and put off those that run long; long rounds run these together, when as many wait as a step holds.
-With eta = 1.25 a quarter of a step is put off each time, so four short rounds are followed by one
-long. (RollPacker, arXiv 2509.21009, section 4.1; the rest of an epoch and fairness are not said
-there.)
+and put off those that run long; a long round runs these together, when as many wait as a step
+holds. With eta = 1.25 a quarter of a step is put off each time, so one long round follows four
+short ones. (RollPacker, arXiv 2509.21009, section 4.1; it omits the end of an epoch and fairness.)
 
     put-off queue holds P0 prompts
         -> long:  the first P0 of it, R0 responses each, no surplus
-    else: less than a short round is left of the epoch, or only prompts put off; or the steps
-    that are left of the run could not train what a short round would put off
-        -> flush: the queue and what is left of the epoch, topped up to P0 with prompts of
-                  the next one, no surplus
+    else: less than a short round is left of the epoch, or only prompts put off; or the remaining
+    steps of the run could not train what a short round would put off
+        -> flush: the queue and the rest of the epoch, filled up to P0 with prompts of the
+                  next one, no surplus
     else
         -> short: round(eta P0) new prompts, round(eta R0) responses
 
-The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer
-than the end of its epoch or of the run; nobody is put off twice in an epoch: only short rounds
+The queue is first in, first out, so a prompt waits for about one period of rounds, and at most
+until the end of its epoch or of the run; no prompt is put off twice in an epoch: only short rounds
 race. A run of `num_steps` steps ends with an empty queue, unless groups without scores were put off
-beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: what the next
-epoch brings of it meanwhile is held back.
+beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: if the next
+epoch contains it meanwhile, it is held back.
 
-The responses of a prompt that was put off continue from the tokens that they have
-(`Tail.deferred`), those that finished are kept, of more than R0 the first R0 by index: being put
-off selects none. Their first tokens are of older versions. With "restart" all of them are sampled
-again by the new weights, with the noise that they had. Where the weights have changed so much that
-another response comes, one that was long is replaced by one that need not be, and what is trained
-is shorter; with fresh noise, as in the paper, always (`fresh_noise`, for comparison).
+The responses of a deferred prompt continue from their tokens (`Tail.deferred`). Finished responses
+are kept; of more than R0, the first R0 by index, so that deferral selects none. Their first tokens
+are of older versions. With "restart" all responses are sampled again by the new weights, with the
+same noise. Where the weights have changed enough to produce a different response, a long response
+may be replaced by a shorter one, and the trained responses become shorter; with fresh noise, as in
+the paper, this always happens (`fresh_noise`, for comparison).
 """
 
 import hashlib
@@ -48,7 +47,7 @@ from lightrl.core.state import (
     RoundState,
 )
 
-MAX_REDRAWS = 8  # a round draws at most so many times the prompts that it needs (dynamic sampling)
+MAX_REDRAWS = 8  # a round draws at most this many times its needed prompts (dynamic sampling)
 # of the last cut: a prompt that took longer in the last epoch is put off unseen
 FORESEEN_MARGIN = 1.5
 
@@ -56,8 +55,8 @@ FORESEEN_MARGIN = 1.5
 def next_kind(
     settings: Settings, backlog: Backlog, step: int, open_rounds: Iterable[Round]
 ) -> RoundKind:
-    """Of the training round of this step. What it takes from the backlog is taken by
-    `first_prompts`."""
+    """Return the kind of the training round of this step; `first_prompts` takes its prompts from
+    the backlog."""
     if not settings.tail.races:
         return "plain"
     if len(backlog.put_off) >= settings.prompts_per_step:
@@ -74,7 +73,7 @@ def next_kind(
 
 
 def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Round:
-    """Without any prompts yet: the training round of this step, or the evaluation before it."""
+    """Return the training round of this step, or the evaluation before it, without prompts."""
     if kind == "eval":
         return evaluation(settings, step, now)
     races = kind == "short"
@@ -88,8 +87,8 @@ def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Rou
 
 
 def evaluation(settings: Settings, step: int, now: float) -> Round:
-    """Of the policy after `step` steps; the prompts of all sets at once, so that none waits for the
-    longest responses of another; nothing raced or dropped."""
+    """Return the evaluation round of the policy after `step` steps, with the prompts of all sets,
+    so that no set waits for the longest responses of another; without races or drops."""
     return Round(
         kind="eval",
         step=step,
@@ -100,23 +99,24 @@ def evaluation(settings: Settings, step: int, now: float) -> Round:
 
 
 def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
-    """Before the first step, after the last, every `eval_interval` in between; once each."""
+    """Return whether an evaluation is due: once before the first step, after the last, and every
+    `eval_interval` steps."""
     done = step == settings.num_steps
     due = step == 0 or done or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
     return settings.num_eval_prompts > 0 and due and evaluated != step
 
 
 def first_prompts(round: Round, backlog: Backlog) -> list[Deferred]:
-    """Prompts that wait and belong into this round, before any is drawn."""
+    """Remove and return the waiting prompts that belong to this round, before any is drawn."""
     return backlog.pop_oldest(round.needed) if round.kind in {"long", "flush"} else []
 
 
 def num_missing(settings: Settings, round: Round) -> int:
-    """Prompts that this round must still draw.
+    """Return the number of prompts that this round must still draw.
 
-    While it is being filled: up to what it launches. Later only with dynamic sampling, when so many
-    groups are out that those left cannot fill the step. How many are drawn then depends on the
-    samples alone, not on time: a race has no cut before it has enough groups that may be trained.
+    A round that is being filled draws up to `prompts_launched`. Later a round draws only with
+    dynamic sampling, when too few groups are left to fill the step. The number then depends only on
+    the samples, not on time: a race has no cut before it has enough groups that may be trained.
     """
     if round.state is RoundState.FILLING:
         return round.prompts_launched - len(round.groups)
@@ -134,10 +134,10 @@ def put_off_unseen(
     predictor: LengthPredictor,
     last_cut: int,
 ) -> list[DrawnPrompt]:
-    """Those of a short round's prompts that will lose its race, to judge by their last epoch.
+    """Return the prompts of a short round that their last epoch predicts to lose its race.
 
-    Saves what they would have generated until the cut. At most half of the surplus, the longest: a
-    prompt that runs long by chance is not foreseen, and needs the other half.
+    Saves the tokens until the cut. Returns at most half of the surplus, the longest: a prompt that
+    runs long by chance is not foreseen, and needs the other half.
     """
     already = settings.prompts_launched - round.prompts_launched
     most = (settings.prompts_launched - round.needed) // 2 - already
@@ -151,7 +151,7 @@ def put_off_unseen(
 def add(
     settings: Settings, round: Round, prompts: Iterable[Deferred], predictor: LengthPredictor
 ) -> list[Response]:
-    """Makes groups of a round for these prompts; returns their responses.
+    """Create groups of a round for these prompts; return their responses.
 
     A response's name, and so its noise, depends on the prompt, the epoch (for an evaluation: the
     policy version) and its number in the group, never on time, placement or machine.
@@ -177,10 +177,10 @@ def add(
 
 
 def _continue(response: Response, before: HeldResponse) -> None:
-    """Gives a new response what the round that put its group off left of it.
+    """Restore a new response from its state when its group was put off.
 
-    One that finished there is done. Without a score it is scored under a new attempt: the result of
-    an earlier request may still arrive.
+    A finished response is done. Without a score it is scored under a new attempt: the result of an
+    earlier request may still arrive.
     """
     response.tokens, response.logprobs = decode("i", before.tokens), decode("f", before.logprobs)
     response.starts = list(before.starts)
@@ -194,8 +194,8 @@ def _continue(response: Response, before: HeldResponse) -> None:
 
 
 def hold(settings: Settings, response: Response) -> HeldResponse:
-    """What is kept of a response of a group that is put off: to continue it, or, where it restarts,
-    to compare the two."""
+    """Return what is kept of a response whose group is put off: to continue it, or, where it
+    restarts, to compare both."""
     return HeldResponse(
         encode(response.tokens),
         encode(response.logprobs) if settings.tail.continues else b"",
@@ -206,12 +206,12 @@ def hold(settings: Settings, response: Response) -> HeldResponse:
 
 
 def num_launched(settings: Settings, group: Group) -> int:
-    """Responses that are begun for a prompt."""
+    """Return the number of responses that are launched for a group."""
     return settings.responses_launched if group.round.races else group.size
 
 
 def _new_group(settings: Settings, round: Round, held: Deferred) -> Group:
-    """Without responses. How it is sampled is said by the set that an evaluation has it from."""
+    """Return a group without responses. In an evaluation its prompt's set defines the sampling."""
     label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
     if settings.tail.fresh_noise and held.attempts:
         label += f"'{round.step}"
@@ -235,27 +235,27 @@ def _new_group(settings: Settings, round: Round, held: Deferred) -> Group:
 
 
 def sample_seed(run_seed: int, response: str) -> int:
-    """Seed of a response's noise, 0 <= seed < 2**63: with the position it determines every sampled
-    token."""
+    """Return the seed of a response's noise, 0 <= seed < 2**63. Seed and position determine every
+    sampled token."""
     digest = hashlib.blake2b(f"{run_seed} {response}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Staleness(NamedTuple):
-    """Of one response when it is trained; synchronous training has (1, 0, 0)."""
+    """Staleness of one response when it is trained; synchronous training has (1, 0, 0)."""
 
     # versions that sampled its tokens
     span: int
     # trainer's version minus the newest of them
     newest_gap: int
-    # trainer's version minus the oldest: this is what max_staleness bounds
+    # trainer's version minus the oldest, at most max_staleness
     oldest_gap: int
 
 
 def staleness(spans: Sequence[tuple[int, int]], version: int) -> Staleness:
-    """`spans` are (policy version, tokens) in order; `version` is the one that is being updated.
+    """Return the staleness of a response when `version` is updated.
 
-    A response without tokens is as fresh as can be.
+    `spans` are (policy version, tokens) in order; without tokens the result is (0, 0, 0).
     """
     versions = [v for v, num_tokens in spans if num_tokens]
     if not versions:
@@ -264,11 +264,10 @@ def staleness(spans: Sequence[tuple[int, int]], version: int) -> Staleness:
 
 
 def admissible(max_staleness: int, version: int, batch: int, admitted: int) -> int:
-    """How many more prompts may start while `version` is the newest.
+    """Return how many more prompts may start while `version` is the newest.
 
     (max_staleness + version + 1) * batch - (accepted + running), as in AReaL (arXiv 2505.24298,
-    section 5.1). Steps train what was admitted in the order of its admission, so a prompt that
-    starts under version v is trained at version v + max_staleness at the latest: nothing slow is
-    ever dropped.
+    section 5.1). Steps train prompts in the order of their admission, so a prompt that starts under
+    version v is trained at version v + max_staleness at the latest: no slow prompt is ever dropped.
     """
     return (max_staleness + version + 1) * batch - admitted

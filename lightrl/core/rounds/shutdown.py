@@ -56,7 +56,7 @@ class Shutdown:
 
     def conclude(self) -> None:
         """End the run once all nodes have left. Other trainer nodes are asked after the leader has
-        left, which needs them for its last checkpoint."""
+        left: its last checkpoint needs them."""
         if self._fleet.trainer is None and not self.awaits_trainer:
             for name in self._fleet.trainers.names:
                 if name not in self._dismissed:
@@ -81,7 +81,7 @@ class Shutdown:
 
     @property
     def patience_ends_at(self) -> float | None:
-        """When a run that has lost its trainer gives up waiting for it."""
+        """When a run without a trainer stops waiting for one."""
         since = self._trainer_feed.missing_since
         if since is None or (self.has_begun and not self.awaits_trainer):
             return None

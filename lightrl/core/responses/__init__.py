@@ -1,1 +1,1 @@
-"""Where every response is, its tokens, and which node samples it. Pure."""
+"""Responses: their places, their tokens, and the nodes that sample them. Pure."""

@@ -1,7 +1,7 @@
-"""Tokens of responses come in here: from nodes, which are not trusted, and from the journal.
+"""Accept tokens of responses: from nodes, which are not trusted, and from the journal.
 
-Owns what a chunk must be like, and which part of it is new. Whoever takes tokens ends in `_append`;
-what becomes of a response by them is for `group_filter`, where it runs for `responses`.
+Owns the checks of a chunk, and which part of it is new. All accepted tokens are appended by
+`_append`. `group_filter` decides the outcome of a response, `responses` the node it runs at.
 """
 
 import math
@@ -31,7 +31,7 @@ class Arrivals:
     _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
 
     def accept(self, node: Node, chunk: TokenChunk, now: float) -> str | None:
-        """Takes what is new in a chunk; returns what shows that its sender cannot be trusted."""
+        """Accept the new part of a chunk; return the reason if its sender cannot be trusted."""
         table, version = self._table, chunk.policy_version
         if chunk.digest not in self._fleet.digests.get(version, ()):
             table.counters.bad_chunks += 1
@@ -45,7 +45,7 @@ class Arrivals:
                 (response.node is node and response.attempt == item.attempt)
                 or self._comes_back(node, response, version, item)
             ):
-                table.counters.chunks_ignored += 1  # late news of an attempt we gave up on
+                table.counters.chunks_ignored += 1  # late tokens of an attempt that was given up
             elif (problem := self._extend(node, response, version, item)) is not None:
                 table.counters.bad_chunks += 1
                 break
@@ -61,7 +61,7 @@ class Arrivals:
     def _extend(
         self, node: Node, response: Response, version: int, item: ResponseTokens
     ) -> str | None:
-        """Runs for every response in every chunk: no more work than must be."""
+        """Accept the new tokens of one response. Performance-critical: runs for every item."""
         settings, group, round = self._settings, response.group, response.group.round
         if not round.step - settings.max_staleness <= version <= round.step:
             return f"sent tokens of version {version} for step {round.step}"
@@ -71,7 +71,7 @@ class Arrivals:
             return "sent a malformed chunk"
         held = len(response.tokens)
         known = held - item.offset
-        if known < 0:  # a hole: resume from what we hold
+        if known < 0:  # a hole: resume from the held tokens
             self._table.counters.holes += 1
             self._table.abort(response)
             self._table.requeue(response)
@@ -96,7 +96,7 @@ class Arrivals:
         if finish is None:
             if held >= group.bound or held >= round.cut:  # as race.has_lost
                 self._filter.give_up(response)
-        elif finish == "abort":  # the node gave it up: it drains, or loads a new version
+        elif finish == "abort":  # the node gave the response up: it drains, or loads a new version
             self._table.counters.responses_moved += 1
             self._table.requeue(response)
         else:
@@ -106,9 +106,9 @@ class Arrivals:
     def _comes_back(
         self, node: Node, response: Response, version: int, item: ResponseTokens
     ) -> bool:
-        """A node kept what it finished while nobody heard it. Its tokens are those that any other
-        node would sample, so a response that only waits takes them; it is then as if it ran
-        there."""
+        """Return whether a queued response accepts tokens that a node finished while disconnected.
+
+        Any other node would sample the same tokens. The response then counts as running there."""
         has_ended = item.finish_reason in {"stop", "length"}
         if response.state is not ResponseState.QUEUED or not has_ended:
             return False
@@ -123,7 +123,7 @@ class Arrivals:
         return True
 
     def replay(self, version: int, item: ResponseTokens) -> None:
-        """Tokens that were accepted before the coordinator was started again."""
+        """Append tokens from the journal, accepted before the coordinator was restarted."""
         response = self._table.responses.get(item.response)
         if response is None or response.state is not ResponseState.QUEUED:
             return
@@ -145,7 +145,7 @@ class Arrivals:
 
 
 def _append(response: Response, version: int, token_ids: bytes, logprobs: bytes) -> None:
-    """The one way for tokens into a response, whoever has them."""
+    """Append tokens to a response; every source of tokens uses this function."""
     if response.version != version:
         response.version = version
         response.starts.append((version, len(response.tokens)))

@@ -1,8 +1,8 @@
-"""Continuous balance: running responses go on where they are done sooner.
+"""Continuous balance: move running responses to nodes that finish them sooner.
 
-Owns when that is looked at. What goes where is decided in `placement` and `stragglers`. Who has
-room gets waiting work first, but for a response that a slow node holds and that would end the
-round. When nothing waits, what others have too much moves.
+Owns the times at which moves are considered. `placement` and `stragglers` decide the moves. Nodes
+with room get waiting work first, except for a response at a slow node that would finish last in the
+round. When no response waits, surplus work of other nodes moves.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response
 
-# At least so long between two looks at all nodes, and so much longer for each: looking then takes
-# under one percent of the time.
+# Minimum seconds between two calls of `look`, and additional seconds for each node: `look` then
+# takes under one percent of the time.
 PAUSE_S = 0.5
 PAUSE_S_PER_NODE = 0.002
 
@@ -31,19 +31,19 @@ class Balance:
     ) -> None:
         self.deadline: float | None = None  # of the next look
         self._looked_at = now
-        self._stragglers: list[Response] = []  # as of the last look; the last to be done at the end
+        self._stragglers: list[Response] = []  # as of the last look; those that finish last at the end
         self._settings = settings
         self._fleet = fleet
         self._table = table
         self._expect = expect
 
     def relieve(self) -> None:
-        """Room that would go to what waits goes to stragglers, where that pays; what waits gets the
-        slots that they leave."""
+        """Move stragglers into free slots where that pays; waiting responses get the slots that the
+        stragglers leave."""
         if not self._stragglers:
             return
         if not self._table.queue:
-            self._stragglers = []  # all that runs is looked at then
+            self._stragglers = []  # then `look` considers all running responses
             return
         for node in self._table.roomy():
             while self._stragglers and node.room > 0:
@@ -71,8 +71,8 @@ class Balance:
         )
 
     def plan(self, now: float, has_ended: bool) -> None:
-        """Soon after a node got room that nothing waits for, or became slow, and while something
-        waits; not often: it looks at all nodes. Runs after every event."""
+        """Set the deadline of the next look: soon after a node got room without waiting work, or
+        became slow, and while work waits. A look examines all nodes. Runs after every event."""
         if has_ended or not self._settings.migration or not self._is_worth_a_look():
             self.deadline = None
         elif self.deadline is None:
@@ -86,11 +86,11 @@ class Balance:
             return table.has_idle_room
         if len(self._fleet.ready) < 2 or not table.num_running:
             return False
-        # before any tokens came nobody is known to be slow
+        # before the first tokens no node can be classified as slow
         return counters.rollout_tokens + counters.eval_tokens > 0
 
     def look(self, now: float) -> None:
-        """The time has come, or not yet."""
+        """Move running responses, or update the stragglers, if the deadline has passed."""
         if self.deadline is None or now < self.deadline:
             return
         self.deadline, self._looked_at = None, now
@@ -102,7 +102,7 @@ class Balance:
         nodes = [n for n in ready if n.speed.num_observed or not n.running]
         chunk_tokens = self._settings.chunk_tokens
         self._table.generate(placement.moves(nodes, self._expect, chunk_tokens))
-        self._table.mark_idle()  # looked at again: a prediction may turn out wrong meanwhile
+        self._table.mark_idle()  # for the next look: a prediction may turn out wrong meanwhile
 
 
 SLOW = 1.25  # times as long as at the fastest, for a token
@@ -111,11 +111,11 @@ SLOW = 1.25  # times as long as at the fastest, for a token
 def stragglers(
     nodes: Sequence[Node], waiting_tokens: float, foresee: LengthForecast
 ) -> list[Response]:
-    """Those that would run on where they are when everything else could be done; the last at the
+    """Return the responses that would still run after all others could be done; the last at the
     end.
 
-    Done is everything, at the earliest, when all tokens that run and wait are sampled at the best
-    throughput of all nodes together. O(nodes); with a slow one among them, what runs as well.
+    The earliest end of all work is estimated from the tokens of running and waiting responses and
+    the best throughput of all nodes. O(nodes), plus O(running responses) if a node is slow.
     """
     busy = [n for n in nodes if n.running and n.speed.num_observed]
     paces = {n.name: n.speed.step_s(len(n.running)) for n in busy}

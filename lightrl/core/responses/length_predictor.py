@@ -1,8 +1,8 @@
-"""How long responses will be, foreseen from earlier epochs and from finished siblings.
+"""Predict lengths of responses from earlier epochs and from finished siblings.
 
-Owns what is remembered of lengths. A prediction orders work and guides placement; a wrong one costs
-time, never correctness. Lengths of one prompt hardly change rank from epoch to epoch (RhymeRL,
-arXiv 2508.18588, section 3: 2 to 4 % of the responses do strongly).
+Owns the stored lengths. A prediction orders work and guides placement; a wrong one costs time,
+never correctness. Lengths of one prompt hardly change rank from epoch to epoch (RhymeRL, arXiv
+2508.18588, section 3: 2 to 4 % of the responses do strongly).
 """
 
 import math
@@ -17,7 +17,7 @@ FORGET = 0.5  # weight of earlier rounds in the overall distribution
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is remembered, as plain data."""
+    """The state of a LengthPredictor as plain data."""
 
     lengths: dict[str, tuple[int, list[int]]] = field(
         default_factory=dict[str, tuple[int, list[int]]]
@@ -45,14 +45,14 @@ class LengthPredictor:
         return Memory(dict(self._lengths), dict(self._finished), counts, dict(self._longest))
 
     def recall(self, memory: Memory) -> None:
-        """Everything known is replaced."""
+        """Replace the whole state."""
         self._lengths, self._finished = dict(memory.lengths), dict(memory.finished)
         self._longest = dict(memory.longest)
         self._counts = list(memory.counts) or [0.0] * NUM_BINS
         self._means = None
 
     def learn(self, round: Round) -> None:
-        """From a round that has closed."""
+        """Learn the lengths of a closed training round."""
         self._counts = [FORGET * c for c in self._counts]
         self._means = None
         for group in round.groups.values():
@@ -64,8 +64,8 @@ class LengthPredictor:
             self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
 
     def learn_evaluation(self, round: Round) -> None:
-        """What an evaluation says of its own prompts; of training it says nothing, that samples
-        otherwise and is cut elsewhere."""
+        """Learn the lengths of a closed evaluation, for its own prompts only: training has another
+        sampling and another limit."""
         longest: dict[str, int] = {}
         for group in round.groups.values():
             lengths = [len(r.tokens) for r in group.responses if r.tokens]
@@ -75,12 +75,12 @@ class LengthPredictor:
         self._longest = longest
 
     def longest_of_set(self, group: Group) -> int:
-        """The longest response that an evaluation had last of the set that this prompt is of; its
-        limit, if none is known."""
+        """Return the longest response of the group's set in the last evaluation; the limit of the
+        group, if none is known."""
         return self._longest.get(group.set, group.max_response_tokens)
 
     def _remember(self, group: Group) -> None:
-        """A group that was put off says less than its last epoch, unless it came farther."""
+        """Store a group's lengths; for a deferred group, only as lower bounds of its last epoch."""
         lengths = [len(r.tokens) for r in group.responses if r.tokens]
         epoch, older = self._lengths.get(group.prompt.id, (-1, []))
         if group.state is GroupState.DEFERRED and epoch < group.prompt.epoch and older:
@@ -90,13 +90,13 @@ class LengthPredictor:
             self._lengths[group.prompt.id] = (group.prompt.epoch, lengths)
 
     def mean(self, group: Group) -> float | None:
-        """Expected length of the group's responses; None = earlier epochs say nothing."""
+        """Return the expected length of the group's responses; None without an earlier epoch."""
         epoch, known = self._lengths.get(group.prompt.id, (0, []))
         is_new = group.round.is_eval or epoch >= group.prompt.epoch
         return None if is_new or not known else sum(known) / len(known)
 
     def expect(self, response: Response) -> float:
-        """Expected whole length of a response that goes on, given what it has already.
+        """Return the expected total length of an unfinished response, given its tokens so far.
 
         The mean of the longer ones among its prompt's last epoch, or evaluation, and its finished
         siblings; where there are none, of all responses of recent rounds, or the limit.
@@ -108,24 +108,24 @@ class LengthPredictor:
             longer += [len(r.tokens) for r in group.responses if r.scored and len(r.tokens) > held]
         if longer:
             return sum(longer) / len(longer)
-        if group.round.is_eval:  # of a set with a higher limit first: nothing else tells them apart
+        if group.round.is_eval:  # sets with a higher limit first: no other difference is known
             return float(group.max_response_tokens)
         return min(self._tail_mean(held), float(group.max_response_tokens))
 
     def expect_longest(self, response: Response) -> float:
-        """As if nothing were known."""
+        """Return the limit of the response; ignores all stored lengths."""
         return float(response.group.max_response_tokens)
 
     def finished(self, prompt: str) -> int | None:
-        """When this prompt's group finished in its last epoch: the length of its longest kept
-        response.
+        """Return the finishing time of this prompt's group in its last epoch: the length of its
+        longest kept response.
 
-        Depends on samples alone, unlike how far a response had come that was given up.
+        Depends only on samples, unlike the length of a response that was given up.
         """
         return self._finished.get(prompt)
 
     def _tail_mean(self, held: int) -> float:
-        """Mean length of recent responses longer than `held`; with none, twice what is held."""
+        """Return the mean length of recent responses longer than `held`; 2 * held + 1 without."""
         if self._means is None:
             self._means = [0.0] * NUM_BINS
             total = weight = 0.0

@@ -1,13 +1,12 @@
-"""Which node gets which response, and which running responses move. Pure functions of a view of the
-nodes.
+"""Choose the nodes of responses and the responses that move. Pure functions of a view of the nodes.
 
-Both decisions rest on one estimate, `Outlook`: when a node will be done with what it has. A node
-decodes its responses in lock step, and a step takes longer the more they are (`Speed`, a curve
-learned from its chunks) and the more context they hold. A response with so many tokens before it is
-in (tokens / gain) steps: one token comes of a step, more where the node speculates and the response
-has a history to draft from (`Gain`, learned likewise). Summed over the steps until the last
-response is done it says at once what a slow node is worth, what a long response costs alone and
-among others, and where a batch is so large that another node is better.
+Both decisions use one estimate, `Outlook`: when a node will have finished its responses. A node
+decodes its responses in lock step, and a step takes longer with more responses (`Speed`, a curve
+learned from its chunks) and with more context. A response with n remaining tokens takes n / gain
+steps: a step samples one token, or more where the node speculates and the response has a history to
+draft from (`Gain`, also learned from chunks). The sum over the steps until the last response is
+done accounts for slow nodes, for the cost of a long response alone and among others, and for
+batches so large that another node is better.
 """
 
 import heapq
@@ -18,21 +17,21 @@ from dataclasses import dataclass
 
 from lightrl.core.state import Node, Response
 
-LengthForecast = Callable[[Response], float]  # expected whole length of a response that goes on
+LengthForecast = Callable[[Response], float]  # expected total length of an unfinished response
 
-# What a move costs, in engine steps of the receiving node: to sample again what was not sent yet
-# (up to a chunk), and to prefill what is held (16,000 tokens take less than 100 ms where a step
-# takes 17 ms; CPUs are slower).
+# Cost of a move in engine steps of the receiving node: unsent tokens (up to a chunk) are sampled
+# again, held tokens are prefilled (16,000 tokens take less than 100 ms where a step takes 17 ms;
+# CPUs are slower).
 PREFILL_TOKENS_PER_STEP = 256
-# gained seconds for each second a move costs; moving eagerly is known to cost 18 to 20 %
+# gained seconds for each second that a move costs; eager moves cost 18 to 20 %
 MIN_GAIN = 2.0
-SURE = 2.0  # standard errors of the speeds, which a gain may be by mistake
+SURE = 2.0  # standard errors of the speeds that a gain must exceed
 SAME_LENGTH = 1.25  # predicted lengths that differ by less are placed by the same order of nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a response still costs a node."""
+    """Remaining work of a response at a node."""
 
     tokens: float
     # of the engine
@@ -41,7 +40,7 @@ class Work:
 
 @dataclass(slots=True)
 class Outlook:
-    """What a node has before it, as predicted."""
+    """Predicted remaining work of a node."""
 
     node: Node
     # steps of each of its responses, fewest first
@@ -52,7 +51,7 @@ class Outlook:
         return len(self.left)
 
     def finishes_in(self, more: Work | None = None) -> float:
-        """Seconds until all is done, with one more response."""
+        """Return the seconds until all responses are done, with one `more` if given."""
         left = self.left
         if more is not None:
             at = bisect(left, more.steps)
@@ -60,7 +59,7 @@ class Outlook:
         return self.node.speed.finishes_in(left)
 
     def key(self, more: Work) -> tuple[float, int, str]:
-        """Orders nodes for one more response; of equal ones the emptier is better."""
+        """Return the sort key of a node for one more response; of equal nodes the emptier wins."""
         return self.finishes_in(more), self.running, self.node.name
 
     def add(self, work: Work) -> None:
@@ -68,7 +67,7 @@ class Outlook:
 
 
 def outlook(node: Node, foresee: LengthForecast) -> Outlook:
-    """As `work_of` all that runs there; a look at all nodes makes no object for each response."""
+    """Return the outlook of a node, as by `work_of`, but without an object for each response."""
     left: list[float] = []
     gain = node.gain.tokens if node.speculates else 0.0
     for r in node.running.values():
@@ -88,7 +87,7 @@ def _work(response: Response, node: Node, tokens: float) -> Work:
 
 @dataclass(slots=True)
 class _Order:
-    """Nodes with free slots, for responses of one kind: who would finish first comes first."""
+    """Nodes with free slots, for responses of one kind, by the time at which they would finish."""
 
     outlooks: dict[str, Outlook]
     # responses, of each node
@@ -107,12 +106,12 @@ class _Order:
             best = self.outlooks[self.heap[0][-1]]
             if self.heap[0][1] == best.running:
                 return best
-            # the other kind's order gave it more
+            # the order of the other kind has added a response
             self.rank(best, _work(response, best.node, tokens))
         return None
 
     def rank(self, best: Outlook, work: Work) -> None:
-        """The first node has got one more."""
+        """Reorder the first node, which has got one more response."""
         if best.running < self.most[best.node.name]:
             heapq.heapreplace(self.heap, best.key(work))
         else:
@@ -122,13 +121,13 @@ class _Order:
 def assign(
     responses: Sequence[Response], nodes: Iterable[Node], foresee: LengthForecast
 ) -> list[tuple[Response, Node]]:
-    """(response, node) for as many of `responses`, in order, as `nodes` have room for.
+    """Return (response, node) for as many of `responses`, in order, as `nodes` have room for.
 
     Credit-based: a node never holds more than its capacity, the rest waits. Each response goes to
     the node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name
-    breaks ties, so runs repeat. Where nodes speculate, responses with history and without have an
-    order of nodes each. With the longest first this is Graham's greedy rule (1969). O(responses log
-    nodes + nodes log(longest / shortest) + what runs at these nodes) if they are in order.
+    breaks ties, so runs are reproducible. Where nodes speculate, responses with and without history
+    use separate orders of nodes. With the longest first this is Graham's greedy rule (1969).
+    O(responses log nodes + nodes log(longest / shortest) + running responses) if sorted by length.
     """
     if not responses:
         return []
@@ -152,11 +151,11 @@ def assign(
 def moves(
     nodes: Sequence[Node], foresee: LengthForecast, chunk_tokens: int = 16
 ) -> list[tuple[Response, Node]]:
-    """Running responses that should go on elsewhere, and where, when nothing waits for a slot.
+    """Return (response, target) of running responses to move, when no response waits for a slot.
 
-    From the node that finishes last, the one with most steps goes to the node that would finish it
-    first, as long as that pays, and that node does not become the last one by it. What earlier
-    moves cost a node counts against it. O((nodes + moves) log nodes + running responses).
+    From the node that finishes last, the response with most steps moves to the node that would
+    finish it first, as long as that pays and the target does not become the last node. The cost of
+    earlier moves to a node is included. O((nodes + moves) log nodes + running responses).
     """
     outlooks = {n.name: outlook(n, foresee) for n in nodes}
     cost_s = dict.fromkeys(outlooks, 0.0)  # of the moves to a node so far
@@ -200,26 +199,26 @@ def moves(
 
 
 def taken_s(work: Work, node: Node, batch: int) -> tuple[float, float]:
-    """Seconds until it is done, among so many responses of which none ends before; their standard
+    """Return the seconds until `work` is done in a constant batch of that size, and their standard
     error."""
     seconds = work.steps * node.speed.step_s(batch)
     return seconds, seconds * node.speed.error(batch)
 
 
 def pays(here: tuple[float, float], there: tuple[float, float], cost_s: float) -> bool:
-    """Whether a response that moves gains enough: MIN_GAIN times what that costs, and more than may
-    be an error of the speeds. `here`, `there`: what `taken_s` says."""
+    """Return whether a move gains enough: MIN_GAIN times its cost, and SURE standard errors of the
+    speeds. `here` and `there` are results of `taken_s`."""
     error_s = math.hypot(here[1], there[1])
     return here[0] - there[0] > MIN_GAIN * cost_s + SURE * error_s
 
 
 def move_s(response: Response, to: Node, chunk_tokens: int) -> float:
-    """What taking a response over costs a node: the prompt and all tokens are prefilled."""
+    """Return the seconds that a move costs the node `to`: the prompt and all tokens are prefilled."""
     return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
 
 
 def works_of(node: Node, foresee: LengthForecast) -> list[tuple[Work, Response]]:
-    """What a node has before it, most steps last."""
+    """Return the remaining work of a node by response, most steps last."""
     works = [(work_of(r, node, foresee), r) for r in node.running.values()]
     return sorted(works, key=lambda w: (w[0].steps, w[1].id))
 

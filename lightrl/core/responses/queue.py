@@ -1,4 +1,4 @@
-"""Responses that wait for a slot, in the order in which they should get one."""
+"""Responses that wait for a slot, in the order in which they get one."""
 
 import heapq
 
@@ -6,7 +6,7 @@ from lightrl.core.responses.placement import LengthForecast
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, ResponseState
 
-# of the round, resumed or not, by what its set may take, by length, of arrival: that is unique
+# (order of the round, is not resumed, -longest of its set, length, unique number of arrival, ...)
 Entry = tuple[int, bool, int, float, int, Response]
 
 
@@ -21,27 +21,26 @@ class WorkQueue:
         self._num_pushed = 0  # so far: ties are broken by arrival
 
     def __len__(self) -> int:
-        """Entries, those that will be skipped included."""
+        """The number of entries, including those that will be skipped."""
         return len(self._heap)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether `waiting` is not empty; looks no further than the first."""
+        """Whether `waiting` is not empty; stops at the first valid entry."""
         return any(_is_valid(number, response) for *_, number, response in self._heap)
 
     def waiting(self) -> list[Response]:
-        """In no order."""
+        """Return the responses that wait, in no order."""
         return [response for *_, number, response in self._heap if _is_valid(number, response)]
 
     def push(self, response: Response, resumed: bool = False) -> None:
-        """Older rounds first, then what is resumed, then what is predicted to run longest.
+        """Add a response. Older rounds come first, then resumed responses, then the longest
+        predicted.
 
         In an evaluation the set with the longest responses comes first: one of its prompts that is
-        short on average may have a sample as long as any.
-
-        With steps that overlap, every other one goes by ascending length instead: a node that ends
-        one step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv
-        2508.18588).
+        short on average may have a sample as long as any. With overlapping steps, odd steps use
+        ascending length: a node that ends one step with long responses begins the next with short
+        ones (HistoPipe in RhymeRL, arXiv 2508.18588).
         """
         round = response.group.round
         tokens = self._expect(response)

@@ -1,7 +1,7 @@
-"""Every response of the open rounds, and where it is: in the queue, at a node, or held here.
+"""The responses of the open rounds and their places: in the queue, at a node, or held here.
 
-Owns responses and their places; a response is in exactly one. Which node gets one is decided in
-`placement`, what its tokens are in `arrivals`, what becomes of it in `group_filter`.
+Owns responses and their places; a response is in exactly one. `placement` chooses nodes,
+`arrivals` appends tokens, `group_filter` decides the outcome.
 """
 
 from collections import deque
@@ -26,14 +26,14 @@ class ResponseTable:
         self.responses: dict[str, Response] = {}  # of these rounds
         self.queue = WorkQueue(settings, expect)
         self.num_running = 0
-        self.num_finished = 0  # in the run so far, as far as this core has seen it
+        self.num_finished = 0  # in the run so far, as seen by this core
         self.counters = Counters()
-        self.was_recovered = False  # nodes may have attempts that another coordinator has given out
+        self.was_recovered = False  # nodes may have attempts that another coordinator has placed
         self._settings = settings
         self._fleet = fleet
         self._outbox = outbox
-        self._is_dirty = False  # work has come, or slots were set free by more than the nodes below
-        self._has_slowed = False  # a node, since running work was looked at
+        self._is_dirty = False  # work was added, or slots of nodes outside `_freed` became free
+        self._has_slowed = False  # whether a node became slow since the last look
         self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
 
     # Rounds
@@ -44,14 +44,14 @@ class ResponseTable:
 
     @property
     def is_evaluating(self) -> bool:
-        """Then no other round is open."""
+        """Whether an evaluation is open; no other round is open then."""
         return bool(self.rounds) and self.rounds[0].kind == "eval"
 
     def open(self, round: Round) -> None:
         self.rounds.append(round)
 
     def retire(self) -> None:
-        """The oldest round is over; what it held is released."""
+        """Remove the oldest round, which is over, and its responses."""
         for group in self.rounds.popleft().groups.values():
             for response in group.responses:
                 if self.responses.get(response.id) is response:
@@ -66,13 +66,13 @@ class ResponseTable:
                 self._enqueue(response)
 
     def requeue(self, response: Response) -> None:
-        """It goes on from its tokens, at the head of the queue: its prefix is already paid for."""
+        """Queue a response to continue from its tokens, ahead of others: its prefix is paid for."""
         self.release(response)
         response.move(ResponseState.QUEUED)
         self._enqueue(response, resumed=True)
 
     def requeue_all(self, node: Node) -> int:
-        """Responses of a leaving node."""
+        """Queue all responses of a leaving node; return their number."""
         leaving = list(node.running.values())
         for response in leaving:
             self.requeue(response)
@@ -86,7 +86,7 @@ class ResponseTable:
     # Room for it
 
     def nodes_with_room(self) -> list[Node]:
-        """Nodes that may take what waits; each time that there is more room, or more work, once."""
+        """Return nodes with room for waiting work, once after each increase of room or work."""
         if not self.queue or not (self._is_dirty or self._freed):
             return []
         found = self.roomy()
@@ -95,33 +95,33 @@ class ResponseTable:
         return found
 
     def roomy(self) -> list[Node]:
-        """The same nodes, as often as it is asked."""
+        """Return the same nodes as `nodes_with_room`, any number of times."""
         ready = self._fleet.ready
         nodes = ready.values() if self._is_dirty else self._freed.values()
         return [n for n in nodes if n.room > 0 and ready.get(n.name) is n]
 
     def mark_free(self, node: Node) -> None:
-        """The node has room that it had not before."""
+        """Record that a node has more room than before."""
         self._freed[node.name] = node
 
     def mark_dirty(self) -> None:
-        """What was reserved for a node that still loaded is free for the others."""
+        """Record that work reserved for a loading node is free for the others."""
         self._is_dirty = True
 
     def mark_slow(self) -> None:
-        """A node has become slow: others may have had room for what it holds all the time."""
+        """Record that a node has become slow: other nodes may have room for its responses."""
         self._has_slowed = True
 
     @property
     def has_idle_room(self) -> bool:
-        """A node got room, or one became slow, and nothing waits, but others may have more than
-        they should."""
+        """Whether a node got room or became slow while no response waits: other nodes may have too
+        much work."""
         if not (self._freed or self._has_slowed) or self.queue or len(self._fleet.ready) < 2:
             return False
         return any(r.num_open for r in self.rounds)
 
     def mark_idle(self) -> None:
-        """Only nodes that are idle while others are not, have idle room."""
+        """Limit idle room to the nodes that are idle while others are busy."""
         nodes = self._fleet.ready.values()
         busy = any(n.running for n in nodes)
         self._freed = {n.name: n for n in nodes if busy and not n.running}
@@ -130,7 +130,7 @@ class ResponseTable:
     # Work that runs
 
     def generate(self, placed: Iterable[tuple[Response, Node]]) -> None:
-        """Each response runs at its node from now on; one that ran elsewhere has moved."""
+        """Send each response to its node; stop it first at another node where it runs."""
         sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
         for response, node in placed:
             if response.node is not None:
@@ -146,7 +146,7 @@ class ResponseTable:
                 self._outbox.send(name, order)
 
     def _place(self, response: Response, node: Node) -> ResponseRequest:
-        """A new attempt at it begins."""
+        """Begin a new attempt of a response at a node; return the request."""
         self.run(response, node, response.attempt + 1)
         return ResponseRequest(
             response=response.id,
@@ -158,7 +158,7 @@ class ResponseTable:
         )
 
     def run(self, response: Response, node: Node, attempt: int) -> None:
-        """A response that waits runs at a node, from now on or since before we knew."""
+        """Mark a queued response as running at a node, where it may have begun earlier."""
         response.move(ResponseState.RUNNING, node)
         response.attempt, response.is_placed = attempt, True
         node.running[response.id] = response
@@ -166,17 +166,17 @@ class ResponseTable:
         self.num_running += 1
 
     def stop(self, response: Response) -> None:
-        """It runs nowhere any more."""
+        """Abort a response at its node and free its slot."""
         self.abort(response)
         self.release(response)
 
     def abort(self, response: Response) -> None:
-        """Its node must not go on with it."""
+        """Send the node of a response an Abort."""
         assert response.node is not None
         self._outbox.send(response.node.name, Abort(((response.id, response.attempt),)))
 
     def release(self, response: Response) -> None:
-        """Its slot is free, if it has one."""
+        """Free the slot of a response, if it has one."""
         node = response.node
         if node is not None:
             del node.running[response.id]
@@ -187,11 +187,10 @@ class ResponseTable:
                 node.chunks.pause()
 
     def reconcile(self, node: Node, claims: dict[str, int], is_ready: bool) -> int:
-        """A node says again what it generates: (response -> attempt). Returns how many were taken
-        back.
+        """Compare with the attempts by response that a reconnected node reports; return how many
+        responses were taken back.
 
-        What it does not have any more is queued; what runs elsewhere or is not wanted, it must
-        abort.
+        Responses missing from `claims` are queued; the node must abort unwanted ones.
         """
         for response in list(node.running.values()):
             if claims.get(response.id) != response.attempt:
@@ -222,7 +221,7 @@ OF_REQUEST = 512  # bytes of a request without its tokens, at most
 def orders(
     version: int, sampling: Sampling, requests: Iterable[ResponseRequest]
 ) -> Iterator[Generate]:
-    """All requests in order. One that is larger than a message should be has one to itself."""
+    """Split requests, in order, into messages. A request larger than the limit gets its own."""
     part: list[ResponseRequest] = []
     size = 0
     for request in requests:
@@ -240,18 +239,18 @@ MAX_UNRECORDED = 1024  # placements of a response, in a row, without a token
 
 
 def can_exist(response: Response, attempt: int, was_recovered: bool) -> bool:
-    """Return whether an attempt with this number can have been given out.
+    """Return whether an attempt with this number can have been placed.
 
-    The number of a node that reconnects is taken up, so a node that makes numbers up could use up
-    all of them: after 2**31 - 1 comes one that no message can carry. Placements are not in the
-    journal: a core that `was_recovered` accepts up to MAX_UNRECORDED more than it has stored, until
-    it has placed the response itself.
+    The number that a reconnected node reports is adopted, so a node with invented numbers could
+    exhaust them: no message can carry a number above 2**31 - 1. Placements are not in the journal:
+    a core that `was_recovered` accepts up to MAX_UNRECORDED more than it has stored, until it has
+    placed the response itself.
     """
     unrecorded = MAX_UNRECORDED if was_recovered and not response.is_placed else 0
     return attempt <= response.attempt + unrecorded
 
 
 def is_current(response: Response, attempt: int, was_recovered: bool) -> bool:
-    """Whether it is of this round, too, not of one that put the prompt off, under older weights."""
+    """Return whether an attempt belongs to this round, not to one that deferred the prompt."""
     is_newest = attempt >= response.attempt and attempt > response.group.attempts
     return is_newest and can_exist(response, attempt, was_recovered)

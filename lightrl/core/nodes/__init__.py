@@ -1,1 +1,1 @@
-"""Who takes part, how fast each node is, and how many are worth having. Pure."""
+"""Nodes: membership, speed of each, and the number that is worth its cost. Pure."""

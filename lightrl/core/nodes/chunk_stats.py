@@ -1,46 +1,45 @@
-"""What the chunks of a node tell about its engine: seconds of a step, and tokens that a step
-brings.
+"""Estimate, from a node's chunks, the seconds of an engine step and the tokens that a step samples.
 
-Owns two small sums for each node, no policy.
+Owns a ChunkWindow and a Gain for each node, no policy.
 """
 
 from dataclasses import dataclass, field
 
 FORGET = 0.95  # weight of the past at every chunk; drafts become longer as batches become smaller
-PRIOR_TOKENS = 4.0  # of a response, by which the first gain is believed
-MOST = 0.5  # of the responses that ran: a chunk of more is whole
-# Steps of each response that ran, after which chunks are whole: an engine may send none but those
+PRIOR_TOKENS = 4.0  # tokens of a response: weight of the initial gain
+MOST = 0.5  # of the responses that ran: a chunk with more than this share is whole
+# Steps of each response that ran, after which chunks are whole: an engine may send only the tokens
 # of responses that have ended.
 ENOUGH_STEPS = 16
 
 
 @dataclass(slots=True)
 class ChunkWindow:
-    """Adds up chunks until they cover most of the responses that ran, from one whole chunk to the
+    """Sum of chunks until they cover most of the responses that ran, from one whole chunk to the
     next.
 
-    A single chunk tells how much time has passed, but not of all that ran: an engine sends a
-    response that has ended before the tokens of the others are due (`chunk_ms`). By itself it would
-    mean that nearly nothing was decoded, and the next one that all was decoded in no time.
+    A single chunk may lack tokens of most responses: an engine sends a response that has ended
+    before the tokens of the others are due (`chunk_ms`). Measured alone, such a chunk would contain
+    almost no tokens, and the next one would contain all tokens after almost no time.
     """
 
-    # when the last tokens came of what runs now
+    # arrival of the last tokens of the running responses
     _at: float | None = None
-    # since the last whole chunk: seconds; the same of each response that ran; steps of all of them
+    # since the last whole chunk: seconds; seconds summed over responses; steps summed over them
     _seconds: float = 0.0
     _response_s: float = 0.0
     _steps: float = 0.0
-    # whose tokens came at that moment
+    # number of responses whose tokens arrived at `_at`
     _num_heard: int = 0
 
     def pause(self) -> None:
-        """Nothing runs, which would count as decoding otherwise."""
+        """Exclude the following idle time from the seconds of decoding."""
         self._at = None
         self._clear()
 
     def took(self, now: float, batch: int, heard: int, steps: float) -> tuple[int, float] | None:
-        """A chunk has come of `heard` of the `batch` responses that ran, with so many engine steps
-        between them. Returns how many ran and how long a step took, once that can be told."""
+        """Add a chunk of `heard` of the `batch` responses that ran, with `steps` engine steps in
+        all. Return the mean batch and the seconds of a step if the chunks are whole, else None."""
         at, self._at = self._at, now
         if at is None or now < at:  # the clock was set back
             self._clear()
@@ -63,24 +62,24 @@ class ChunkWindow:
 
 @dataclass(slots=True)
 class Gain:
-    """Tokens that one engine step brings a response with history to draft from; without, it is one.
+    """Tokens that one engine step samples for a response with history to draft from; one without.
 
-    All responses of a node take part in each of its steps, so they are compared, without a clock:
+    All responses of a node take part in each of its steps, so the comparison needs no clock:
 
         gain = tokens of a response with history / tokens of one without,    at least 1
 
-    both summed over the chunks in which there were both, with exponential forgetting. Of a chunk
-    only those count that ran all the time since the one before. While a node has but one of the two
-    kinds the gain stays, and `Speed` takes up what is wrong with it: a node that never had both
-    counts tokens as steps.
+    both summed over the chunks that contain both, with exponential forgetting. Only responses that
+    ran during the whole time since the previous chunk count. While a node has only one of the two
+    kinds the gain does not change, and `Speed` absorbs its error: a node that never had both counts
+    tokens as steps.
     """
 
     tokens: float = 1.0
     # decayed sums of means
     _with: float = field(init=False)
     _without: float = field(init=False, default=PRIOR_TOKENS)
-    # Of the chunk at hand: responses, those with history, and of each kind (responses, tokens) that
-    # ran on.
+    # Of the current chunk: responses, those with history, and of each kind (responses, tokens) that
+    # still run.
     _num: int = field(init=False, default=0)
     _num_with: int = field(init=False, default=0)
     _ran_with: int = field(init=False, default=0)
@@ -92,8 +91,7 @@ class Gain:
         self._with = self.tokens * PRIOR_TOKENS
 
     def observe(self, has_history: bool, num_tokens: int, is_whole: bool) -> None:
-        """A response got tokens; `is_whole`: it runs since before the last chunk, and still
-        does."""
+        """Add a response's tokens. `is_whole`: it ran before the last chunk and still runs."""
         self._num += 1
         self._num_with += has_history
         if not is_whole:
@@ -106,7 +104,7 @@ class Gain:
             self._tokens_without += num_tokens
 
     def close(self) -> float:
-        """The chunk is over. Returns how many tokens a step brought its responses, on average."""
+        """Close the current chunk; return the mean tokens of its responses in a step."""
         if self._ran_with and self._ran_without:
             self._with = FORGET * self._with + self._tokens_with / self._ran_with
             self._without = FORGET * self._without + self._tokens_without / self._ran_without

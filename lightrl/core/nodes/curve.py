@@ -1,7 +1,6 @@
-"""A curve of seconds against batch, straight between knots: what a step takes, what a throughput
-follows from it.
+"""A piecewise linear curve of seconds by batch: the time of a step and the resulting throughput.
 
-Owns the geometry alone. Where the knots are is learned in `speed.py`.
+Owns only the geometry. `speed.py` learns the knots.
 """
 
 import math
@@ -9,15 +8,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HARDLY = 0.1  # of the best throughput; what is nearer to it counts as equal
+HARDLY = 0.1  # of the best throughput; smaller differences count as none
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one engine step; it never falls with the batch.
+    """Seconds of one engine step, non-decreasing in the batch.
 
-    `batches` begins with 1 and rises; `seconds` are those there; `slopes[i]` are seconds for one
-    more response from `batches[i]` on, the last of them for ever.
+    `batches` begins with 1 and rises; `seconds` are the values at these batches; `slopes[i]` are
+    seconds for one more response from `batches[i]` on; the last slope has no end.
     """
 
     batches: tuple[int, ...]
@@ -29,16 +28,16 @@ class Curve:
         return self.seconds[i] + self.slopes[i] * (batch - self.batches[i])
 
     def scaled(self, factor: float) -> "Curve":
-        """Everything takes so many times as long."""
+        """Return the curve with all times multiplied by `factor`."""
         seconds, slopes = (tuple(factor * x for x in many) for many in (self.seconds, self.slopes))
         return Curve(self.batches, seconds, slopes)
 
     def finishes_in(self, left: Sequence[float]) -> float:
-        """Seconds until all responses are done that have so many steps left, fewest first.
+        """Return the seconds until all responses are done, given their remaining steps, ascending.
 
         While j of them run a step takes at(j). Summed over steps that is at(1) times the most
-        steps, and for each response the seconds by which it makes its own steps longer, that with
-        most steps first.
+        steps, plus, for each response in descending order of steps, the seconds by which it makes
+        its own steps longer.
         """
         num = len(left)
         if not num:
@@ -52,12 +51,12 @@ class Curve:
         return total
 
     def best_rate(self, limit: int) -> float:
-        """The most tokens a second with up to `limit` responses."""
+        """Return the most tokens per second with up to `limit` responses."""
         ends = [b for b in self.batches if b < limit]
         return max(b / self.at(b) for b in (*ends, limit))
 
     def peak(self, limit: int) -> int:
-        """The largest batch before throughput falls off; `limit` where it does not."""
+        """Return the largest batch before throughput falls off, at most `limit`."""
         best = self.best_rate(limit)
         wanted, is_reached = best * (1 - HARDLY), False
         for low, high, seconds, slope in self._segments(limit):
@@ -67,14 +66,14 @@ class Curve:
         return limit
 
     def _segments(self, limit: int) -> list[tuple[int, int, float, float]]:
-        """(first batch, last batch, seconds at the first, slope)"""
+        """Return (first batch, last batch, seconds at the first, slope) of each segment."""
         highs = (*self.batches[1:], limit)
         rows = zip(self.batches, highs, self.seconds, self.slopes, strict=True)
         return [(low, min(high, limit), s, k) for low, high, s, k in rows if low < limit]
 
 
 def _crossing(rate: float, low: int, seconds: float, slope: float) -> float:
-    """The batch on a segment that brings so many tokens a second."""
+    """Return the batch on a segment that yields `rate` tokens per second."""
     per_response = 1 - slope * rate
     if abs(per_response) < 1e-12:
         return low
@@ -82,10 +81,8 @@ def _crossing(rate: float, low: int, seconds: float, slope: float) -> float:
 
 
 def rising(points: Sequence[tuple[int, float, float]], slope: float) -> Curve:
-    """The curve through (batch, seconds, weight), in order of batches; `slope` beyond both ends.
-
-    Where a larger batch seems faster, both get their mean (pool adjacent violators).
-    """
+    """Return the curve through (batch, seconds, weight), in order of batches; `slope` beyond both
+    ends. Where a larger batch is faster, both get their mean (pool adjacent violators)."""
     pools: list[tuple[float, float, list[int]]] = []  # (seconds, weight, batches)
     for batch, seconds, weight in points:
         pool = (seconds, weight, [batch])
@@ -98,7 +95,7 @@ def rising(points: Sequence[tuple[int, float, float]], slope: float) -> Curve:
     batches = [b for _, _, many in pools for b in many]
     values = [s for s, _, many in pools for _ in many]
     if batches[0] > 1:
-        # however steep: something is left for the first response
+        # limits the slope: the first response takes at least 5 % of the next knot
         values.insert(0, max(values[0] - slope * (batches[0] - 1), 0.05 * values[0]))
         batches.insert(0, 1)
     slopes = [
@@ -109,10 +106,10 @@ def rising(points: Sequence[tuple[int, float, float]], slope: float) -> Curve:
 
 @dataclass(slots=True)
 class LineFit:
-    """Least squares of y over x with exponential forgetting. Call `add` before anything else.
+    """Least squares of y over x with exponential forgetting. Call `add` before other methods.
 
-    Where only one x was seen the slope is undetermined: a prior that counts as `weight` of the
-    spread of x (its variance) fills in.
+    With a single x the slope is undetermined: a prior with `weight`, in units of the variance of
+    x, determines it.
     """
 
     # decayed sums
@@ -123,7 +120,7 @@ class LineFit:
     xy: float = 0.0
 
     def add(self, x: float, y: float, keep: float) -> None:
-        """`keep`: the weight of all that was observed before."""
+        """Add an observation; `keep` is the weight of all earlier ones."""
         self.n = keep * self.n + 1
         self.x = keep * self.x + x
         self.xx = keep * self.xx + x * x
@@ -131,7 +128,7 @@ class LineFit:
         self.xy = keep * self.xy + x * y
 
     def means(self) -> tuple[float, float]:
-        """Of x and of y; the line goes through this point."""
+        """Return the means of x and y, a point of the line."""
         return self.x / self.n, self.y / self.n
 
     def slope(self, prior: float, weight: float) -> float:

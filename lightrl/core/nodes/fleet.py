@@ -1,8 +1,8 @@
 """Nodes of the run: membership, leases, and the version of the weights that each one serves.
 
 Owns nodes and when a node is sent a version. `weight_sources.py` chooses the sources that it pulls
-from, `broadcasts.py` the groups that receive together. Does not know responses: the caller that
-removes a node decides what becomes of its work.
+from, `broadcasts.py` the groups that receive together. Independent of responses: the caller that
+removes a node requeues its work.
 """
 
 from collections import deque
@@ -31,12 +31,12 @@ from lightrl.messages.weights import (
     WeightsReady,
 )
 
-# Digests kept beyond those that asynchronous mode allows: a late chunk is not a forged one.
+# Digests kept beyond those of asynchronous mode: a late chunk must not count as forged.
 VERSIONS_REMEMBERED = 8
 SPEED_SAMPLE = 16  # nodes from which the speed of a new one is estimated
 SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
 MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is drained
-MAX_STALE_OF_NODE = 16  # incarnations of one node, the newest: no more are alive at once
+MAX_STALE_OF_NODE = 16  # incarnations of one node, the newest: at most these may be alive
 MAX_STALE_NODES = 4096  # the nodes that were restarted last: a run has fewer
 
 
@@ -44,12 +44,12 @@ class Fleet:
     def __init__(self, settings: Settings, outbox: Outbox) -> None:
         self.nodes: dict[str, Node] = {}
         self.ready: dict[str, Node] = {}  # those that serve the published version
-        self.updating: dict[str, Node] = {}  # those that will serve it in a moment
+        self.updating: dict[str, Node] = {}  # those that load it
         self.share_updating = 0.0  # of the work, of these
         self.share_ready = 0.0  # of those that serve it already
         self.trainers = Trainers(settings.num_trainers, outbox)
         self.devices = SharedDevices(settings.device_parts, self.trainers)
-        self.now = 0.0  # of the event at hand
+        self.now = 0.0  # of the current event
         self.published: PublishedVersion | None = None
         self.sources = WeightSources(settings)
         self.broadcasts = Broadcasts(settings, self.nodes, self.sources, outbox)
@@ -60,7 +60,7 @@ class Fleet:
         self.num_joined = 0
         self.num_preemptible = 0  # of `nodes`
         self.stale = StaleIncarnations()
-        self.failed: dict[str, str] = {}  # rollout nodes that will not come back, and why
+        self.failed: dict[str, str] = {}  # rollout nodes that will not return: reason
         self._rollouts: set[str] = set()  # names of all that ever took part
         self.num_weights_failed = 0
         self.num_bad_sources = 0  # reports that a node sent another one wrong bytes
@@ -258,7 +258,7 @@ class Fleet:
             if node.name in self.ready:
                 self._move(node, NodeState.UPDATING)
             else:
-                self.sources.update(node)  # it does not hold this one
+                self.sources.update(node)  # the node does not hold this version
         self.broadcasts.begin(message.policy_version, now)
         for node in self.nodes.values():
             self._send_sources(node)

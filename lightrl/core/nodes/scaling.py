@@ -1,7 +1,7 @@
-"""How many preemptible nodes the run wants, and what all nodes have been paid for so far.
+"""Decide how many preemptible nodes the run wants; sum the paid seconds of all nodes.
 
-Owns what is learned of the steps for that, the number wanted, and who goes if there are more. The
-forecast itself is in worth.py. Looks at all nodes once a step; between, it adds up seconds.
+Owns the values learned from steps, the wanted number, and the choice of surplus nodes to drain.
+cost_model.py computes the forecast. Examines all nodes once a step; otherwise only sums seconds.
 """
 
 import math
@@ -17,28 +17,28 @@ from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState, Round
 from lightrl.messages.nodes import Drain
 
-# what the trainer computes for a step, by its own word
+# metrics of the trainer: its seconds of computation for a step
 TRAIN_METRICS = ("timing_s/forward_backward", "timing_s/optimizer")
-KEEP = 0.8  # weight of the past at every step, once there is one
-NUM_SHARES = 8  # of what is trained, for when it arrives
-# so many steps in a row must want fewer nodes: what young nodes are like is hardly known yet, and
-# who is let go for nothing has to be started again
+KEEP = 0.8  # weight of earlier steps
+NUM_SHARES = 8  # of the trained tokens, in `StepWork.arrivals`
+# steps in a row that must want fewer nodes before nodes are drained: estimates of new nodes are
+# uncertain, and a node drained by mistake has to be started again
 FEWER_STEPS = 3
-OUTLIER = 3.0  # times what was foreseen: a step that took longer, nobody worked at
+OUTLIER = 3.0  # times the forecast: a longer step contained idle time
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is seen of a round, from its opening on."""
+    """Observations of a round since its opening."""
 
     began_at: float
-    # seconds of nodes, until then; of these, of such that do not train, too
+    # node seconds before `began_at`; those of nodes that do not also train
     node_s: float
     other_s: float
-    # (when, tokens of all groups that could be trained by then)
+    # (time, tokens of all groups that could be trained by then)
     accepted: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     num_accepted: int = 0
-    # Once it has closed:
+    # Set when the round closes:
     rollout_s: float = 0.0
     nodes: float = 0.0
     others: float = 0.0
@@ -63,42 +63,42 @@ class Scaling:
         self._rounds: dict[int, _Seen] = {}  # by step; from their openings on
 
     def advance(self, now: float) -> None:
-        """Time has passed. One that went backwards is not counted."""
+        """Add the elapsed node seconds; ignore a clock that was set back."""
         elapsed, self._at = now - self._at, now
         if elapsed > 0:
             fleet, learned = self._fleet, self.learned
             learned.preemptible_s += elapsed * fleet.num_preemptible
             learned.reserved_s += elapsed * self.num_reserved
             sampling = len(fleet.ready)
-            if self._settings.max_staleness:  # they go on with the version before
+            if self._settings.max_staleness:  # these still sample with the previous version
                 sampling += len(fleet.updating)
             self._node_s += elapsed * sampling
             self._other_s += elapsed * (sampling - len(fleet.devices.sampling))
 
     @property
     def num_reserved(self) -> int:
-        """Nodes that are paid for, but for preemptible ones: who shares the devices of a trainer
-        node is paid for with that, and so are engines that lie over the devices of smaller ones."""
+        """The number of paid nodes that are not preemptible. Nodes on the devices of a trainer node
+        and engines on the devices of smaller ones are not counted: those devices are paid for."""
         fleet, devices = self._fleet, self._fleet.devices
         num = len(fleet.nodes) - fleet.num_preemptible
-        if devices.nodes:  # asked for in every event, and mostly there are none
+        if devices.nodes:  # evaluated in every event, and mostly empty
             num -= sum(not node.is_preemptible for node in devices.nodes.values())
         return num - self._num_larger if devices.parallel else num
 
     @property
     def _num_larger(self) -> int:
-        """Engines over the devices of others: what the smallest do, they do in their place."""
+        """The number of engines on the devices of smaller engines, in whose place they work."""
         least = min(self._settings.parallel, default=0)
         return sum(n.parallel > least for n in self._fleet.devices.parallel.values())
 
-    # What steps are like
+    # Learning from steps
 
     def open(self, round: Round) -> None:
         if not round.is_eval:
             self._rounds[round.step] = _Seen(self._at, self._node_s, self._other_s)
 
     def accept(self, round: Round) -> None:
-        """Maybe more of it can be trained."""
+        """Record newly accepted groups of a round."""
         seen = self._rounds.get(round.step)
         if seen is None or seen.num_accepted == len(round.in_turn):
             return
@@ -109,7 +109,7 @@ class Scaling:
         seen.accepted.append((self._at, tokens))
 
     def close(self, round: Round) -> None:
-        """All of it is sampled, and all that is trained is accepted. O(responses)."""
+        """Record a round whose groups are all sampled and accepted. O(responses)."""
         seen = self._rounds.get(round.step)
         if seen is None or not round.groups or (seconds := self._at - seen.began_at) <= 0:
             return
@@ -121,18 +121,18 @@ class Scaling:
         if not mean:
             return
         if ahead := self._settings.max_staleness:
-            # Nobody waits for the longest: the next round's responses run beside it.
+            # No step waits for the longest: responses of the next round run beside it.
             mean, longest = mean / (1 + ahead), 0.0
         times = [((at - seen.began_at) / seconds, tokens) for at, tokens in seen.accepted]
         seen.work = StepWork(1, sum(steps), mean, arrivals=tuple(_shares(times)))
         seen.longest = longest
 
     def forget_open(self) -> None:
-        """Of the rounds that are open nobody saw all."""
+        """Discard the open rounds: their observations are incomplete."""
         self._rounds.clear()
 
     def learn(self, round: Round, seconds: float, metrics: Mapping[str, float]) -> None:
-        """A step is over that took so long; `metrics` are the trainer's."""
+        """Learn from a step that took `seconds`; `metrics` are those of the trainer."""
         seen = self._rounds.pop(round.step, None)
         fleet = self._fleet
         self._meet({**(fleet.ready or fleet.updating), **fleet.devices.nodes}.values())
@@ -154,35 +154,35 @@ class Scaling:
         else:
             rest_s = seconds - work.trained_s(seen.rollout_s)
         over_s = work.over_s
-        if known.num:  # a step for which nobody worked, or a clock that jumped
+        if known.num:  # limits steps with idle time, or a clock that jumped
             most_s = OUTLIER * known.step_s(engine, nodes, *turns)
             over_s, rest_s = min(over_s, most_s), min(rest_s, most_s)
         self.learned.kinds[round.kind] = _mean(known, replace(work, over_s=over_s, rest_s=rest_s))
 
     @property
     def _turns(self) -> tuple[int, bool]:
-        """How many nodes train, too; whether they leave a rollout before it is over."""
+        """The number of nodes that also train; whether they leave a rollout before it is over."""
         return len(self._fleet.devices.nodes), self._settings.offload != "off"
 
     def _meet(self, nodes: Iterable[Node]) -> None:
-        """The mean engine, of nodes that were heard of."""
+        """Learn the mean engine of nodes with observations."""
         known = [n for n in nodes if n.speed.num_observed]
         if not known:
             return
-        # A round passes all sizes of batch up to the capacity: the line over them, not the curve,
-        # which at the largest alone promises 14 % too much of one node more.
+        # A round passes all batch sizes up to the capacity: use the line over them. The curve at
+        # the largest batch alone overestimates the gain of one more node by 14 %.
         base, slope = fmean(n.speed.base for n in known), fmean(n.speed.slope for n in known)
         self.learned.engine = Engine(base, slope, max(1.0, fmean(n.capacity for n in known)))
 
     def _gain(self) -> float:
-        """Tokens that an engine step brings a response, where engines draft."""
+        """Return the mean tokens of a response in an engine step of nodes that draft; else 1."""
         gains = [n.gain.tokens for n in self._fleet.ready.values() if n.speculates]
         return fmean(gains) if gains else 1.0
 
     # How many nodes
 
     def forecast(self) -> Forecast | None:
-        """None before anything is known: of every kind of round, a whole period of them."""
+        """Return a forecast; None before a whole period of rounds of all kinds was observed."""
         learned, kinds = self.learned, self.learned.kinds
         is_whole = "short" in kinds and ("long" in kinds or "flush" in kinds)
         if learned.engine is None or not kinds or (self._settings.tail.races and not is_whole):
@@ -194,7 +194,7 @@ class Scaling:
         return Forecast(learned.engine, learned.kinds, samplers, *of_run, *self._turns)
 
     def enough(self, forecast: Forecast) -> int:
-        """`Forecast.enough`, looked for once a step and when reserved nodes come or go."""
+        """Return `Forecast.enough`, computed once a step and when reserved nodes come or go."""
         num_steps = sum(work.num for work in forecast.kinds.values())
         key = num_steps, forecast.samplers, forecast.reserved, forecast.shared
         if self._enough is None or self._enough[0] != key:
@@ -202,8 +202,8 @@ class Scaling:
         return self._enough[1]
 
     def decide(self) -> None:
-        """Between two steps: says how many preemptible nodes are wanted, if that has changed, and
-        lets the others go."""
+        """Update and report the number of wanted preemptible nodes, and drain the surplus. Called
+        between two steps."""
         most, forecast, before = self._settings.scale_max, self.forecast(), self.learned.wanted
         if not most or forecast is None:
             return
@@ -221,13 +221,13 @@ class Scaling:
             self._drain(wanted)
 
     def announce(self) -> None:
-        """Also of a run that goes on: what was done for this number may be lost."""
+        """Report the wanted number; also after a resume, since started nodes may be lost."""
         if (wanted := self.learned.wanted) is not None and self._settings.scale_max:
             self._outbox.report(f"preemptible nodes worth having: {wanted}")
             self._outbox.add(Scale(wanted))
 
     def _drain(self, wanted: int) -> None:
-        """Idle nodes go first, then those that finish first; of equal ones the newest."""
+        """Drain surplus nodes: idle ones first, then by time of finish, newest first if equal."""
         there = [
             n
             for n in self._fleet.nodes.values()
@@ -238,7 +238,7 @@ class Scaling:
             return
         reason = f"preemptible nodes worth having: {wanted}"
         for node in sorted(there, key=lambda n: (self._finishes_in(n), -n.number))[:surplus]:
-            self._fleet.drain(node)  # it gets nothing new, before it has heard of it
+            self._fleet.drain(node)  # assigns no new work before the node receives the Drain
             self._outbox.send(node.name, Drain(node.name, reason))
 
     def _finishes_in(self, node: Node) -> float:
@@ -246,8 +246,8 @@ class Scaling:
 
 
 def _shares(times: list[tuple[float, int]]) -> Iterator[float]:
-    """When the shares 0, 1 / NUM_SHARES, ... 1 of all were there; `times`: (when, so many were).
-    Nothing at all came at the end."""
+    """Yield the times, at most 1, at which the shares 0, 1 / NUM_SHARES, ... 1 had arrived, given
+    (time, cumulative count)."""
     everything = times[-1][1] if times else 0
     for k in range(NUM_SHARES + 1):
         reached = (when for when, count in times if count * NUM_SHARES >= k * everything)
@@ -255,7 +255,7 @@ def _shares(times: list[tuple[float, int]]) -> Iterator[float]:
 
 
 def _mean(known: StepWork, seen: StepWork) -> StepWork:
-    """Of the first ones alike, then the newest counting most."""
+    """Return the mean of `known` and `seen`: plain at first, then weighting new steps most."""
     kept = min(KEEP, known.num / (known.num + 1))
 
     def mean(old: float, new: float) -> float:

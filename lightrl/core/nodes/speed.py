@@ -1,7 +1,7 @@
-"""How long an engine step takes at a node, learned from the chunks that the node sends.
+"""Estimate the seconds of an engine step at a node from the chunks that the node sends.
 
-Owns the estimate, no policy. How many tokens a step brings a response is in `chunk_stats`; without
-speculation that is one.
+Owns the estimate, no policy. `chunk_stats` estimates the tokens of a response in a step, one
+without speculation.
 """
 
 import math
@@ -13,7 +13,7 @@ from lightrl.core.nodes.curve import HARDLY, Curve, rising
 
 PRIOR_STEP_S = 0.02  # before the first chunk of a node
 PRIOR_HALF_BATCH = 128  # responses at which an engine step takes twice as long as with one
-MAX_WEIGHT = 50.0  # observations that a bucket's mean rests on: older ones fade
+MAX_WEIGHT = 50.0  # observations in the mean of a bucket: older ones decay
 PRIOR_WEIGHT = 0.05  # of the assumed slope against one observation, in units of PRIOR_HALF_BATCH
 ASSUMED = 0.25  # observations for which the line counts in a bucket
 # Relative errors: of a node without observations, of an observation before some were compared, at
@@ -29,8 +29,8 @@ NUM_SURPRISES, RECENT = 3, 4
 MAX_CHANGE = 4.0  # times as fast or slow because of them
 TRUSTED = 3.0  # observations of a bucket before a surprise counts
 SLOWED = 1.25  # times as long as before: the node has become slow
-# Contexts that differ by so little (squared, relative) say nothing about the cost of a token, which
-# is at most the rest of a step.
+# Contexts that differ by less (squared, relative) do not determine the cost of a token, which is at
+# most the rest of a step.
 LEAST_SPREAD = 0.02
 LEAST = 0.2
 REMADE_AFTER = 8  # observations until the curve is made again

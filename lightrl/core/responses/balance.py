@@ -31,7 +31,7 @@ class Balance:
     ) -> None:
         self.deadline: float | None = None  # of the next look
         self._looked_at = now
-        self._stragglers: list[Response] = []  # as of the last look; those that finish last at the end
+        self._stragglers: list[Response] = []  # as of the last look; in order of finish
         self._settings = settings
         self._fleet = fleet
         self._table = table

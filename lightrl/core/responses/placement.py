@@ -213,7 +213,7 @@ def pays(here: tuple[float, float], there: tuple[float, float], cost_s: float) -
 
 
 def move_s(response: Response, to: Node, chunk_tokens: int) -> float:
-    """Return the seconds that a move costs the node `to`: the prompt and all tokens are prefilled."""
+    """Return the seconds that a move costs the node `to`, which prefills the prompt and tokens."""
     return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
 
 

@@ -1,5 +1,5 @@
-"""The pure core: what happens next, decided from events and the time given with them.
+"""The pure core: decides the next commands from events and the time passed with them.
 
-Standard library only; nothing here awaits, reads a clock, draws random numbers, logs or touches a
+Standard library only; no code here awaits, reads a clock, draws random numbers, logs or uses a
 socket.
 """

@@ -1,4 +1,4 @@
-"""Tokens and logprobs: arrays where the core keeps them, raw little-endian bytes on the way."""
+"""Convert tokens and logprobs between arrays, in the core, and little-endian bytes, in messages."""
 
 import sys
 from array import array
@@ -8,17 +8,17 @@ BIG_ENDIAN = sys.byteorder == "big"
 
 
 def encode(values: "array[Any]") -> bytes:
-    """As raw little-endian bytes."""
+    """Return raw little-endian bytes."""
     return native(values.tobytes())
 
 
 def decode(kind: str, data: bytes) -> "array[Any]":
-    """From raw little-endian bytes of 4-byte items."""
+    """Return the array of raw little-endian bytes of 4-byte items."""
     return array(kind, native(data) if BIG_ENDIAN else data)
 
 
 def native(data: bytes) -> bytes:
-    """Swaps the bytes of 4-byte items between little-endian and what this machine has."""
+    """Swap the bytes of 4-byte items between little-endian and the order of this machine."""
     if not BIG_ENDIAN:
         return data
     values = array("I", data)

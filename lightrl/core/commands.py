@@ -1,4 +1,4 @@
-"""All that the core can ask of its shell, and the outbox that all of it goes through.
+"""Commands of the core to its shell, and the outbox that collects the commands.
 
 Commands are imperatives and a closed union.
 """
@@ -21,7 +21,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Welcome this node with the config and the model's files."""
+    """Send this node a Welcome with the config and the model's files."""
 
     node: str
 
@@ -30,7 +30,7 @@ class Admit:
 class DrawPrompts:
     """Answer with PromptsDrawn: the next `count` prompts of the data, or the whole evaluation set.
 
-    One round may ask more than once.
+    A round may draw more than once.
     """
 
     source: Literal["train", "eval"]
@@ -49,18 +49,17 @@ class ScoreResponse:
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Every group is accepted, put off or dropped. Read figures now: tokens go with the step."""
+    """Every group is accepted, put off or dropped. Read metrics now: tokens go with the step."""
 
     round: Round
 
 
 @dataclass(frozen=True, slots=True)
 class CloseStep:
-    """Step `step` is trained and its version served. The three times follow each other without a
-    gap.
+    """Step `step` is trained and its version served. The three periods are contiguous.
 
-    In asynchronous mode a step begins where the one before it ended and ends when it is trained:
-    nobody waits for the new version then, and weights_s is next to nothing.
+    In asynchronous mode a step begins at the end of the previous step and ends when it is trained:
+    no round waits for the new version then, and weights_s is almost 0.
     """
 
     step: int
@@ -70,22 +69,22 @@ class CloseStep:
     train_s: float
     # from then on until a node served it and the next round could open
     weights_s: float
-    # the trainer's
+    # of the trainer
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write this down; a TrainShard must not leave before the entries ahead of it are durable."""
+    """Write an entry; a TrainShard must not be sent before the entries ahead of it are durable."""
 
     entry: LogEntry
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayShards:
-    """Send the trainer the shards of a step that it trains again, as they were; else ShellFailed.
+    """Send the trainer the unchanged shards of a step that it trains again; else ShellFailed.
 
-    Not if it has said hello again by then: `hello` is TrainerFeed.num_hellos as it was.
+    Skipped if the trainer has sent another Hello since: `hello` is TrainerFeed.num_hellos then.
     """
 
     node: str
@@ -95,7 +94,7 @@ class ReplayShards:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One line for the operator; a warning tells what went wrong and is survived."""
+    """One line for the operator; a warning reports a problem that the run survives."""
 
     text: str
     is_warning: bool = False
@@ -103,14 +102,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """So many preemptible nodes are worth having: see to it that they are there."""
+    """Provide `wanted` preemptible nodes."""
 
     wanted: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over; nothing follows."""
+    """The run is over; no command follows."""
 
     # finished, stopped or failed
     state: RunState
@@ -133,9 +132,9 @@ Command: TypeAlias = (
 
 
 class Outbox:
-    """What is to be done because of the event at hand, in order.
+    """The commands that result from the current event, in order.
 
-    The core has one. Each of its parts adds to it; whoever drives the core takes it all.
+    The core has one outbox. Each part of the core adds commands; the driver of the core drains it.
     """
 
     def __init__(self) -> None:
@@ -161,6 +160,6 @@ class Outbox:
         self._commands.append(Report(text, is_warning=True))
 
     def drain(self) -> list[Command]:
-        """All that was added; the outbox is empty again."""
+        """Remove and return all commands."""
         commands, self._commands = self._commands, []
         return commands

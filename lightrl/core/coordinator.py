@@ -1,12 +1,12 @@
 """The run as one state machine: events in, commands out. Daemon, simulator and tests drive it.
 
-Owns which part an event is for, and that waiting work goes to nodes that have room. The parts: who
-takes part is kept in `fleet`, where every response is in `table`, its tokens come in by `arrivals`,
-what becomes of it is up to `group_filter`; `balance` moves running work, `steps` keeps the order of
-rounds and steps, `shutdown` the end of the run. All of them add what is to be done to one outbox.
-Decisions are pure functions: what a round holds in `rounds`, who wins it in `race`, who generates a
-response in `placement`. How a core is made again from a journal: `recovery`. Must not await, read a
-clock or touch a socket: time is an argument.
+Owns the routing of events to parts, and the dispatch of waiting work to nodes with room. The parts:
+`fleet` holds the nodes, `table` the place of every response, `arrivals` accepts tokens,
+`group_filter` decides the outcome of responses; `balance` moves running work, `steps` orders rounds
+and steps, `shutdown` ends the run. All parts add commands to one outbox. Decisions are pure
+functions: `rounds` chooses the prompts of a round, `race` its winners, `placement` the node of a
+response. `recovery` restores a core from a journal. Must not await, read a clock or use a socket:
+time is an argument.
 """
 
 import math
@@ -100,7 +100,7 @@ class Coordinator:
         return self.steps.step
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Everything to do because of `event`, in order. InvariantViolation: the core is broken."""
+        """Return the commands that result from `event`. Raises InvariantViolation on a defect."""
         if self.shutdown.is_over:
             return []
         self.scaling.advance(now)
@@ -112,7 +112,7 @@ class Coordinator:
             self.sizes.update(now)
         self._dispatch()
         while self.group_filter.settled and not self.shutdown.has_begun:
-            self._advance(now)  # what waited for a slot had lost meanwhile
+            self._advance(now)  # responses that waited for a slot had lost meanwhile
             self._dispatch()
         self.balance.plan(now, self.shutdown.has_begun)
         self.colocation.update(now, decides=False)
@@ -175,7 +175,7 @@ class Coordinator:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """When to feed TimerFired, or None."""
+        """Return when to feed TimerFired, or None."""
         fleet, ends_at = self.fleet, self.shutdown.patience_ends_at
         of_fleet = fleet.lease_check_at, fleet.broadcasts.deadline
         of_turns = self.turns.deadline, self.colocation.deadline, self.sizes.deadline
@@ -192,11 +192,11 @@ class Coordinator:
             self.table.mark_dirty()
 
     def _refuse(self, name: str, failed: WeightsFailed) -> None:
-        """A node cannot load the published version, or its engine died; what ran there resumes
-        elsewhere.
+        """Requeue the responses of a node that cannot load the published version, or whose engine
+        died.
 
-        In asynchronous mode it may still generate with the version before: that is aborted, not
-        lost.
+        In asynchronous mode the node may still generate with the previous version: these responses
+        are aborted, not lost.
         """
         node = self.fleet.nodes.get(name)
         self.table.counters.engines_lost += name in self.fleet.ready
@@ -220,11 +220,11 @@ class Coordinator:
             self.sizes.on_tokens()
 
     def _dispatch(self) -> None:
-        """Sends waiting responses to nodes with room.
+        """Send waiting responses to nodes with room.
 
-        A node that is about to serve the newest version has its share kept for it: else the first
-        node to load would take the work of all the others. But a node that has nothing to do does
-        not wait for one that is slow to load.
+        The share of nodes that load the newest version is reserved: otherwise the first node to
+        load would get the work of all others. An idle node still gets work that is reserved for a
+        node that loads slowly.
         """
         if self.shutdown.has_begun:
             return
@@ -236,7 +236,7 @@ class Coordinator:
             self.table.generate(placed)
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
-        """Waiting responses that are not the share of nodes that still load."""
+        """Return the number of waiting responses beyond the share of nodes that still load."""
         updating, num_waiting = self.fleet.share_updating, len(self.table.queue)
         if not updating:
             return num_waiting
@@ -273,7 +273,7 @@ class Coordinator:
                 self.outbox.send(name, Welcome(run="", refused=why))
 
     def _reconcile(self, hello: Hello) -> None:
-        """Messages may have been lost: what runs there is what the node says."""
+        """Adopt the running responses that a hello reports: messages may have been lost."""
         node = self.fleet.nodes[hello.node]
         is_ready = self.fleet.ready.get(node.name) is node
         if node.is_asleep:
@@ -285,13 +285,13 @@ class Coordinator:
             self.outbox.report(f"{node.name} goes on with {taken_back} responses")
 
     def _lose(self, name: str, reason: str, now: float) -> None:
-        """It may come back, the trainer too."""
+        """Remove a lost node, which may return, also if it trains."""
         if name in self.fleet.nodes:
             self.table.counters.nodes_lost += 1
             self._remove(name, f"{name} lost ({reason})", now)
 
     def _leave(self, name: str, reason: str, ok: bool, now: float) -> None:
-        """A trainer that says that it failed, would fail again."""
+        """Remove a node that left. Fail the run if a trainer failed: it would fail again."""
         is_trainer = name in self.fleet.trainers
         is_last = self.trainer_feed.trained_step == self.settings.num_steps
         if not ok and name in self.fleet.nodes and "rollout" in self.fleet.nodes[name].roles:
@@ -357,7 +357,7 @@ class Coordinator:
     # The run
 
     def _advance(self, now: float) -> None:
-        """Closes and opens what can be; the run is over when all nodes have left after its end."""
+        """Advance rounds and steps, or conclude the shutdown; update the state of the run."""
         if not self.shutdown.has_begun:
             self.steps.advance(now)
             if self.table.rounds:

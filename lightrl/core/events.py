@@ -1,4 +1,4 @@
-"""All that can happen to a run, as the core is told of it. Past participles; a closed union."""
+"""Events that the core handles. Past participles; a closed union."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -49,7 +49,7 @@ class NodeDraining:
 
 @dataclass(frozen=True, slots=True)
 class NodeLeft:
-    """The node said good-bye; not `ok` = it failed."""
+    """The node has reported that it leaves; not `ok` = it failed."""
 
     node: str
     reason: str
@@ -58,7 +58,7 @@ class NodeLeft:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator wants this node gone ("*": the whole run stopped)."""
+    """An operator has requested that this node leaves ("*": that the whole run stops)."""
 
     node: str
     reason: str
@@ -79,19 +79,19 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True)
 class ResponseScored:
-    """Of the attempt that finished. `reward` None: there is no score, and `failure` says why."""
+    """The score of a finished attempt. `reward` None: no score; `failure` is the reason."""
 
     response: str
     attempt: int
     reward: float | None
     failure: str = ""
-    # seconds of its slowest test, if it is a right answer to the reward "code"
+    # seconds of its slowest test, if the reward "code" accepts it
     slowest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsPublished:
-    """The trainer offers a complete version."""
+    """The trainer has published a complete version."""
 
     node: str
     message: PublishWeights
@@ -99,7 +99,7 @@ class WeightsPublished:
 
 @dataclass(frozen=True, slots=True)
 class EndpointOpened:
-    """A node serves what it holds of the weights there."""
+    """A node serves its weights at this endpoint."""
 
     node: str
     endpoint: WeightsEndpoint
@@ -123,7 +123,7 @@ class BroadcastReported:
 
 @dataclass(frozen=True, slots=True)
 class WeightsConfirmed:
-    """A node's engine serves a version; its bytes were proved to have the digest."""
+    """The engine of a node serves a version, whose bytes match the digest."""
 
     node: str
     ready: WeightsReady
@@ -143,14 +143,14 @@ class StepTrained:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
-    """The trainer's, of so many steps, is durable."""
+    """The trainer's checkpoint of `step` steps is durable."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLeft:
-    """A TrainShard is durable and on its way. Feed it in a later turn than it was made in."""
+    """A TrainShard is durable and sent. Feed this event in a later turn than the Send."""
 
     step: int
     index: int
@@ -158,7 +158,7 @@ class ShardLeft:
 
 @dataclass(frozen=True, slots=True)
 class ShardsDelivered:
-    """The trainer has taken a shard, and those before it, to train on."""
+    """The trainer has accepted a shard, and those before it, for training."""
 
     node: str
     taken: ShardsTaken
@@ -166,19 +166,19 @@ class ShardsDelivered:
 
 @dataclass(frozen=True, slots=True)
 class ShellFailed:
-    """The coordinator's shell cannot do what it must; `reason` is one line."""
+    """The coordinator's shell cannot execute a command; `reason` is one line."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The time that `next_deadline` named has come."""
+    """The time returned by `next_deadline` has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReleased:
-    """A rollout node has given back the devices that it shares."""
+    """A rollout node has released the devices that it shares."""
 
     node: str
     message: EngineAsleep
@@ -186,7 +186,7 @@ class NodeReleased:
 
 @dataclass(frozen=True, slots=True)
 class TrainerParked:
-    """The ranks of a trainer node have given back its devices, or had before it publishes."""
+    """The ranks of a trainer node have released its devices, possibly before it publishes."""
 
     node: str
     message: TrainerSuspended

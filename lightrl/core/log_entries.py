@@ -1,9 +1,9 @@
-"""What must outlive the coordinator: entries, in the order in which the core took them.
+"""Entries of the journal, in the order in which the core recorded them.
 
 Owns the vocabulary of the journal. From a `SnapshotBegan` and all entries after it
-`recovery.recover` makes the same run again, without any node: where work ran is no entry, nodes
-say so themselves when they come back. Entries are emitted as commands (`Record`); who writes them,
-and when, is the shell's business.
+`recovery.recover` restores the run without any node: entries do not contain the places of work,
+which nodes report when they reconnect. Entries are emitted as commands (`Record`); the shell writes
+them.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from lightrl.messages.weights import Canary, WeightsBase
 
 @dataclass(slots=True)
 class Counters:
-    """What happened in the run so far; all of it is shown to operators."""
+    """Counts of the run so far, all shown to operators."""
 
     nodes_lost: int = 0
     # of nodes that served the newest version
@@ -66,13 +66,13 @@ class RoundShape:
     # raw int32
     lengths: bytes = b""
     ends: tuple[int, ...] = ()
-    # of what was trained
+    # of the trained responses
     longest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMemory:
-    """What the rule "window" remembers, by kind of round."""
+    """State of the rule "window", by kind of round."""
 
     seeds: dict[str, float] = field(default_factory=dict[str, float])
     # (nodes that share nothing, kind of round, seconds)
@@ -96,8 +96,8 @@ class SharingMemory:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """Where a run stands, its open rounds left out: the first entry of every segment of a journal.
-    The groups that were put off follow, one entry each, oldest first: they hold tokens.
+    """State of a run without its open rounds: the first entry of every segment of a journal. The
+    groups that were put off follow, one entry each, oldest first: they hold tokens.
 
     Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: ("9f3a...",)})
     """
@@ -126,7 +126,7 @@ class SnapshotBegan:
     counters: Counters = field(default_factory=Counters)
     # of lengths
     memory: Memory = field(default_factory=Memory)
-    # of what nodes are worth
+    # of the cost model
     learned: Observed = field(default_factory=Observed)
     # of devices that change sides
     sharing: SharingMemory = field(default_factory=SharingMemory)
@@ -138,8 +138,8 @@ class SnapshotBegan:
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that is open when a segment begins. What an earlier round held of its groups follows,
-    its tokens and its scores: `recovery.take_snapshot`."""
+    """A round that is open when a segment begins. The responses that its groups had when they were
+    put off, its tokens and its scores follow: `recovery.take_snapshot`."""
 
     # in journals
     TAG: ClassVar[str] = "RoundStood"
@@ -147,14 +147,14 @@ class RoundSnapshot:
     step: int
     kind: RoundKind
     prompts_launched: int
-    # in the order of their groups, without what is held of them
+    # in the order of their groups, with `held` empty
     prompts: tuple[Deferred, ...]
     is_closed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnded:
-    """What stood when the segment began is told; from here on things happen."""
+    """The snapshot at the beginning of the segment is complete; events follow."""
 
     # in journals
     TAG: ClassVar[str] = "Restated"
@@ -162,7 +162,7 @@ class SnapshotEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
-    """What it holds follows from the entries before; its prompts come as PromptsDrawn."""
+    """A round was opened. Earlier entries determine its content; PromptsDrawn follow."""
 
     step: int
     kind: RoundKind
@@ -170,7 +170,7 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class TokensTaken:
-    """Tokens of one policy version that were accepted; of an item, what is known is skipped."""
+    """Accepted tokens of one policy version; known tokens of an item are skipped."""
 
     version: int
     items: tuple[ResponseTokens, ...]
@@ -178,12 +178,12 @@ class TokensTaken:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """A version appeared at the trainer; all of it as in PublishWeights."""
+    """A version was published by the trainer; fields as in PublishWeights."""
 
     version: int
     digest: str
     portions: tuple[int, ...] = ()
-    # so that nodes can pull it from each other before the trainer is back
+    # so that nodes can pull the version from each other before the trainer returns
     num_bytes: int = 0
     manifest_bytes: int = 0
     canary: Canary | None = None
@@ -194,7 +194,7 @@ class VersionPublished:
 @dataclass(frozen=True, slots=True)
 class VersionRetrained:
     """A version was trained again after a restart of the trainer, with other bits, and replaces the
-    one with digest `replaced`. Tokens sampled under that one are kept.
+    version with digest `replaced`. Tokens sampled under the replaced version are kept.
 
     Example: VersionRetrained(7, "9f3a...", "a01c...", largest=3e-6, mean=4e-7)
     """
@@ -214,15 +214,14 @@ class VersionRetrained:
 
 @dataclass(frozen=True, slots=True)
 class ShardSent:
-    """A trainer gets it when this is durable, not before. Index 0 begins its step anew."""
+    """A shard, sent to the trainer once this entry is durable. Index 0 restarts its step."""
 
     shard: TrainShard
 
 
 @dataclass(frozen=True, slots=True)
 class ShellNote:
-    """What the shell wants to find again; the core does not read it. Example: ShellNote(b'{"evals":
-    []}')."""
+    """Data of the shell, which the core does not read. Example: ShellNote(b'{"evals": []}')."""
 
     # in journals
     TAG: ClassVar[str] = "Noted"

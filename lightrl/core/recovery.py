@@ -1,9 +1,9 @@
-"""A core made again from its journal, and what a new segment of a journal must begin with.
+"""Restore a core from its journal, and take the snapshot that begins a new segment.
 
-Owns how entries are applied, and the view of a core that stays as it was while the core goes on.
-Entries drive the same functions that events do, so that nothing is decided in two places; where
-work ran is forgotten, and every response that is not finished waits in the queue until a node comes
-and says that it has it, or takes it on from its tokens.
+Owns the application of entries, and a consistent snapshot of a core while the core continues.
+Entries drive the same functions as events, so that every decision has one implementation. Places of
+work are not stored: every unfinished response waits in the queue until a node reports that it runs
+the response, or a node continues the response from its tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,11 +45,10 @@ MAX_TOKENS_TOLD = 1 << 20  # in one entry: some 8 MiB
 
 
 class RunSnapshot:
-    """Where a core stands at one moment, as entries from which `recover` makes it again.
+    """The state of a core at one moment, as entries from which `recover` restores it.
 
-    Iterate over it as often as you like, in any thread, while the core goes on: what the entries
-    hold is made piece by piece. Tokens are not copied before: a response only ever gets more of
-    them.
+    Can be iterated over repeatedly, in any thread, while the core continues: entries are created
+    lazily. Tokens are copied only then, since the tokens of a response are only ever appended to.
     """
 
     def __init__(self, entries: list[LogEntry], rounds: "list[_RoundCopy]") -> None:
@@ -64,7 +63,7 @@ class RunSnapshot:
 
 
 def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
-    """Where this core stands now, `notes` included; call it when no DrawPrompts is unanswered."""
+    """Return the state of a core and `notes`; requires that no DrawPrompts is unanswered."""
     steps, backlog, published = core.steps, core.backlog, core.fleet.published
     stood = SnapshotBegan(
         step=core.step,
@@ -90,11 +89,11 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
 
 
 def recover(core: Coordinator, entries: Iterable[LogEntry], now: float) -> list[Command]:
-    """Brings a new core to where the entries end. Returns what is to be done at once: rounds that
-    closed since the segment began, prompts to draw, finished responses without a score.
+    """Apply entries to a new core. Return the commands that result: rounds that closed since the
+    segment began, prompts to draw, finished responses without a score.
 
     Raises InvariantViolation if the entries contradict each other or the settings, JournalError if
-    the run is further than the settings let it go.
+    the run has more steps than the settings allow.
     """
     recovery = _Recovery(core, now)
     for entry in entries:
@@ -109,8 +108,8 @@ class _Recovery:
         self._began = SnapshotBegan()
         self._put_off: list[Deferred] = []  # when the segment began
         self._closed: list[Round] = []  # of those restated
-        # tokens of responses that are not there yet: a journal that is read merged has all tokens
-        # before the scores, and a score may bring the prompt that replaces a group without signal
+        # tokens of responses that do not exist yet: a journal that is read merged has all tokens
+        # before the scores, and a score may cause the draw that replaces a group without signal
         self._early: list[tuple[int, ResponseTokens]] = []
 
     def apply(self, entry: LogEntry) -> None:
@@ -151,7 +150,7 @@ class _Recovery:
             case StepDone():
                 core.steps.on_step_done(entry)
             case ShardSent() | ShellNote():
-                pass  # for the trainer, should it train that step again; for the shell
+                pass  # for a trainer that trains this step again; for the shell
             case _:
                 assert_never(entry)
         core.steps.close_finished_rounds(self._now)
@@ -191,7 +190,7 @@ class _Recovery:
         return [*closed, *core.outbox.drain()]
 
     def _restore(self) -> None:
-        """All that is not in the open rounds."""
+        """Restore all state outside the open rounds."""
         core, steps, stood = self._core, self._core.steps, self._began
         steps.step, steps.evaluated, steps.last_cut = stood.step, stood.evaluated, stood.last_cut
         steps.opened = max(steps.opened, stood.step)
@@ -211,7 +210,7 @@ class _Recovery:
             )
 
     def _set_up(self, entry: RoundSnapshot) -> None:
-        """A round that was open. While it is being filled, nothing is drawn for it and it does not
+        """Restore an open round, in the state FILLING: no prompts are drawn for it, and it does not
         close."""
         core = self._core
         round = rounds.new_round(core.settings, entry.kind, entry.step, self._now)
@@ -223,7 +222,7 @@ class _Recovery:
             self._closed.append(round)
 
     def _hold(self, entry: Deferred) -> None:
-        """A group that waits; behind a RoundSnapshot, what an earlier round held of one of its
+        """Restore a group that was put off; after a RoundSnapshot, the held responses of one of its
         groups."""
         if not self._core.table.rounds:
             self._put_off.append(entry)
@@ -233,10 +232,10 @@ class _Recovery:
                 group.held = entry.held
 
     def _begin(self) -> None:
-        """What the restated rounds did on their way here, is in what stood already."""
+        """Start the open rounds; undo their side effects, which the snapshot includes already."""
         for round in self._core.table.rounds:
             round.move(RoundState.RUNNING)
-            round.published_at = self._now  # if it was; else it will be
+            round.published_at = self._now  # overwritten if the version is published later
             if round in self._closed:
                 self._core.steps.close_round(round, self._now)
         self._restore()
@@ -244,7 +243,7 @@ class _Recovery:
     def _open(self, step: int, kind: RoundKind) -> None:
         core = self._core
         expected = core.steps.next_kind()
-        # Where a run that was extended had ended before, its last rounds were flush rounds.
+        # A run that was extended has flush rounds before its former end.
         at_end = {"short", "flush"}
         if kind not in {"eval", expected} and not {kind, expected} <= at_end:
             raise InvariantViolation(
@@ -261,7 +260,7 @@ class _Recovery:
 
 
 class _HeldTokens(NamedTuple):
-    """What a response has at one moment."""
+    """The tokens of a response at one moment."""
 
     response: Response
     attempt: int
@@ -273,7 +272,7 @@ class _HeldTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RoundCopy:
-    """A round at one moment. Nothing here changes, but for the ends of the responses' arrays."""
+    """A round at one moment. Constant, except that the arrays of responses may grow."""
 
     stood: RoundSnapshot
     put_off: list[Deferred]
@@ -297,7 +296,7 @@ class _RoundCopy:
 
 
 def _snapshot_of(round: Round) -> _RoundCopy:
-    """Quick, however long the responses are: the event loop waits for it."""
+    """Return a copy of a round, in time independent of lengths: the event loop is blocked."""
     groups: list[Group] = list(round.groups.values())
     prompts = tuple(Deferred(g.prompt, g.attempts, g.since) for g in groups)
     is_closed = round.state is RoundState.CLOSED
@@ -315,19 +314,19 @@ def _snapshot_of(round: Round) -> _RoundCopy:
 
 
 def _token_entries(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[LogEntry]:
-    """By the number of the span in its response: an older version may follow a newer."""
+    """Yield entries by number of the span in its response: an older version may follow a newer."""
     for number, version in sorted(items):
         yield TokensTaken(version, tuple(items[number, version]))
     items.clear()
 
 
 def _spans(held: _HeldTokens) -> Iterator[tuple[int, ResponseTokens]]:
-    """(policy version, its tokens); the last one says how the response ended.
+    """Yield (policy version, tokens) of each span; the last one has the finish reason.
 
-    Copies of arrays, not views: an array that is being viewed cannot grow.
+    Copies arrays, since an array with a view cannot grow.
     """
     response, num_tokens = held.response, held.num_tokens
-    ids, logprobs = encode(response.tokens), encode(response.logprobs)  # there may be more by now
+    ids, logprobs = encode(response.tokens), encode(response.logprobs)  # may have grown since
     ends = [start for _, start in held.starts[1:]] + [num_tokens]
     for (version, start), end in zip(held.starts, ends, strict=True):
         finish = held.finish_reason if end == num_tokens else None
@@ -340,7 +339,7 @@ def _spans(held: _HeldTokens) -> Iterator[tuple[int, ResponseTokens]]:
 
 
 def _scores(round: Round) -> Iterator[LogEntry]:
-    """In the order in which they counted; then without a reward, then those that came too late."""
+    """Yield scores in the order in which they counted, then those without reward, then the late."""
     counted: list[tuple[int, Response]] = []
     failed: list[Response] = []
     late: list[Response] = []

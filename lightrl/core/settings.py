@@ -1,4 +1,4 @@
-"""What the core must know of the configuration. Values only."""
+"""The part of the configuration that the core uses. Values only."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,18 +10,18 @@ from lightrl.messages.responses import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """How rounds deal with their longest responses (RollPacker, arXiv 2509.21009, section 4.1).
+    """Tail batching, the handling of long responses (RollPacker, arXiv 2509.21009, section 4.1).
 
     A short round launches round(eta_prompts * P0) prompts with round(eta_responses * R0) responses
-    each and keeps the first P0 and R0 to finish. Both 1 = no racing: every round waits for all it
-    launched. `race` says what "first" means: fewest tokens, or earliest by the clock.
+    each and keeps the first P0 and R0 to finish. Both 1 = no race: every round waits for all its
+    responses. `race` defines "first": fewest tokens, or earliest by the clock.
     """
 
     eta_prompts: float = 1.0
     eta_responses: float = 1.0
     race: Literal["tokens", "clock"] = "tokens"
-    # what a later round does with the responses of a group that was put off: it samples them again
-    # from the first token, with the same noise, or continues them from the tokens that they have
+    # how a later round handles the responses of a group that was put off: sample again from the
+    # first token, with the same noise, or continue from the tokens so far
     deferred: Literal["restart", "continue"] = "restart"
     # responses that restart get other noise; for comparison
     fresh_noise: bool = False
@@ -37,8 +37,8 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One set to evaluate on, and how its prompts are answered. Their ids begin with its name and a
-    slash. Example: EvalSet("math", 500, 4, Sampling(0.6, 0.95), 8192)"""
+    """An evaluation set and its sampling. Ids of its prompts begin with the name and a slash.
+    Example: EvalSet("math", 500, 4, Sampling(0.6, 0.95), 8192)"""
 
     name: str
     num_prompts: int
@@ -50,7 +50,7 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the core must know of the configuration. Lengths in tokens, times in seconds."""
+    """Configuration of the core. Lengths in tokens, times in seconds."""
 
     run_seed: int
     num_steps: int
@@ -58,7 +58,7 @@ class Settings:
     group_size: int
     max_response_tokens: int
     sampling: Sampling
-    # of a node that does not name its own
+    # of a node that does not report its own
     slots: int
     # token ids are below it
     vocabulary: int
@@ -69,36 +69,36 @@ class Settings:
     num_prompts: int
     # steps between evaluations; 0 = only before the first and after the last
     eval_interval: int = 0
-    # that an evaluation has all of at once; () = no evaluation
+    # of an evaluation, all in one round; () = no evaluation
     eval_sets: tuple[EvalSet, ...] = ()
-    # without reward_on_failure: it holds its place in its group, which is trained without it
+    # without reward_on_failure: an unscored response keeps its place, and is not trained
     skips_unscored: bool = False
-    # steps in a row without any score after which a run ends; 0 = it goes on
+    # steps in a row without any score after which a run ends; 0 = never
     max_unscored_steps: int = 0
-    # of a response that a node may hold before it sends them
+    # tokens of a response that a node may hold before it sends them
     chunk_tokens: int = 16
     tail: Tail = Tail()
     # 0 = synchronous
     max_staleness: int = 0
     # groups without signal are replaced (DAPO, arXiv 2503.14476)
     dynamic_sampling: bool = False
-    # how long a run that has lost its trainer waits for it
+    # how long a run waits for a lost trainer
     patience_s: float = 600.0
     # groups reach the trainer in the order of their prompts
     deterministic: bool = False
-    # updates of a step, and which of its groups each has
+    # updates of a step, and the assignment of groups to these
     mini_batches: int = 1
     mini_batch_order: Literal["random", "arrival"] = "random"
     # predicted lengths order the work; off only for comparison
     foresight: bool = True
-    # by how much the canary's logprobs of a version that is trained again may differ from those
-    # before, by the dtype in which they were computed; of another dtype: by any amount
+    # permitted difference of the canary's logprobs of a version that is trained again, by the dtype
+    # in which they were computed; unlimited for other dtypes
     canary_tolerances: dict[str, float] = field(default_factory=dict[str, float])
-    # nodes may get a version as the difference to one that they hold
+    # nodes may receive a version as the difference to one that they hold
     deltas: bool = True
-    # who gets a version by broadcast
+    # which nodes receive a version by broadcast
     broadcast: Literal["auto", "always", "off"] = "off"
-    # rollout nodes that the run itself starts; 0 = all come from elsewhere
+    # rollout nodes that the run itself starts; 0 = all are started externally
     num_rollouts: int = 0
     # nodes that train together
     num_trainers: int = 1
@@ -108,31 +108,31 @@ class Settings:
     weights_timeout_s: float = 60.0
     # running responses may move inside a step; off only for comparison
     migration: bool = True
-    # None: not known
+    # None: unknown
     prices: Prices | None = None
-    # preemptible nodes that may be wanted; 0 = nobody asks
+    # most preemptible nodes that may be wanted; 0 = no scaling
     scale_max: int = 0
     # those beyond that number leave
     scale_drain: bool = False
-    # by which devices that sample and train change sides within a step; "off": between steps alone
+    # rule by which shared devices change sides within a step; "off": only between steps
     offload: Literal["off", "foreseen", "window"] = "foreseen"
-    # parts of these that can train without the others, as many on each trainer node; 1 = they
-    # change sides as a whole
+    # parts of these that can train without the others, equal on each trainer node; 1 = all devices
+    # change sides together
     device_parts: int = 1
-    # after which a node that has not given its devices back counts as lost, and patience_s more
-    # while its engine may still start
+    # after which a node that has not released its devices counts as lost, plus patience_s while its
+    # engine may still start
     release_s: float = 40.0
     # devices of an engine, of each of the sizes that take turns; the first begins. () = one size
     parallel: tuple[int, ...] = ()
-    # times the usual pause between two looks at all that runs; 1 but in long simulations, most of
-    # whose time these looks would take
+    # factor of the pause between two calls of Balance.look; 1 except in long simulations, most of
+    # whose time these calls would take
     look_pause: float = 1.0
-    # where the trainer stands when the run begins; one that only evaluates ends there, too
+    # step of the trainer when the run begins; a run that only evaluates also ends there
     first_step: int = 0
 
     def slots_of(self, parallel: int) -> int:
-        """Of a node that does not say how many it has: `slots` is what an engine of the first size
-        has, and a larger one stands for several."""
+        """Return the slots of a node that does not report its own: `slots` for an engine of the
+        first size, a multiple for larger ones."""
         return self.slots * max(1, parallel // self.parallel[0]) if self.parallel else self.slots
 
     @property
@@ -140,7 +140,7 @@ class Settings:
         return sum(one.num_prompts for one in self.eval_sets)
 
     def eval_set(self, prompt: str) -> EvalSet:
-        """That a prompt to evaluate on is of. Raises InvariantViolation if it is of none."""
+        """Return the set of an evaluation prompt. Raises InvariantViolation if there is none."""
         name = prompt.partition("/")[0]
         found = next((one for one in self.eval_sets if one.name == name), None)
         if found is None:
@@ -149,10 +149,10 @@ class Settings:
 
     @property
     def prompts_launched(self) -> int:
-        """Prompts of a short round."""
+        """Number of prompts of a short round."""
         return round(self.tail.eta_prompts * self.prompts_per_step)
 
     @property
     def responses_launched(self) -> int:
-        """Responses of a group of a short round."""
+        """Number of responses of a group of a short round."""
         return round(self.tail.eta_responses * self.group_size)

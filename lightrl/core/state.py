@@ -23,15 +23,15 @@ class ResponseState(StrEnum):
     RUNNING = "running"
     # finished and held here; scored or waiting for its score
     DONE = "done"
-    # given up: it lost its race, or its group was dropped or put off
+    # given up: lost its race, or its group was dropped or put off
     ABORTED = "aborted"
 
 
 class GroupState(StrEnum):
     OPEN = "open"
-    # the responses that it keeps are finished and scored
+    # all responses to be kept are finished and scored
     COMPLETE = "complete"
-    # it belongs to the step, whatever else happens in its round
+    # belongs to the step, independent of the rest of the round
     ACCEPTED = "accepted"
     TRAINED = "trained"
     # lost the race of its round; its prompt waits for a long one
@@ -42,20 +42,20 @@ class GroupState(StrEnum):
 
 class NodeState(StrEnum):
     JOINING = "joining"
-    # its first version is on the way
+    # receives or loads its first version
     LOADING = "loading"
     READY = "ready"
-    # its devices are wanted for training: its last tokens follow, and then it sleeps
+    # its devices are requested for training: the node sends its last tokens and then sleeps
     RELEASING = "releasing"
     # its engine sleeps, and its devices train
     RELEASED = "released"
-    # a newer version is on the way, or it wakes
+    # receives or loads a newer version, or wakes
     UPDATING = "updating"
     DRAINING = "draining"
     GONE = "gone"
 
 
-# of a node whose devices train, or are about to
+# states of a node whose devices train, or will train next
 RESTING = {NodeState.RELEASING, NodeState.RELEASED}
 
 
@@ -134,7 +134,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class HeldResponse:
-    """A response of a group that was put off, as far as it came; arrays are little-endian."""
+    """The tokens of a response whose group was put off; arrays are little-endian."""
 
     # int32
     tokens: bytes = b""
@@ -143,7 +143,7 @@ class HeldResponse:
     # as Response.starts
     starts: tuple[tuple[int, int], ...] = ()
     finish_reason: FinishReason | None = None
-    # None: it has no score
+    # None: no score
     reward: float | None = None
 
 
@@ -161,11 +161,11 @@ class Response:
     node: "Node | None" = field(default=None, repr=False)
     # number of its valid entry in the queue
     queued_as: int = 0
-    # placements so far; news of an older one is ignored
+    # placements so far; messages about an older one are ignored
     attempt: int = 0
-    # by this core, which knows from then on how often
+    # by this core: `attempt` is exact from then on
     is_placed: bool = False
-    # the attempt that its newest tokens are of
+    # the attempt of its newest tokens
     heard: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -175,9 +175,9 @@ class Response:
     starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     finish_reason: FinishReason | None = None
     reward: float | None = None
-    # or known to get no score
+    # has a score, or will have none
     scored: bool = False
-    # nothing that it still does matters to its group
+    # its group no longer depends on it
     resolved: bool = False
 
     def move(self, to: ResponseState, node: "Node | None" = None) -> None:
@@ -187,25 +187,25 @@ class Response:
 
     @property
     def has_history(self) -> bool:
-        """Its prompt was answered before: in an earlier epoch, in a round that put it off, by a
-        sibling."""
+        """Whether its prompt has earlier responses: of an earlier epoch, of a round that put its
+        group off, or of a sibling."""
         group = self.group
         return group.prompt.epoch > 0 or group.attempts > 0 or bool(group.finishers)
 
     @property
     def context(self) -> int:
-        """Tokens that an engine holds of it."""
+        """Number of its tokens in an engine, with the prompt."""
         return len(self.group.prompt.tokens) // 4 + len(self.tokens)
 
     @property
     def carried(self) -> int:
-        """Tokens that it had when its round opened: those of the round that put its group off."""
+        """Number of tokens when its round opened, sampled in the round that put its group off."""
         held = self.group.held
         return len(held[self.index].logprobs) // 4 if self.index < len(held) else 0
 
     @property
     def num_new(self) -> int:
-        """Tokens that were sampled in its round."""
+        """Number of tokens sampled in its round."""
         return len(self.tokens) - self.carried
 
     @property
@@ -226,33 +226,33 @@ class Group:
     round: "Round" = field(repr=False)
     # in its round, in the order in which prompts were drawn
     position: int
-    # responses that it keeps
+    # responses to be kept
     size: int
-    # how they are sampled, and how many tokens each may have
+    # of each response
     sampling: Sampling
     max_response_tokens: int
-    # at its responses in earlier rounds, which put it off
+    # placements of its responses in earlier rounds, which put the group off
     attempts: int = 0
     # the step whose round launched it first
     since: int = 0
-    # what that round left of its responses; () = it is launched for the first time
+    # its responses when it was put off; () = never launched before
     held: tuple[HeldResponse, ...] = ()
-    # it was put off, and a later round continues its responses
+    # the group was put off, and a later round continues its responses
     continues: bool = False
     responses: list[Response] = field(default_factory=list[Response])
     state: GroupState = GroupState.OPEN
     # Its race; see `race`.
-    # responses that are not settled
+    # unresolved responses
     num_open: int = 0
     # (finishing time, index) of scored responses, first first
     finishers: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    # a response with so many tokens that still goes on has lost
+    # an unfinished response with this many tokens has lost
     bound: int = UNBOUNDED
     # mean length of a response, from earlier epochs
     foreseen_tokens: float | None = None
-    # in an evaluation: the tokens that a response of its set may take, by the last one
+    # in an evaluation: tokens of the longest response of its set in the last one
     longest_of_set: int = 0
-    # the update of its step that it belongs to, from 0; None until it may be trained
+    # the update of its step, from 0; None until it may be trained
     mini_batch: int | None = None
 
     def move(self, to: GroupState) -> None:
@@ -261,18 +261,18 @@ class Group:
 
     @property
     def set(self) -> str:
-        """Name of the set that its prompt is of."""
+        """Name of the evaluation set of its prompt."""
         return self.prompt.id.partition("/")[0]
 
     @property
     def key(self) -> str:
-        """Of its prompt, under which is kept what is known of it from earlier rounds. Sets to train
-        and to evaluate on may have the same ids; none contains a control character."""
+        """Key of its prompt in values learned from earlier rounds. Training and evaluation sets may
+        have the same ids; no id contains a control character."""
         return f"\0{self.prompt.id}" if self.round.is_eval else self.prompt.id
 
     @property
     def kept(self) -> list[Response]:
-        """Trained of a complete group, in order: the first to finish, without those unscored."""
+        """Responses of a complete group to be trained, in order: the first to finish, if scored."""
         first = sorted(index for _, index in self.finishers[: self.size])
         return [r for index in first if (r := self.responses[index]).reward is not None]
 
@@ -283,19 +283,19 @@ class Round:
 
     kind: RoundKind
     step: int
-    # prompts that it accepts
+    # prompts to be accepted
     needed: int
     prompts_launched: int
     opened_at: float
     state: RoundState = RoundState.FILLING
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
-    # groups with responses that are not settled
+    # groups with unresolved responses
     num_open: int = 0
     # in the order in which they were accepted
     accepted: list[Group] = field(default_factory=list[Group])
-    # of those accepted the ones that may be trained, in the order the trainer gets them
+    # accepted groups that may be trained, in the order in which they are sent to the trainer
     in_turn: list[Group] = field(default_factory=list[Group])
-    # of these, to the trainer
+    # groups of `in_turn` sent to the trainer
     num_sent: int = 0
     num_shards: int = 0
     # the last shard was sent
@@ -307,10 +307,10 @@ class Round:
     cut: int = UNBOUNDED
     # the clock of a race by the clock
     num_scores: int = 0
-    # complete groups at which acceptance is looked at again
+    # complete groups at which acceptance is checked again
     recheck_at: int = 0
     closed_at: float = 0.0
-    # when the version that it was trained into appeared
+    # when the version trained on it was published
     published_at: float = 0.0
 
     def move(self, to: RoundState) -> None:
@@ -323,7 +323,7 @@ class Round:
 
     @property
     def source(self) -> Literal["train", "eval"]:
-        """Where its prompts are from."""
+        """Data set of its prompts."""
         return "eval" if self.is_eval else "train"
 
     @property
@@ -340,14 +340,13 @@ class Round:
 
     @property
     def finishing_tokens(self) -> int:
-        """Length of the longest response that is trained: the token at which the round was
-        decided."""
+        """Length of the longest trained response, at which the round was decided."""
         return max((len(r.tokens) for g in self.accepted for r in g.kept), default=0)
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A daemon that said hello. `running` holds what runs there in the order it was sent."""
+    """A node that sent a Hello. `running` has its responses in the order of their requests."""
 
     name: str
     incarnation: int
@@ -357,44 +356,44 @@ class Node:
     pid: int
     host: str
     joined_at: float = 0.0
-    # nodes that have joined the run before
+    # nodes that had joined the run before
     number: int = 0
     state: NodeState = NodeState.JOINING
     running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
     # confirmed by digest
     policy_version: int | None = None
-    # digest of the version that its engine has loaded from a file; or, of its first one, that it
-    # began to pull
+    # digest of the version that its engine has loaded from a file, or of the first version that the
+    # node began to pull
     base: str = ""
-    # of the version on its way
+    # of the version that is being sent
     weights_failures: int = 0
     has_file: bool = True  # of its policy_version: others can pull from it
-    receives: bool = False  # the version on its way, by broadcast
+    receives: bool = False  # the newest version, by broadcast
     broadcast_failures: int = 0  # in a row
-    # of its engine, each a member of a broadcast group; 0 = none that can receive
+    # of its engine, each a member of a broadcast group; 0 = none can receive
     num_workers: int = 0
-    is_preemptible: bool = False  # may be taken away at any moment
-    # the trainer node whose devices it uses; "" = its own
+    is_preemptible: bool = False  # may be lost at any moment
+    # the trainer node whose devices it uses; "" = its own devices
     shares: str = ""
-    part: int = 0  # of those devices, that changes sides by itself if there are several
-    # devices of its engine, which takes turns with those of other sizes; 0 = it takes no turns
+    part: int = 0  # of those devices; parts change sides separately
+    # devices of its engine, which takes turns with those of other sizes; 0 = takes no turns
     parallel: int = 0
-    is_asleep: bool = False  # nothing of its engine is on its devices
-    order: int = 0  # the last one to change sides
-    since: float = 0.0  # it came to be in this state
+    is_asleep: bool = False  # no part of its engine is on its devices
+    order: int = 0  # number of the last order to change sides
+    since: float = 0.0  # time of the last change of `state`
     weights: WeightsProgress | None = None
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""  # "" until its engine, or its ranks, have started
-    has_reported: bool = False  # a heartbeat has come
-    is_saving: bool = False  # its ranks stand until a checkpoint is written
-    # accepted from it
+    has_reported: bool = False  # a heartbeat was received
+    is_saving: bool = False  # its ranks are blocked until a checkpoint is written
+    # accepted from the node
     num_tokens: int = 0
-    # learned from its chunks,
+    # learned from its chunks
     speed: Speed = field(default_factory=Speed)
-    # as this is, if it speculates
+    # likewise, if the node speculates
     gain: Gain = field(default_factory=Gain)
-    # of the work, against others, until it has loaded the version on its way
+    # relative share of the work, set when the node becomes UPDATING or READY
     share: float = 0.0
     chunks: ChunkWindow = field(default_factory=ChunkWindow)
     # tokens, prompts included, that the responses running here hold
@@ -414,7 +413,7 @@ class Node:
 
     @property
     def capacity(self) -> int:
-        """Responses that are worth running at once: no more than slots, nor than the batch at which
+        """Most responses to run concurrently: at most `slots`, and at most the batch at which
         throughput falls off."""
         return self.speed.peak(self.slots)
 
@@ -424,15 +423,15 @@ class Node:
 
     @property
     def speculates(self) -> bool:
-        """Its engine gives more than one token a step to who has a history."""
+        """Whether its engine samples more than one token per step of responses with history."""
         return self.load.drafting is not None and self.gain.tokens > 1.0
 
     def gain_of(self, response: Response) -> float:
-        """Tokens that an engine step brings this response here; its history travels with it."""
+        """Return the tokens of a response in an engine step at this node. History moves along."""
         return self.gain.tokens if self.speculates and response.has_history else 1.0
 
     def add_tokens(self, response: Response, num_tokens: int, goes_on: bool) -> None:
-        """New tokens of a response, of the chunk at hand."""
+        """Count new tokens of a response in the current chunk."""
         self.num_tokens += num_tokens
         if self.load.drafting is not None:
             is_whole = goes_on and response.heard == response.attempt
@@ -440,7 +439,8 @@ class Node:
             response.heard = response.attempt
 
     def observe(self, now: float, batch: int, context: int, heard: int, num_tokens: int) -> None:
-        """`num_tokens` came of `heard` of the `batch` responses that ran, which held `context`."""
+        """Observe a chunk: `num_tokens` of `heard` of the `batch` running responses, which held
+        `context` tokens before."""
         self.context += num_tokens
         steps = num_tokens / self.gain.close()
         if batch and num_tokens and (took := self.chunks.took(now, batch, heard, steps)):

@@ -1,23 +1,22 @@
-"""What a run waits for right now: one thing, decided from the state. Pure.
+"""Determine from the state what a run currently waits for: at most one `Wait`. Pure.
 
-Owns which one is named where several hold, and since when it is waited for. Changes nothing, and
-says it in no words: those are in metrics/waits.py. The order, of which the first that holds is
-named:
+Owns the choice among several waits, and the begin of a wait. Changes no state; metrics/waits.py has
+the texts. The first of these that applies is returned:
 
 1. a run that ends: its last checkpoint, then the nodes that have not left;
-2. a trainer that was lost, or has not joined: without it nothing is trained, and one that was lost
-   ends the run if it does not come back;
-3. a step whose samples are all there: its devices change sides, ranks load the model, a checkpoint
-   is written, or they train. Whoever samples ahead meanwhile (max_staleness) does not wait;
+2. a trainer that was lost, or has not joined: no step can be trained, and a lost trainer that does
+   not return ends the run;
+3. a step with all samples: its devices change sides, ranks load the model, a checkpoint is written,
+   or ranks train. A run that samples ahead meanwhile (max_staleness) does not wait;
 4. a rollout node, if none takes part;
-5. the first version, which ranks publish that have loaded the model;
-6. prompts, if the data are behind;
-7. nodes of which none can sample yet: those that sleep change sides, engines start, or a version is
-   on its way to them;
-8. scores, if all is sampled, or if more wait for one than still are to be sampled;
-9. the tail: a tenth of the responses, or fewer, while nothing else waits.
+5. the first version, published by ranks that have loaded the model;
+6. prompts, if their draws are unanswered;
+7. nodes of which none can sample yet: sleeping nodes change sides, engines start, or a version is
+   being sent;
+8. scores, if all responses are sampled, or if more responses wait for a score than for tokens;
+9. the tail: at most a tenth of the responses, while no others wait.
 
-Otherwise all nodes sample: nothing is waited for.
+Otherwise all nodes sample, and the run does not wait.
 """
 
 from collections.abc import Iterable
@@ -52,42 +51,41 @@ K = WaitKind
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What the reward pool is at, which only the shell knows."""
+    """State of the reward pool, provided by the shell."""
 
-    num_waiting: int = 0  # responses, those that are being scored included
+    num_waiting: int = 0  # responses, including those that are being scored
     num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`since` None: the state does not tell. Example: Wait(K.SCORES, num=31, of=1, step=4)."""
+    """A wait; `since` None: not in the state. Example: Wait(K.SCORES, num=31, of=1, step=4)."""
 
     kind: WaitKind
     since: float | None = None
-    # nodes that are missing, responses, prompts
+    # missing nodes, responses, prompts
     num: int = 0
-    # nodes that are needed; reward workers
+    # needed nodes; reward workers
     of: int = 0
-    # whose round, training or checkpoint it is; None: of no step
+    # of the round, training or checkpoint; None: of no step
     step: int | None = None
     is_eval: bool = False
-    # that are waited for, by name
+    # names of the awaited nodes
     nodes: tuple[str, ...] = ()
-    # what this took in the steps before; None: not known
+    # of this wait in earlier steps; None: unknown
     usual_s: float | None = None
-    # when the run ends for it; None: never
+    # when the run ends because of the wait; None: never
     ends_at: float | None = None
 
 
 class WaitClock:
-    """Since when the run waits for the same, looked at now and then."""
+    """Tracks the begin of the current wait by periodic calls of `look`."""
 
     def __init__(self) -> None:
         self._wait: Wait | None = None
 
     def look(self, wait: Wait | None, now: float) -> Wait | None:
-        """`wait` with the time since when: the one that the state tells, else that of the first
-        look."""
+        """Return `wait` with its begin: `wait.since`, or else the time of the first look."""
         before = self._wait
         if wait is None or before is None or (wait.kind, wait.step) != (before.kind, before.step):
             since = now if wait is None or wait.since is None else min(wait.since, now)
@@ -98,7 +96,7 @@ class WaitClock:
 
 
 def decide(core: Coordinator, scoring: Scoring) -> Wait | None:
-    """What the run waits for; None: nothing, all nodes are at work, or it is over."""
+    """Return what the run waits for; None if all nodes work or the run is over."""
     if core.state in OVER:
         return None
     if core.shutdown.has_begun:
@@ -128,7 +126,7 @@ def _trainer_away(core: Coordinator) -> Wait | None:
 
 
 def _training(core: Coordinator, round: Round) -> Wait:
-    """All samples of the step are there."""
+    """Return the wait of a step with all samples."""
     feed, devices = core.trainer_feed, core.fleet.devices
     if feed.trained_step is None:
         return _ranks(core)
@@ -151,7 +149,7 @@ def _ranks(core: Coordinator) -> Wait:
 
 
 def _samples(core: Coordinator, scoring: Scoring) -> Wait | None:
-    """There are not yet all samples of a step."""
+    """Return the wait of a step without all samples."""
     fleet, table = core.fleet, core.table
     nodes = [n for n in fleet.nodes.values() if "rollout" in n.roles]
     nodes = [n for n in nodes if n.state is not NodeState.DRAINING]
@@ -173,7 +171,7 @@ def _samples(core: Coordinator, scoring: Scoring) -> Wait | None:
 
 
 def _is_sampled(core: Coordinator) -> bool:
-    """Nothing is left of the open round but to be scored."""
+    """Return whether the open round is running and all its responses are sampled."""
     table, round = core.table, core.table.round
     is_open = round is not None and round.state is RoundState.RUNNING
     return is_open and not (table.num_running or table.queue.has_waiting)
@@ -187,7 +185,7 @@ def _nobody_ready(core: Coordinator, nodes: list[Node]) -> Wait | None:
     if moving and not coming:
         since = min(n.since for n in moving)
         return Wait(K.DEVICES, since, step=core.step, nodes=_names(moving))
-    # One that has its engine comes first.
+    # Nodes with a started engine come first.
     started = [n for n in coming if n.device]
     if started:
         return Wait(K.WEIGHTS, min(n.since for n in started), step=version, nodes=_names(started))
@@ -202,7 +200,7 @@ def _last_ones(core: Coordinator, scoring: Scoring) -> Wait | None:
         return None
     running, most = table.num_running, max(1, int(TAIL_SHARE * len(table.responses)))
     if running > max(most, scoring.num_waiting):
-        return None  # before anything is counted
+        return None  # before the queue is counted
     left = running + len(table.queue.waiting())
     step, is_eval = round.step, round.is_eval
     is_slower = scoring.num_waiting > max(left, scoring.num_workers)

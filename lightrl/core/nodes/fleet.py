@@ -54,7 +54,7 @@ class Fleet:
         self.sources = WeightSources(settings)
         self.broadcasts = Broadcasts(settings, self.nodes, self.sources, outbox)
         # Of the newest versions. The last one is current; those before it were replaced by versions
-        # trained again, and tokens sampled under them may still come.
+        # trained again, and tokens sampled under them may still arrive.
         self.digests: dict[int, tuple[str, ...]] = {}
         self.canaries: dict[int, Canary] = {}  # of these versions
         self.num_joined = 0
@@ -186,7 +186,7 @@ class Fleet:
         """Return why no rollout node will take part any more, in one line; None if one may.
 
         All nodes that the run started must have failed for good, and all others that took part: a
-        node that was lost or preempted may come back. With `scale.max` more may be started.
+        node that was lost or preempted may return. With `scale.max` more may be started.
         """
         settings, failed = self._settings, self.failed
         if not settings.num_rollouts or len(failed) < settings.num_rollouts or settings.scale_max:
@@ -406,10 +406,10 @@ class Fleet:
         if node is None or published is None or node.state not in {*PULLING, *RESTING}:
             return
         if ready.policy_version != published.policy_version:
-            return  # the newer one is on its way
+            return  # the newer one was sent
         if ready.digest != published.digest:
             if ready.digest in self.digests[ready.policy_version]:
-                return  # replaced meanwhile: the current one is on its way
+                return  # replaced meanwhile: the current one was sent
             reason = f"digest {ready.digest} is not the published {published.digest}"
             self.refuse(name, WeightsFailed(ready.policy_version, reason))
             return
@@ -449,14 +449,13 @@ class Fleet:
             reason = f"cannot load version {failed.policy_version}"
             self._outbox.send(name, Drain(name, reason))
             self.failed[name] = f"{reason}: {failed.reason}"
-        # else the trainer may be the missing source, and publishes again when it is back
+        # else the trainer may be the missing source, and publishes again when it returns
 
 
 class StaleIncarnations:
     """Incarnations of nodes that were replaced by a restart: their messages are ignored.
 
-    They are stored, not compared by number, since the numbers come from clocks, and a clock may
-    jump.
+    Incarnations are stored, not compared by number: the numbers are times, and a clock may jump.
     """
 
     def __init__(self) -> None:

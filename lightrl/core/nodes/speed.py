@@ -22,8 +22,8 @@ PRIOR_ERROR = 0.1
 PRIOR_NOISE = 0.05
 LEAST_ERROR = 0.01
 UNSEEN_ERROR = 0.025
-# A node has become slow, or fast, if three of four observations differ so much from their buckets,
-# and by twice the noise; fewer such observations are ignored.
+# A node has become slow, or fast, if three of four observations differ by this much from their
+# buckets, and by twice the noise; fewer such observations are ignored.
 SURPRISING = 0.25
 NUM_SURPRISES, RECENT = 3, 4
 MAX_CHANGE = 4.0  # times as fast or slow because of them
@@ -112,8 +112,8 @@ class Speed:
         return speed
 
     def observe(self, batch: int, seconds: float, context: float = 0.0) -> None:
-        """Add an observation: a step with `batch` responses, which held `context` tokens between
-        them, took so long."""
+        """Add an observation: a step with `batch` responses, which held `context` tokens in all,
+        took `seconds`."""
         self.num_observed += 1
         self._context += (context / batch - self._context) / min(self.num_observed, MAX_WEIGHT)
         bucket = self._buckets.get(size := size_of(batch)) or _Bucket()
@@ -137,12 +137,12 @@ class Speed:
     @property
     def _token_s(self) -> float:
         """Seconds that a token of context adds to a step, by deviations from the means of buckets;
-        none while contexts hardly differ."""
+        0 while contexts hardly differ."""
         cc, cs, squares = self._sums
         return max(0.0, cs / (cc + LEAST_SPREAD * squares)) if squares else 0.0
 
     def _at(self, bucket: _Bucket, context: float) -> float:
-        """Return seconds of a step of a bucket with so many tokens of context."""
+        """Return seconds of a step of a bucket with `context` tokens."""
         seconds = bucket.seconds + self._token_s * (context - bucket.context)
         return max(seconds, LEAST * bucket.seconds)
 
@@ -220,7 +220,7 @@ class Speed:
         return self.curve.at(batch)
 
     def finishes_in(self, left: Sequence[float]) -> float:
-        """Return seconds until all are done that have so many steps left, fewest first."""
+        """Return seconds until all responses are done, given remaining steps, fewest first."""
         return self.curve.finishes_in(left)
 
     def peak(self, limit: int) -> int:

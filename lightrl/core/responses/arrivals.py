@@ -27,7 +27,7 @@ class Arrivals:
     _table: ResponseTable
     _filter: GroupFilter
     _outbox: Outbox
-    # of the chunk at hand
+    # of the current chunk
     _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
 
     def accept(self, node: Node, chunk: TokenChunk, now: float) -> str | None:

@@ -11,7 +11,7 @@ Entry = tuple[int, bool, int, float, int, Response]
 
 
 class WorkQueue:
-    """A heap; an entry whose response was given up, taken back or queued once more is skipped."""
+    """A heap; an entry whose response was given up, taken back or queued again is skipped."""
 
     def __init__(self, settings: Settings, expect: LengthForecast) -> None:
         self._settings = settings

@@ -281,8 +281,7 @@ class RoundScheduler:
 
     @property
     def usual_train_s(self) -> float | None:
-        """The median seconds from `train_began` to the new version in the newest steps; None before
-        the first step."""
+        """The median seconds from `train_began` to publication of the newest steps, or None."""
         return median(self._train_s) if self._train_s else None
 
     def training(self) -> Round | None:

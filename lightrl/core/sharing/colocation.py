@@ -65,7 +65,7 @@ class Colocation:
     # Events
 
     def on_trainer_suspended(self, name: str, message: TrainerSuspended) -> None:
-        """Handle the release of a trainer node's devices; without an order, before they publish."""
+        """Handle the release of a trainer node's devices, by order or before it publishes."""
         if name not in self._fleet.trainers or message.number not in {0, self._asked.get(name)}:
             return
         self._asked.pop(name, None)

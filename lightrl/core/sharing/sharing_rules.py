@@ -1,8 +1,8 @@
 """Rules that decide when devices change between sampling and training; their input and output.
 
-Reserved nodes may share their devices with the trainer; other nodes only sample. With W engine-
-seconds of sampling in a step, N shared engines that sample for a window T, n other engines that
-sample all the time, and t_train seconds of training after the window, no device waits if
+Reserved nodes may share their devices with the trainer; other nodes only sample. Let a step have W
+engine-seconds of sampling, N shared engines that sample for a window T, n other engines that sample
+all the time, and t_train seconds of training after the window. No device waits if
 
     n (T + t_train) + N T = W        so        T* = max(0, (W - n t_train) / (n + N))
 
@@ -344,7 +344,7 @@ class ForecastRule:
     them, if other nodes sample; and, if nodes have left since a release, taking back half or all of
     the released ones. Inputs are the seconds R that the sampling nodes need for the unfinished
     responses (`View.rest_s`), and the training left at its measured rate. A release is delayed
-    while the staying nodes need longer than the trainer, which would run out of work, until
+    until the trainer would not run out of work before the staying nodes finish:
 
         R(t) <= s + M / f
 

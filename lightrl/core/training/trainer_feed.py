@@ -3,7 +3,7 @@
 Owns the shards sent since the trainer's last Hello, and limits how many are under way: a step may
 be gigabytes, and a slow disk or a slow trainer must not make them pile up. A trainer that
 reconnects continues from its checkpoint or its memory; shards of steps that are trained again are
-sent unchanged. `race` and `steps` decide which groups belong to a step.
+sent unchanged. `race` and `round_scheduler` decide which groups belong to a step.
 """
 
 from collections import deque

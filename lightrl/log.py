@@ -93,7 +93,7 @@ def environment(role: str, node: str | None = None) -> dict[str, str]:
 
 
 def inherited() -> LogSettings:
-    """What the process that started this one has said."""
+    """Return the settings that the parent process passed in the environment."""
     try:
         return LogSettings(**json.loads(os.environ.get(ENVIRONMENT, "{}")))
     except (ValueError, TypeError):  # not ours

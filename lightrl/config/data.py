@@ -133,8 +133,8 @@ class Data(Section):
 
 
 def resolved(key: str, sets: Sequence[SomeSet], data: Data) -> tuple[SomeSet, ...]:
-    """With names, and the keys of `data` where they have none. Raises ValueError for two sets of
-    the same name; `key`: where they stand in the config."""
+    """Return the sets with names, and with keys of `data` where they have none. `key`: their place
+    in the config. Raises ValueError for two sets of the same name."""
     named = tuple(
         one.model_copy(
             update={

@@ -326,7 +326,7 @@ def _plain_numbers(column: pa.Array) -> NDArray[np.uint64] | None:
 
 
 def _content_keys(chunk: pa.Array) -> NDArray[np.uint64]:
-    """As `content_key` tells prompts apart. Of chats only the texts count, not the roles."""
+    """Return keys of prompts, as `content_key` does. Of chats only texts count, not roles."""
     slices: Callable[[], Iterator[memoryview]] | None = None
     if not chunk.null_count:
         slices = _texts_of_strings(chunk) if chunk.type in TEXTS else _texts_of_chats(chunk)

@@ -30,7 +30,7 @@ from lightrl.data.sources import open_rows
 from lightrl.data.template import Template, Templated
 from lightrl.errors import DataError
 
-BATCH = 1024  # prompts tokenised at once
+BATCH = 1024  # prompts tokenised in one call
 UNKNOWN, KEPT, DROPPED = 0, 1, 2
 
 

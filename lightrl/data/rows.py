@@ -1,4 +1,4 @@
-"""The protocol of rows: read by their number, told apart by their keys.
+"""The protocol of rows: read by number, identified by keys.
 
 Owns the protocol, and several files as one; jsonl.py and arrow.py read files.
 """

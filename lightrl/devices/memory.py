@@ -21,7 +21,7 @@ CONTEXT_BYTES = 1 * GIB  # CUDA context, libraries' workspaces, kernels
 PEER_BYTES = GIB // 2  # buffers of NCCL
 # of a rank's tensors: micro-batches differ in shape, and freed blocks do not always fit
 FRAGMENTATION = 1.1
-# logits that become float32 logprobs at once: trainer/model/score.py, engine/sampling.py
+# logits converted to float32 logprobs per call: trainer/model/score.py, engine/sampling.py
 SCORED_VALUES = 1 << 26
 SCORE_BYTES = 20  # for each of them: float32 logits, logprobs, their gradients
 # for each: float32 logits, as divided by the temperature, probabilities, and these by blocks: 16.
@@ -32,13 +32,13 @@ GRAPHS_BYTES = GIB // 2  # CUDA graphs of an engine
 MASTER, GRADIENT, BF16 = 4, 4, 2  # bytes for each parameter
 # likewise; the scales of eight bits are one in 256 values, or few more
 OPTIMIZER = {"adamw": 8.0, "adamw8bit": 2.1}
-ADAM_PART = 1 << 26  # parameters whose state is on the device at once: trainer/learner/offload.py
+ADAM_PART = 1 << 26  # parameters with state on the device: trainer/learner/offload.py
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model's config.json says of its size."""
+    """The sizes in a model's config.json."""
 
     num_parameters: int
     hidden: int
@@ -304,8 +304,8 @@ def sampling_bytes(shape: Shape, slots: int) -> int:
 
 
 def draftable_values(room: float, most: int) -> int:
-    """Logits of one step with drafts that fit into `room` bytes, at most `most`: each is there once
-    in bfloat16, and those that are sampled from at once take more."""
+    """Return the logits of one step with drafts that fit into `room` bytes, at most `most`: each is
+    stored once in bfloat16, and those of one sampling call take more."""
     sampled = SAMPLE_BYTES + BF16
     if room < sampled * SCORED_VALUES:
         return min(most, max(0, int(room)) // sampled)

@@ -30,7 +30,7 @@ _OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modu
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """As `model.lora` has them. `base`: the model for which they were made, as their file says."""
+    """Adapters with the fields of `model.lora`. `base`: the model in their file, if any."""
 
     rank: int
     alpha: float

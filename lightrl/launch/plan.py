@@ -71,7 +71,7 @@ def describe(
 
 
 def labelled(label: str, lines: Iterable[str]) -> list[str]:
-    """Lines after a column of labels; the label stands before the first one."""
+    """Return lines indented by a column of labels, with the label before the first line."""
     return [f"{'' if i else label:12}{line}" for i, line in enumerate(lines)]
 
 

@@ -97,7 +97,7 @@ class RolloutAgent:
         self._takes_turns, self._parallel = bool(shares or parallel), parallel
         self._turns = Turns(self._takes_turns, send, rejoin, self._weights.again, bool(parallel))
         self.state = EngineState.STARTING
-        # the process; `state` says whether it takes commands
+        # the process; `state` is whether it takes commands
         self._engine: EngineChild | None = None
         self._crashes = CrashCounter(RESTARTS)
         self._running: dict[str, int] = {}  # response -> attempt

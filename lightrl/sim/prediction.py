@@ -97,8 +97,8 @@ class Rerun:
         return notes
 
     def fleet(self, slots: int) -> Fleet:
-        """Return the nodes of the run, which join and leave as they did. Those with as many slots
-        as the run's config says have `slots` now."""
+        """Return the nodes of the run, with the recorded times of joining and leaving. Nodes with
+        the number of slots of the run's config get `slots` instead."""
         usual = self.run.config.rollout.slots
         specs = {
             name: replace(spec, slots=slots) if spec.slots == usual else spec

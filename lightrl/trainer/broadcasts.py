@@ -134,7 +134,7 @@ class Broadcasts:
         return True
 
     async def _answer(self, ranks: Ranks, kind: type[Reply], limit_s: float) -> Reply:
-        """Rank 0's reply to its last command. Raises WeightsError, also if it was told to stop."""
+        """Return rank 0's reply to its last command. Raises WeightsError, also if cancelled."""
         over = self._over = asyncio.get_running_loop().create_future()
         try:
             grace_s = GRACE_TIMEOUTS * self._timeout_s

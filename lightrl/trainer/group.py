@@ -10,9 +10,9 @@ import torch.distributed as dist
 from lightrl.system.addresses import interface_of
 from lightrl.trainer.protocol import StartRank
 
-# Ranks wait for each other while one downloads its model, loads it, or writes to a slow disk. None
-# of that ends a run. One that is dead, or hangs later, is noticed by its daemon, which ends all of
-# them, and says when they have not started for long (rank_processes.py).
+# Ranks wait for each other while one downloads its model, loads it, or writes to a slow disk, none
+# of which ends a run. The daemon detects a rank that is dead or hangs, ends all ranks, and reports
+# a slow start (rank_processes.py).
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 
 

@@ -1,5 +1,5 @@
-"""What no honest peer says, although it decodes: the bounds of what the coordinator takes in, and
-who may say what.
+"""Validate messages that decode: bounds of what the coordinator accepts, and which peers may send
+which message.
 
 Pure. Owns what types cannot express (lengths and ranges are in messages/), what a connection that
 has proved no more than the `join` key may say, and which event a message is; whether it makes sense
@@ -135,8 +135,8 @@ def why_unwelcome(head: str, hello: Hello) -> str | None:
 
 
 def as_event(peer: str, message: Message | ProtocolError) -> Event:
-    """What the core is told of a node's message; one that makes no sense from a node costs it its
-    place."""
+    """Return the event for the core of a node's message; a message that a node must not send
+    removes the node."""
     match message:
         case TokenChunk():
             return TokensArrived(peer, message)

@@ -1,1 +1,1 @@
-"""Devices that take turns, with the trainer or with engines of other sizes. Pure."""
+"""Schedule devices shared by engines and trainer, or by engines of several sizes. Pure."""

@@ -1,10 +1,10 @@
-"""Nodes that share their devices with the trainer: who has the devices, and the orders that follow.
+"""Order nodes that share devices with the trainer to sleep or wake, and the trainer to suspend.
 
-A step is closed: its nodes are ordered to sleep, and the trainer trains. Its version is published:
-the ranks are suspended, and the nodes wake. Within a step `sharing_policy` decides which nodes
-train and which sample. No progress of a change is stored: after every event the next order follows
-from the states of all nodes, so a node that dies asleep, comes back awake, or a coordinator that
-was restarted needs no case of its own.
+When a round closes, its nodes are ordered to sleep, and the trainer trains. When the version is
+published, the ranks are suspended, and the nodes wake. Within a step `sharing_policy` decides which
+nodes release their devices. No progress of a change is stored: after every event the next orders
+are derived from the states of all nodes, so that a node that dies asleep or reconnects awake, and a
+restarted coordinator, need no special case.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from lightrl.messages.sharing import SuspendTrainer, TrainerSuspended
 from lightrl.messages.training import StepDone
 
 LABELS = ("rollout", "switch", "train", "wait")
-PAUSE_S = 0.05  # between two looks at device times, unless states change
+PAUSE_S = 0.05  # between two updates of device times, unless states change
 
 
 class Colocation:
@@ -49,23 +49,23 @@ class Colocation:
         self._policy = policy
         self._outbox = outbox
         self._num_suspends = 0
-        self._asked: dict[str, int] = {}  # trainer nodes that have not answered: the order's number
-        self._was_open = True  # shards could leave
-        # the step was suspended: it is trained on once more devices are assigned
+        self._asked: dict[str, int] = {}  # number of the unanswered order, by trainer node
+        self._was_open = True  # shards could be sent at the last update
+        # the step was suspended; it continues once devices are assigned again
         self._is_interrupted = False
-        self._closed_round: Round | None = None  # the last one
-        self._seen: object = None  # what the last orders followed from
+        self._closed_round: Round | None = None  # the last closed round
+        self._seen: object = None  # the state from which the last orders were derived
         self.figures: dict[str, float] = {}  # of the step that closed last
         self.device_s: dict[str, float] = {}  # likewise, see `DeviceTimes.close`
         self._times = DeviceTimes(fleet.devices, fleet.now)
-        self._num_orders = self._num_moved = 0  # in the current step; orders before it
+        self._num_orders = self._num_moved = 0  # moves in the current step; orders before it
         self._step = steps.step
         self._begun: Round | None = None  # the round of the current step
 
     # Events
 
     def on_trainer_suspended(self, name: str, message: TrainerSuspended) -> None:
-        """The ranks of a trainer node have given its devices back; unasked, before they publish."""
+        """Handle the release of a trainer node's devices, by order or before it publishes."""
         if name not in self._fleet.trainers or message.number not in {0, self._asked.get(name)}:
             return
         self._asked.pop(name, None)
@@ -76,8 +76,8 @@ class Colocation:
             self._policy.on_trainer_suspended(self._fleet.now)
 
     def on_hello(self, hello: Hello) -> None:
-        """Orders and answers of the earlier connection may be lost; the hello reports who has the
-        devices."""
+        """Repeat orders, which may be lost with the earlier connection; the Hello reports whether
+        the ranks have released the devices."""
         node = self._fleet.nodes[hello.node]
         self._turns.repeat(node)
         if "trainer" not in hello.roles:
@@ -91,8 +91,8 @@ class Colocation:
             self._devices.park(hello.node)
 
     def without_trainer(self) -> list[tuple[str, str]]:
-        """Return (name, reason) of nodes that must leave: they were admitted before it was known
-        that nobody trains on the devices which they share."""
+        """Return (name, reason) of nodes that must leave: admitted before all trainer nodes had
+        joined, they share the devices of a node that is not among these."""
         return [
             (name, f"shares the devices of {node.shares}, {NO_TRAINER}")
             for name, node in self._devices.nodes.items()
@@ -100,14 +100,14 @@ class Colocation:
         ]
 
     def on_trainer_left(self, name: str) -> None:
-        """A trainer node has stopped in order: nothing of it is left on its devices."""
+        """Handle a trainer node that stopped in order, which leaves its devices free."""
         self._forget(name)
         self._devices.park(name)
 
     def _forget(self, name: str) -> None:
         self._asked.pop(name, None)
         self._devices.parked.discard(name)
-        # It gets its step from the beginning.
+        # The step is sent from the beginning.
         self._devices.are_training, self._devices.given = False, NO_PARTS
         self._is_interrupted = False
 
@@ -117,13 +117,13 @@ class Colocation:
 
     @property
     def deadline(self) -> float | None:
-        """When the policy decides again."""
+        """The time at which the policy decides again."""
         return self._policy.look_again_at
 
     # Orders
 
     def update(self, now: float, decides: bool = True) -> None:
-        """Runs in every event, and after it. Does nothing where no node shares devices."""
+        """Give the orders that follow from an event; called in and after every event."""
         if not (self._devices.nodes or self._devices.given or not self._was_open):
             return
         self._times.look(now)
@@ -139,14 +139,14 @@ class Colocation:
         self._seen = seen
         is_open = self._devices.may_train
         if is_open and (self._devices.are_training or self._is_interrupted):
-            self._feed.give()  # also what a run that ends still trains
+            self._feed.give()  # also for what an ending run still trains
             self._is_interrupted = False
         if is_open and not self._was_open:
             self._shutdown.flush(self._steps.go_on)
         self._was_open = is_open
 
     def _begin_step(self, now: float) -> None:
-        """A step begins when its round opens; start-up and evaluations belong to no step."""
+        """Begin a step when its round opens; start-up and evaluations belong to no step."""
         training = self._steps.training()
         if training is not None and training is not self._begun:
             self._begun = training
@@ -162,7 +162,7 @@ class Colocation:
         self._step = self._steps.step
 
     def _report_changes(self, now: float) -> None:
-        """Report to the policy which nodes have changed sides, and the end of the rollout."""
+        """Report changes of sides and the end of the rollout to the policy."""
         policy, round = self._policy, self._table.round
         for name in policy.changing:
             node = self._devices.nodes.get(name)
@@ -178,7 +178,7 @@ class Colocation:
             policy.on_rollout_ended(round, now)
 
     def _see(self) -> object:
-        """Return what orders follow from; the round itself is identified by its step."""
+        """Return the state that determines orders; a round is identified by its step."""
         round, published, feed = self._table.round, self._fleet.published, self._feed
         devices, training = self._devices, self._steps.training()
         return (
@@ -205,7 +205,7 @@ class Colocation:
                 self._turns.sleep(node)
         nodes = devices.nodes.values()
         resting = [n for n in nodes if n.state in RESTING and n.name not in wanted]
-        # Also if an engine reports that it is awake beside the ranks.
+        # Also if an engine reports that it is awake on devices of active ranks.
         is_beside = (devices.are_whole and not wanted) or devices.is_trespassed
         if (resting or is_beside or not devices.are_training) and not devices.are_parked:
             self._suspend_trainer()
@@ -235,10 +235,10 @@ class Colocation:
         return everyone if wanted and self._devices.are_whole else wanted
 
     def _suspend_trainer(self) -> None:
-        """Order trainer nodes to suspend once they have all shards that were made: one that arrived
-        later would have them take the devices again. A step that is trained again ends by itself.
-        The leader comes first: once it is suspended, the others have received all that it sent to
-        their ranks."""
+        """Order trainer nodes to suspend once all shards made were sent: a later shard would make
+        the ranks take the devices again. A step that is trained again ends by itself. The leader is
+        ordered first: once it is suspended, the others have received all its messages to their
+        ranks."""
         training, feed, devices = self._steps.training(), self._feed, self._devices
         if feed.trained_step is None or feed.is_replaying:
             return
@@ -254,8 +254,8 @@ class Colocation:
 
 
 class DeviceTimes:
-    """Seconds of each shared device in a step: its engine sampled, it changed sides, it trained, or
-    it had nothing to do. They sum to the step."""
+    """Seconds that each shared device spent in a step on rollout, switching, training and waiting;
+    their sum is the duration of the step."""
 
     def __init__(self, devices: SharedDevices, now: float) -> None:
         self._devices = devices
@@ -265,8 +265,8 @@ class DeviceTimes:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def look(self, now: float, always: bool = False) -> None:
-        """Count the time since the last look; time that went backwards is ignored. O(nodes), when
-        states have changed or PAUSE_S has passed."""
+        """Count the time since the last call; negative intervals are ignored. O(nodes), if states
+        have changed or PAUSE_S has passed."""
         elapsed, trains = now - self._at, self._devices.are_training
         changes = self._devices.num_moves, trains
         if not always and changes == self._changes and 0 <= elapsed < PAUSE_S:
@@ -278,7 +278,7 @@ class DeviceTimes:
         self._at, self._changes = now, changes
 
     def close(self, now: float) -> dict[str, float]:
-        """Return seconds by "NODE/LABEL", of nodes that take part, and begin with the next step."""
+        """Return seconds by "NODE/LABEL" of nodes that take part, and reset them."""
         self.look(now, always=True)
         seconds, self._seconds = self._seconds, defaultdict(float)
         return {

@@ -1,10 +1,10 @@
-"""Orders to nodes whose engines take turns on devices: sleep, wake, and who answers in time.
+"""Send orders to sleep and to wake to nodes whose engines take turns on devices.
 
 A node takes turns with the trainer's ranks or with engines of other sizes; `colocation` and
-`engine_sizes` decide whose turn it is, and both give their orders here. Owns the numbers of orders:
-the answer repeats the number, and an older answer is ignored. A node that does not answer
-SleepEngine within `release_s` is lost: it kills its engine sooner. An engine that was not ready may
-still have to start before it can sleep, so its node gets `patience_s` more.
+`engine_sizes` decide which side has the turn, and call this module. Owns the numbers of orders: an
+answer repeats the number, and an older answer is ignored. A node that does not answer SleepEngine
+within `release_s` is lost: it would have killed its engine by then. An engine that was not ready
+may have to start before it can sleep, so its node gets `patience_s` more.
 """
 
 from lightrl.core.commands import Outbox
@@ -29,24 +29,24 @@ class DeviceTurns:
         self._outbox = outbox
         self._may_start: set[str] = set()  # nodes whose engines were not up when ordered to sleep
         self._deadline: float | None = None
-        self._seen: tuple[int, int] = (0, 0)  # what the deadline follows from
+        self._seen: tuple[int, int] = (0, 0)  # (moves, orders) of which the deadline is
 
     def sleep(self, node: Node) -> None:
-        """Order a node that is awake to put its engine to sleep; it gets no more work."""
+        """Order a node to put its engine to sleep, and send it no more work."""
         is_up = node.state is NodeState.READY
         (self._may_start.discard if is_up else self._may_start.add)(node.name)
         self._fleet.release(node)
         self._send(node, SleepEngine)
 
     def wake(self, node: Node) -> None:
-        """Order a node that sleeps to sample again."""
+        """Order a sleeping node to sample again."""
         if node.shares:
             self._devices.wake()
         self._fleet.wake(node)
         self._send(node, WakeEngine)
 
     def repeat(self, node: Node) -> None:
-        """Order a node to sleep again that has reconnected: the order may be lost."""
+        """Send SleepEngine again to a node that has reconnected: the first may be lost."""
         if node.state is NodeState.RELEASING:
             self._send(node, SleepEngine)
 
@@ -56,7 +56,7 @@ class DeviceTurns:
         self._outbox.send(node.name, order(node.order))
 
     def on_asleep(self, name: str, message: EngineAsleep) -> None:
-        """The engine of a node sleeps; what ran there resumes on other nodes."""
+        """Handle an engine that sleeps; its responses resume on other nodes."""
         node = self._fleet.nodes.get(name)
         if node is None or node.state is not NodeState.RELEASING or message.number != node.order:
             return
@@ -64,8 +64,8 @@ class DeviceTurns:
         self._fleet.on_asleep(node)
 
     def on_refused(self, name: str) -> None:
-        """The engine of a node has died; it may have done so before the order came, and start
-        again."""
+        """Extend the deadline of a node whose engine has died: it may have died before the order
+        arrived, and may be starting again."""
         if (node := self._fleet.nodes.get(name)) and node.state is NodeState.RELEASING:
             self._may_start.add(name)
             self._seen = (0, 0)
@@ -74,7 +74,7 @@ class DeviceTurns:
 
     @property
     def deadline(self) -> float | None:
-        """When the first node is late."""
+        """The time at which the first node is late."""
         if self._seen != (seen := (self._devices.num_moves, self.num_orders)):
             self._seen = seen
             ordered = self._ordered()

@@ -1,12 +1,12 @@
-"""Engines of several sizes over the same devices: those of one size are awake, the others sleep.
+"""Keep engines of one size awake, of several sizes over the same devices.
 
-Owns which size that is. Each engine is a rollout node of its own that reports how many devices it
-spans. Once a round has closed, `planner` decides the size for the next one, and it changes while
-the trainer works: nodes of other sizes are ordered to sleep, and when the last of them sleeps,
-those of this size are ordered to wake. While nothing is sampled the engines of each size start
-once, the largest first, and measure what their steps cost: each is ordered to wake and to sleep
-again. Owns also what the planner needs of a round: its duration, its preemptions, and the most
-tokens that its responses held at once.
+Owns the current size. Each engine is a separate rollout node that reports how many devices it
+spans. Once a round has closed, `planner` decides the size for the next round, and the size changes
+while the trainer works: nodes of other sizes are ordered to sleep, and when the last of them
+sleeps, those of the new size are ordered to wake. While nothing is sampled, the engines of each
+size start once, the largest first, and measure the costs of their steps: each is ordered to wake
+and to sleep again. Also measures a round for the planner: its duration, its preemptions, and the
+peak of tokens held by its responses.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from lightrl.core.sharing.planner import (
 )
 from lightrl.core.state import Node, NodeState, Round, RoundKind, RoundState
 
-MAX_LENGTHS = 256  # of a round, that are stored
+MAX_LENGTHS = 256  # of a round, to store
 CLOSED = {RoundState.CLOSED, RoundState.TRAINED}
 
 
@@ -41,7 +41,7 @@ class _Open:
     # by node, before it
     preemptions: dict[str, int]
     kv_tokens: int = 0
-    # an engine is ready to sample; `since` is when the first one was
+    # an engine is ready to sample; `since` is when the first was
     has_begun: bool = False
 
 
@@ -66,15 +66,15 @@ class EngineSizes:
         self._next_kind = next_kind
         self._outbox = outbox
         self._open: _Open | None = None
-        self._chunks = 0  # until the tokens of all nodes are added up again
-        self._none_since: float | None = None  # when no node of this size was left
-        self._seen: object = None  # what the last orders followed from
+        self._chunks = 0  # until the tokens of all nodes are summed again
+        self._none_since: float | None = None  # when the last node of this size left
+        self._seen: object = None  # the state from which the last orders were derived
         self._num_switches = 0
         self._learned: tuple[int, PlannedRound] | None = None  # the last round, and its step
         self._prompt_tokens = 0  # of the last round, on average
         self._started: set[tuple[str, int]] = set()  # (node, incarnation) ordered to start once
         self._starting = 0  # the size whose engines start; 0 = none
-        self._has_begun = False  # an engine samples, or the first size is decided
+        self._has_begun = False  # an engine is ready, or the first size is decided
 
     # What outlives the coordinator
 
@@ -103,11 +103,11 @@ class EngineSizes:
 
     @property
     def deadline(self) -> float | None:
-        """When another size takes over if no node of this one joins."""
+        """The time at which another size replaces this one if no node of this size joins."""
         return None if self._none_since is None else self._none_since + self._settings.release_s
 
     def on_tokens(self) -> None:
-        """Tokens have arrived from a node. O(1), on average."""
+        """Handle tokens from a node. O(1) on average."""
         if self._open is not None:
             self._chunks -= 1
             if self._chunks < 0:
@@ -116,7 +116,7 @@ class EngineSizes:
                 self._chunks = len(self._nodes)
 
     def update(self, now: float) -> None:
-        """Runs in every event. Does nothing without nodes that report a size."""
+        """Give the orders that follow from an event, if there are nodes that report a size."""
         if not self._nodes:
             return
         if (round := self._table.round) is not None and not round.is_eval:
@@ -129,8 +129,8 @@ class EngineSizes:
             self._seen = self._see()
 
     def _begin(self, round: Round | None) -> None:
-        """The first round begins with another size than the first if all costs are known in time;
-        and so does one after a resume."""
+        """Plan the first round, also after a resume, if all costs are known before an engine is
+        ready; otherwise keep the size."""
         if any(name in self._fleet.ready for name in self._nodes):
             self._has_begun = True
         elif self._expect(set(self._settings.parallel), [1]):
@@ -169,7 +169,7 @@ class EngineSizes:
         done = PlannedRound(
             kind=round.kind,
             size=self.size,
-            # An engine that was started again counts from 0.
+            # An engine that was restarted counts from 0.
             preemptions=sum(now - before if now >= before else now for now, before in counted),
             seconds=round.closed_at - seen.since,
             kv_tokens=seen.kv_tokens,
@@ -202,8 +202,8 @@ class EngineSizes:
         return prior_lengths(count, settings.max_response_tokens)
 
     def _expect(self, sizes: set[int], lengths: Sequence[int]) -> dict[int, float]:
-        """Return seconds that such a round takes engines of each size; {} while the costs of one
-        are unknown."""
+        """Return seconds that a round of these lengths takes, by size of the engines; {} while
+        costs are unknown."""
         expected: dict[int, float] = {}
         for size in sizes:
             nodes = [n for n in self._nodes.values() if n.parallel == size]
@@ -221,7 +221,7 @@ class EngineSizes:
         self._num_switches += 1
 
     def _present(self) -> set[int]:
-        """Return the sizes of which a node takes part."""
+        """Return the sizes of nodes that take part."""
         return {n.parallel for n in self._nodes.values() if n.state is not NodeState.DRAINING}
 
     # Orders
@@ -256,7 +256,7 @@ class EngineSizes:
 
     def _size_to_start(self) -> int:
         """Return the size whose engines start now, 0 = none: while nothing is sampled, the largest
-        with an engine that has not been up, until the last of them sleeps again."""
+        with an engine that has not started yet, until the last of them sleeps again."""
         nodes = self._nodes.values()
         if any(n.parallel == self._starting and n.state is NodeState.RELEASING for n in nodes):
             return self._starting
@@ -266,14 +266,14 @@ class EngineSizes:
         return max(sizes, default=0)
 
     def _is_to_start(self, node: Node) -> bool:
-        """Whether the node has reported that it has no engine yet, and was not ordered to start
+        """Return whether the node reported that it has no engine yet and was not ordered to start
         one."""
         is_known = node.has_reported and not node.device
         was_ordered = (node.name, node.incarnation) in self._started
         return is_known and not was_ordered and node.state is not NodeState.DRAINING
 
     def _replace_missing(self, now: float) -> None:
-        """If no node of this size joins in time, change to the nearest size that is present."""
+        """Change to the nearest size present if no node of this size joins in time."""
         present = self._present()
         if self.size in present or not present:
             self._none_since = None

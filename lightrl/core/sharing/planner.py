@@ -1,17 +1,17 @@
-"""How many devices an engine spans in the next round: the parallelism planner, pure.
+"""Plan how many devices an engine spans in the next round. Pure.
 
-The same devices can work as many small engines or as few large ones. A large engine holds the
-weights once where several small ones hold them each, so more is left for the KV cache; but its
-devices exchange activations, and where nothing is preempted small engines do more.
+The same devices can run many small engines or few large ones. A large engine stores the weights
+once where several small ones store a copy each, which leaves more memory for the KV cache; but its
+devices exchange activations, and without preemptions small engines are faster.
 
-Engines that have measured what their steps cost, as RollPacker profiles its engines, are compared
-by `round_s`: the seconds that a round like the last one of its kind takes engines of each size.
+If engines have measured the costs of their steps, as RollPacker profiles its engines, sizes are
+compared by `round_s`: the seconds that they need for a round like the last one of its kind.
 Without costs RollPacker's rule decides (arXiv 2509.21009, section 4.2), for each kind of round:
 
     preemptions > 1.05 x those of the last round of the kind   ->  twice the size
     none in four of them                                        ->  half the size
 
-A size whose caches cannot hold what the last round of the kind held at once is skipped.
+A size whose caches are smaller than the peak of the last round of the kind is skipped.
 """
 
 import math
@@ -22,19 +22,19 @@ from lightrl.messages.load import StepCosts
 
 MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: twice the size
 QUIET_ROUNDS = 4  # without any: half the size
-KV_SHARE = 0.95  # of the caches that may be planned with
-SLOWER = 1.02  # than another size: worth a change
+KV_SHARE = 0.95  # of the caches, available to plans
+SLOWER = 1.02  # than the best size: worth a change
 PRIOR_MEAN = 0.25  # of the longest response, where no length is known
-TAIL = 0.5  # of the longest response, that runs on when the queue is empty
-NEWEST = 0.5  # weight of the last round in what rounds took beyond the estimate
+TAIL = 0.5  # of the longest response, left to run when the queue is empty
+NEWEST = 0.5  # weight of the last round in the mean excess over the estimate
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Engines that are alike. Example: EngineKind(4, 128, 50_000, StepCosts(0.01, 1e-4))."""
+    """Engines of one size. Example: EngineKind(4, 128, 50_000, StepCosts(0.01, 1e-4))."""
 
     count: int
-    # of each: responses at once; tokens in its KV cache, 0 = all that come
+    # of each: concurrent responses; tokens in its KV cache, 0 = no limit
     slots: int
     kv_tokens: int
     costs: StepCosts
@@ -50,7 +50,7 @@ class PlannedRound:
     preemptions: int
     # until it closed
     seconds: float
-    # the most that its responses held at once, prompts included
+    # peak of the tokens held by its responses, prompts included
     kv_tokens: int
     # of some of its responses, longest first, and how many there were
     lengths: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class PlannedRound:
 
 @dataclass(slots=True)
 class KindMemory:
-    """What is stored of one kind of round."""
+    """Measurements of one kind of round."""
 
     size: int
     # in the last one; and rounds since then without any
@@ -71,13 +71,13 @@ class KindMemory:
     # of the last round, see `PlannedRound`
     lengths: tuple[int, ...] = ()
     num_responses: int = 0
-    # seconds that rounds took beyond the estimate: scores, and what it leaves out
+    # mean excess over the estimate: scoring, and whatever else it leaves out
     over_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerMemory:
-    """What outlives the coordinator. Example: PlannerMemory({"long": KindMemory(4)}, {1: 9000})"""
+    """State in the journal. Example: PlannerMemory({"long": KindMemory(4)}, {1: 9000})"""
 
     kinds: dict[str, KindMemory] = field(default_factory=dict[str, KindMemory])
     # by size: tokens of all caches
@@ -87,17 +87,17 @@ class PlannerMemory:
 
 
 def prior_lengths(count: int, longest: int) -> list[int]:
-    """Return lengths to assume of responses: exponential, cut at the limit; longest first."""
+    """Return assumed lengths: exponentially distributed, cut at the limit, longest first."""
     mean = PRIOR_MEAN * longest
     shares = ((k + 0.5) / count for k in range(count))
     return [max(1, min(longest, round(-mean * math.log(share)))) for share in shares]
 
 
 def round_s(engines: EngineKind, lengths: Sequence[int], prompt_tokens: int) -> float:
-    """Return seconds until responses of these lengths are done that all wait at the start.
+    """Return seconds until responses of these lengths, all waiting at the start, are done.
 
-    The engine with the longest response decides. All that run get a token a step; no more run at
-    once than the cache holds on average.
+    The engine with the longest response decides. Each running response gets a token per step; as
+    many run concurrently as the cache holds on average.
     """
     mine = sorted(lengths, reverse=True)[:: engines.count]
     if not (tokens := sum(mine)):
@@ -120,22 +120,22 @@ def round_s(engines: EngineKind, lengths: Sequence[int], prompt_tokens: int) -> 
 
 class Planner:
     def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes` in devices of an engine, each a multiple of the one before; a kind of round
-        begins with the first."""
+        """`sizes`: devices of an engine, each a multiple of the one before; a kind of round begins
+        with the first."""
         self._sizes = tuple(sizes)
         self._kinds: dict[str, KindMemory] = {}
         self._caches: dict[int, int] = {}
 
     def size_for(self, kind: str, expected_s: Mapping[int, float]) -> int:
-        """Return the size of the engines for the next round, which is of this kind. `expected_s`:
-        seconds that it takes engines of each size; {} = costs are unknown."""
+        """Return the size of the engines for the next round, of this kind. `expected_s`: seconds
+        of the round by size; {} = costs are unknown."""
         memory = self._kinds.get(kind)
         if expected_s:
             return self._fastest(memory, expected_s)
         return self._sizes[0] if memory is None else self._with_room(memory.size, memory.kv_tokens)
 
     def learn(self, round: PlannedRound) -> None:
-        """Decide on the size for the next round of this kind by RollPacker's rule."""
+        """Store a round; without costs, choose the next size of its kind by RollPacker's rule."""
         memory = self._kinds.setdefault(round.kind, KindMemory(round.size))
         if memory.size != round.size:
             memory.size, memory.quiet = round.size, 0
@@ -151,10 +151,10 @@ class Planner:
         elif memory.quiet >= QUIET_ROUNDS:
             memory.quiet = 0
             if (smaller := self._below(memory.size)) is not None:
-                memory.size = smaller  # unless it has no room: `size_for`
+                memory.size = smaller  # `size_for` checks that its caches suffice
 
     def set_caches(self, size: int, num_tokens: int) -> None:
-        """Store how many tokens all engines of a size hold; 0 = unknown."""
+        """Store the tokens that the caches of all engines of a size hold; 0 = unknown."""
         if num_tokens:
             self._caches[size] = num_tokens
 
@@ -171,7 +171,7 @@ class Planner:
         )
 
     def recall(self, memory: PlannerMemory) -> None:
-        """Take over what was stored, without sizes that the run has no more."""
+        """Restore stored state, without sizes that the run no longer has."""
         kinds = memory.kinds.items()
         self._kinds = {kind: replace(m) for kind, m in kinds if m.size in self._sizes}
         self._caches = {size: n for size, n in memory.caches.items() if size in self._sizes}
@@ -179,8 +179,8 @@ class Planner:
     # Decisions
 
     def _fastest(self, memory: KindMemory | None, expected_s: Mapping[int, float]) -> int:
-        """Return the size with the least seconds; another one than before must save something of
-        the round, what it takes beyond the estimate included."""
+        """Return the size with the fewest seconds; a change must save a share of the round, its
+        excess over the estimate included."""
         best = min(expected_s, key=lambda size: (expected_s[size], size))
         if memory is None or memory.size not in expected_s:
             return best
@@ -195,8 +195,8 @@ class Planner:
             memory.size, memory.quiet = larger, 0
 
     def _with_room(self, size: int, needed: float) -> int:
-        """Return the size, or the next larger one that holds `needed` tokens; the size itself if
-        none does. Caches of unknown size hold everything."""
+        """Return the smallest size from this one on whose caches hold `needed` tokens; this size if
+        none do. Caches of unknown size hold everything."""
         for fitting in sorted(s for s in self._sizes if s >= size):
             cache = self._caches.get(fitting)
             if cache is None or needed <= KV_SHARE * cache:

@@ -1,4 +1,4 @@
-"""What of a round is still to come, by what is expected of its responses. Pure."""
+"""Predict the rest of a round from the expected lengths of its responses. Pure."""
 
 from array import array
 from bisect import bisect_right
@@ -14,23 +14,23 @@ from lightrl.core.state import GroupState, ResponseState, Round
 
 @dataclass(slots=True)
 class Rest:
-    """What goes on, and when groups will be complete. Lengths in tokens."""
+    """The unfinished responses and open groups of a round. Lengths in tokens."""
 
     expected: dict[str, float] = field(default_factory=dict[str, float])
-    # groups that are complete, and what is trained of them
+    # complete groups, and their tokens to train
     num_done: int = 0
     done: int = 0
-    # of each open group that will be trained, first first: (until it is complete, trained then)
+    # open groups to train, soonest first: (tokens until complete, tokens to train)
     groups: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     finished: int = 0
     # the most tokens that this round has added to a response that has not ended
     most_held: int = 0
-    # the most that the caches hold at once, if all of it runs from now on
+    # peak of tokens in the caches, if all responses run from now on
     kv_tokens: float = 0.0
 
 
 def rest_of(round: Round, expect: LengthForecast) -> Rest:
-    """O(responses log responses)."""
+    """Return the rest of a round in O(responses log responses)."""
     rest = Rest()
     running: list[tuple[float, int]] = []  # (tokens to go, context)
     for group in round.groups.values():
@@ -63,7 +63,7 @@ def rest_of(round: Round, expect: LengthForecast) -> Rest:
 
 
 def peak_context(running: list[tuple[float, int]]) -> float:
-    """The most tokens of context at any time, each response one more a step until it ends."""
+    """Return the peak of the total context if each response grows by one token a step."""
     held = sum(context for _, context in running)
     peak = 0.0
     for k, (left, context) in enumerate(sorted(running)):
@@ -72,11 +72,11 @@ def peak_context(running: list[tuple[float, int]]) -> float:
     return peak
 
 
-POINTS = 16  # by which the shape is remembered
+POINTS = 16  # of the stored shape
 
 
 def shape_of(round: Round) -> RoundShape:
-    """Of a round that has closed; of responses that it continued, the tokens that it added."""
+    """Return the shape of a closed round; continued responses count with their new tokens."""
     lengths = sorted(r.num_new for g in round.groups.values() for r in g.responses)
     ends = sorted((max(r.num_new for r in g.kept), g.position) for g in round.accepted)
     points = ((k + 1) * len(ends) // POINTS for k in range(POINTS))
@@ -85,10 +85,10 @@ def shape_of(round: Round) -> RoundShape:
 
 
 def in_waves(waiting: float) -> list[tuple[float, float]]:
-    """As `RoundCurve.arrivals`, of a round with several responses for each slot, which begin one
-    after the other. While some wait, groups are complete at an even rate; then fewer and fewer run.
+    """Return arrivals, as `RoundCurve.arrivals` does, of a round with several responses per slot.
 
-    `waiting`: of the engine steps that are left, the share of responses that have not begun.
+    While responses wait, groups complete at an even rate; afterwards fewer and fewer run.
+    `waiting`: of the engine steps left, the share of responses that have not begun.
     """
     shares: list[tuple[float, float]] = []
     for k in range(1, POINTS + 1):
@@ -102,8 +102,8 @@ def in_waves(waiting: float) -> list[tuple[float, float]]:
 def with_rest_at_end(
     arrivals: Sequence[tuple[float, float]], share: float
 ) -> list[tuple[float, float]]:
-    """`arrivals` of which only this share can be trained as it comes, the rest when the round ends:
-    it belongs to later mini-batches."""
+    """Return `arrivals` if only this share can be trained on arrival, and the rest, which belongs
+    to later mini-batches, at the end of the round."""
     num = len(arrivals)
     few = round(share * num)
     early = [arrivals[(k + 1) * num // few - 1] for k in range(few)]
@@ -111,11 +111,10 @@ def with_rest_at_end(
 
 
 class RoundCurve:
-    """When the groups of a round are complete: as those of its predecessor, in tokens.
+    """Predicts when the groups of a round are complete, from the last round of its kind.
 
-    Lengths scatter far more than expected lengths do, so these do not tell when groups will be
-    complete; the last round of the kind does. In tokens that depends on the samples alone, not on
-    machines.
+    Expected lengths are no basis for that, since they scatter far less than lengths do. Times are
+    counted in tokens, which depend on the samples alone and not on machines.
     """
 
     def __init__(self, shape: RoundShape) -> None:
@@ -125,9 +124,9 @@ class RoundCurve:
         self._ends = shape.ends
 
     def arrivals(self, held: int) -> list[tuple[float, float]]:
-        """What is left of a round in which the farthest response has `held` tokens, in equal
-        shares of groups. For each: the share of the tokens to the longest response after which it
-        is complete, and of the engine steps of all.
+        """Return when the groups left are complete, in equal shares of groups, if the longest
+        response so far has `held` tokens. For each share: the fraction of the tokens left to the
+        longest response, and of the engine steps left of all.
         """
         ends = [end for end in self._ends if end > held]
         if not ends:
@@ -137,6 +136,6 @@ class RoundCurve:
         return [((end - held) / (last - held), (self._steps(end) - done) / steps) for end in ends]
 
     def _steps(self, tokens: int) -> int:
-        """Of all responses, when each has so many tokens or is complete."""
+        """Return the tokens of all responses when each has `tokens` tokens or is complete."""
         k = bisect_right(self._lengths, tokens)
         return self._sums[k] + tokens * (len(self._lengths) - k)

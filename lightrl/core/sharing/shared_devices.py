@@ -1,9 +1,9 @@
-"""Devices that sample and train in turn: who shares them, and who has them now.
+"""The state of devices that sample and train in turn: the nodes that share them, and their side.
 
-Owns that, and whether shards may leave for the ranks on them. Each rollout node that shares says
-whose devices it uses, and which part of them; a part is free for training when all that use it
-sleep, or nobody does, and free for engines when all ranks are parked. Decides nothing and sends
-nothing: `colocation.py` does.
+Also decides whether shards may be sent to the ranks on them. Each rollout node that shares devices
+reports the trainer node and the part of its devices. A part is free for training if all nodes that
+use it sleep, or none uses it; it is free for engines if all ranks are parked. `colocation.py`
+decides about changes and sends the orders.
 """
 
 from typing import TypeAlias
@@ -21,8 +21,8 @@ NO_PARTS = frozenset[int]()
 
 
 def why_not_shared(hello: Hello, trainers: Trainers, settings: Settings) -> str | None:
-    """In one line, or None: it shares with a trainer node, or with one that may still come; or it
-    takes turns with engines of other sizes, and this run has such."""
+    """Return one line on why a node is refused; None if it shares with a trainer node that is here
+    or may still join, or takes turns with engines of the sizes of this run."""
     if hello.parallel and (hello.shares or hello.parallel not in settings.parallel):
         known = ", ".join(map(str, settings.parallel)) or "none"
         return f"has an engine of {hello.parallel} devices; such that take turns here: {known}"
@@ -41,7 +41,7 @@ def why_not_shared(hello: Hello, trainers: Trainers, settings: Settings) -> str 
 
 
 def way_to_side(state: NodeState, is_asleep: bool) -> tuple[NodeState, ...]:
-    """The states that follow when a node says, out of turn, whether its engine sleeps."""
+    """Return the states to pass through when a node reports a state that was not ordered."""
     if is_asleep == (state is NodeState.RELEASED):
         return ()
     if not is_asleep:
@@ -52,20 +52,20 @@ def way_to_side(state: NodeState, is_asleep: bool) -> tuple[NodeState, ...]:
 
 class SharedDevices:
     def __init__(self, num_parts: int, trainers: Trainers) -> None:
-        """`num_parts` of them can train without the others, as many at each of the `trainers`."""
-        self.nodes: dict[str, Node] = {}  # that share
-        self.sampling: set[str] = set()  # of these
+        """`num_parts`: parts that can train alone, equally many on each of the `trainers`."""
+        self.nodes: dict[str, Node] = {}  # that share devices with the trainer
+        self.sampling: set[str] = set()  # of `nodes`, those that sample
         self.parallel: dict[str, Node] = {}  # that take turns with engines of other sizes
-        self.wanted: frozenset[str] = frozenset()  # of these, for training
-        self.parked: set[str] = set()  # trainer nodes, by their last word
-        self.are_training = False  # the ranks were sent work since they were parked last
-        self.given = NO_PARTS  # that the ranks were told of since then
-        self.num_moves: int = 0  # of any nodes, from one state to another
+        self.wanted: frozenset[str] = frozenset()  # of `nodes`, those that should train
+        self.parked: set[str] = set()  # trainer nodes, as last reported
+        self.are_training = False  # work was sent since the ranks were last parked
+        self.given = NO_PARTS  # parts assigned to the ranks since then
+        self.num_moves: int = 0  # changes of the state of any node
         self._num_parts = num_parts
         self._trainers = trainers
 
     def moved(self, node: Node) -> None:
-        """A node is in another state."""
+        """Handle a change of the state of a node."""
         self.num_moves += 1
         if not node.takes_turns:
             return
@@ -87,18 +87,18 @@ class SharedDevices:
 
     @property
     def are_parked(self) -> bool:
-        """Nothing of the ranks is on any of them."""
+        """Whether the ranks have released all shared devices."""
         return all(name in self.parked for name in self.trainers)
 
     @property
     def are_whole(self) -> bool:
-        """They change sides together."""
+        """Whether the devices change sides only as a whole."""
         return self._num_parts == 1
 
     @property
     def may_train(self) -> bool:
-        """Whether shards may leave: the engines sleep that use what is to train, none of those is
-        to wake, and the ranks begin from where they were parked."""
+        """Whether shards may be sent: a part is free, all sleeping engines are wanted for training,
+        and the ranks train already or are all parked."""
         if not self.nodes:
             return True
         if not (self.are_training or self.are_parked) or self.is_trespassed:
@@ -108,19 +108,19 @@ class SharedDevices:
 
     @property
     def share_free(self) -> float:
-        """Of the devices, that can train now."""
+        """The share of the devices that can train now."""
         return max(0, self._num_parts - len(self._taken())) / self._num_parts
 
     @property
     def share_unused(self) -> float:
-        """Of the devices, that no engine uses: they only train."""
+        """The share of the devices that no engine uses, so that they only train."""
         used = {self._part_of(node) for node in self.nodes.values()}
         return max(0, self._num_parts - len(used)) / self._num_parts
 
     @property
     def free(self) -> frozenset[int]:
-        """Parts that can train now, by their numbers in the run: those of the node that leads come
-        first, then those of the others by name, as their ranks do. None while a node is missing."""
+        """The numbers of parts that can train now; empty while a trainer node is missing. Parts are
+        numbered as ranks: first those of the leader, then those of the other nodes by name."""
         if not self._trainers.are_complete:
             return NO_PARTS
         taken, leader = self._taken(), self._trainers.leader
@@ -131,36 +131,36 @@ class SharedDevices:
 
     @property
     def is_trespassed(self) -> bool:
-        """An engine is on a part that the ranks were given, by its own word."""
+        """Whether a node reports an active engine on a part that was assigned to the ranks."""
         is_given = bool(self.given) and self._trainers.are_complete
         return is_given and not self.given <= self.free
 
     def _taken(self) -> set[DevicePart]:
-        """Parts with an engine that does not sleep."""
+        """Return the parts with an engine that does not sleep."""
         return {self._part_of(node) for node in self.nodes.values() if not node.is_asleep}
 
     def _part_of(self, node: Node) -> DevicePart:
         return WHOLE if self.are_whole else (node.shares, node.part)
 
     def give(self, parts: frozenset[int]) -> None:
-        """The ranks are told that they have these, and may take them."""
+        """Assign these parts to the ranks, which may take them."""
         self.train()
         self.given = parts
 
     def train(self) -> None:
-        """The ranks are sent work: they take the devices, if nobody else has them."""
+        """Mark the devices as training. Raises InvariantViolation if engines use them."""
         if not self.may_train:
             raise InvariantViolation("work for ranks whose devices sample")
         self.are_training = True
         self.parked.clear()
 
     def wake(self) -> None:
-        """A node takes its devices, if the ranks have given back all of them."""
+        """Check that an engine may wake. Raises InvariantViolation if ranks are not parked."""
         if not self.are_parked:
             raise InvariantViolation("an engine is to wake beside ranks")
 
     def park(self, trainer: str) -> None:
-        """The ranks of this trainer node have given its devices back."""
+        """Mark the devices of a trainer node as released by its ranks."""
         self.parked.add(trainer)
         if self.are_parked:
             self.are_training, self.given = False, NO_PARTS

@@ -1,11 +1,10 @@
-"""Which shared nodes train and which sample within a step: asks the rule, and measures what it
-needs.
+"""Decide by a rule which shared nodes train and which sample within a step; measure its inputs.
 
-Owns the measurements: seconds of a switch, seconds of the trainer for a token, the times of a step.
+Owns the measurements: seconds of a switch, seconds of the trainer per token, the times of a step.
 `colocation` reports events and carries out the changes. The trainer does not report its progress
-within a step: it is estimated from the rate of the last steps. A decision is O(nodes + responses of
-the round); the more there are, the less often it is made, unless nodes have changed. Evaluations
-change nothing.
+within a step, which is estimated from the rate of the last steps. A decision is O(nodes + responses
+of the round); larger runs decide less often, unless nodes have joined or left. Evaluations change
+nothing.
 """
 
 import math
@@ -47,20 +46,20 @@ from lightrl.core.state import (
     RoundState,
 )
 
-# Between two decisions: they then take about one percent of the time (60 ms at 10,000 responses on
-# 1,000 nodes). HURRY of it, if nodes have joined or left: several may do so together.
+# Pause between decisions, which then use about 1 % of the time (60 ms at 10,000 responses on 1,000
+# nodes). HURRY: share of the pause if nodes have joined or left, since several may do so together.
 LOOK_S_PER_NODE, LOOK_S_PER_RESPONSE = 0.002, 0.0005
 HURRY = 0.1
-SOON_S = 0.05  # a decision is delayed by no less
-FORGET = 0.8  # weight of earlier steps in what training takes
-PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
-REMEMBERED = 5  # measurements, whose median counts: a single wrong one does no harm
+SOON_S = 0.05  # shortest delay of a decision
+FORGET = 0.8  # weight of earlier steps in the fit of training times
+PRIOR_WEIGHT = 0.01  # of proportionality to tokens, against steps that differ as much
+REMEMBERED = 5  # measurements; their median ignores a single outlier
 EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # arrivals before the first round
-WAVES = 2.0  # responses of a round for each slot; with fewer they run side by side
+WAVES = 2.0  # responses of a round per slot; below, all run concurrently
 
 
 class Recent:
-    """The newest measurements of one thing."""
+    """The newest measurements of one quantity."""
 
     def __init__(self, values: tuple[float, ...] = ()) -> None:
         self._values: deque[float] = deque(values, maxlen=REMEMBERED)
@@ -85,22 +84,22 @@ class _Step:
     kind: RoundKind
     opened_at: float
     looked_at: float
-    # now: nodes that sample, and those that share nothing, loading or not
+    # now: sampling nodes, and nodes that share nothing, loading ones included
     nodes: int = 0
     others: int = 0
-    # these, times seconds
+    # node-seconds of these
     node_s: float = 0.0
     other_s: float = 0.0
     closed_at: float | None = None
-    # the trainer has all devices
+    # when the trainer had all devices
     trains_at: float | None = None
-    # it has trained the step, and gives them back
+    # when it had trained the step and released the devices
     trained_at: float | None = None
     num_tokens: int = 0
-    # until nodes were released; and T* of `sharing_rules`
+    # seconds until nodes were released; T* of `sharing_rules`
     window_s: float | None = None
     foreseen_s: float | None = None
-    # of the trainer, estimated; and when
+    # estimated seconds of training done, and when estimated
     worked_s: float = 0.0
     worked_at: float = 0.0
 
@@ -121,12 +120,12 @@ class SharingPolicy:
         self, settings: Settings, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor
     ) -> None:
         self.rule = rule_of(settings)
-        self.released: set[str] = set()  # by the rule
-        self.wanted: frozenset[str] = frozenset()  # for training: of these, not taken back
+        self.released: set[str] = set()  # nodes released by the rule
+        self.wanted: frozenset[str] = frozenset()  # `released` without nodes taken back
         self.look_again_at: float | None = None
         self.figures: dict[str, float] = {}  # of the step that was trained last
         self._look_pause = settings.look_pause
-        # of a round's groups one of so many can be trained before the round ends
+        # one in this many groups of a round can be trained before the round ends
         self._one_of = settings.mini_batches if mini_batches.is_shuffled(settings) else 1
         self._fleet = fleet
         self._devices = fleet.devices
@@ -136,19 +135,19 @@ class SharingPolicy:
         self._training = LineFit()  # seconds of the trainer, by tokens of a step
         self._curves: dict[str, RoundCurve] = {}  # of the last round of a kind
         self._work: dict[str, tuple[float, float]] = {}  # W and t_train of the last step
-        self._since: dict[str, float | None] = {}  # when nodes were ordered to change sides
-        self._coming: set[str] = set()  # of these, those that are taken back
-        self._share = 0.0  # of the devices, that train
+        self._since: dict[str, float | None] = {}  # orders to change sides
+        self._coming: set[str] = set()  # nodes of `_since` that are taken back
+        self._share = 0.0  # of the devices, in training
         self._step: _Step | None = None
         self._looked_at = self._look_at = self._pause_s = 0.0
-        self._stamp: object = None  # what had happened at the last look
-        self._moves = -1  # of nodes, until then
+        self._stamp: object = None  # counts at the last evaluation
+        self._moves = -1  # of nodes, at the last decision
 
     # Events
 
     def evaluate(self, now: float) -> None:
-        """Runs after every event. Decides if responses have finished, nodes have joined or left, or
-        the rule asked for it at this time."""
+        """Decide if responses have finished, nodes have joined or left, or the rule asked for this
+        time; called after every event."""
         round = self._table.round
         is_due = self.look_again_at is not None and now >= self.look_again_at
         if round is None or round.is_eval or round.state is not RoundState.RUNNING:
@@ -175,7 +174,7 @@ class SharingPolicy:
         self._account(round, view, now)
         change = self.rule.decide(view, now)
         if not (view.sampling or view.num_others or view.shared_loading or change.take_back):
-            change = Change(take_back=tuple(n.name for n in view.released))  # nobody else samples
+            change = Change(take_back=tuple(n.name for n in view.released))  # no other node samples
         self._moves, self._looked_at = self._devices.num_moves, now
         look_s = LOOK_S_PER_NODE * len(ready) + LOOK_S_PER_RESPONSE * view.num
         self._pause_s = self._look_pause * look_s
@@ -195,23 +194,23 @@ class SharingPolicy:
 
     @property
     def changing(self) -> tuple[str, ...]:
-        """Nodes that are ordered to change sides and have not yet done so."""
+        """Nodes that were ordered to change sides and have not yet done so."""
         return tuple(self._since)
 
     def on_ordered(self, name: str, now: float | None) -> None:
-        """A node is ordered to sleep, by the rule or at the end of the rollout. None: the switch is
-        not measured."""
+        """Handle an order to sleep, by the rule or at the end of the rollout. `now` is None if the
+        switch is not to be measured."""
         self._since.setdefault(name, now)
 
     def on_asleep(self, name: str, now: float) -> None:
-        """The devices of a node are free to train."""
+        """Handle a node that sleeps: its devices are free to train."""
         if name not in self._coming:
             self._switched(name, now)
             if self._step is not None and self._all_train():
                 self._step.trains_at = now
 
     def on_ready(self, name: str, now: float) -> None:
-        """A node that was taken back samples again."""
+        """Handle a node that was taken back and samples again."""
         if name in self._coming:
             self._switched(name, now)
             self._forget(name)
@@ -231,7 +230,7 @@ class SharingPolicy:
         self.wanted = frozenset(self.released - self._coming)
 
     def on_rollout_ended(self, round: Round, now: float) -> None:
-        """All responses have arrived; all devices train now."""
+        """Handle the end of the rollout: all devices train now."""
         self.released.clear()
         self._since.clear()
         self._coming.clear()
@@ -247,13 +246,13 @@ class SharingPolicy:
             step.trains_at = now
 
     def on_trainer_suspended(self, now: float) -> None:
-        """The trainer has given back all devices; at the end of a step this comes before
+        """Handle the release of all devices by the trainer; at the end of a step it precedes
         StepDone."""
         if self._step is not None and self._step.closed_at is not None:
             self._step.trained_at = now
 
     def on_step_done(self, now: float, metrics: Mapping[str, float]) -> None:
-        """The trainer has finished the step; `metrics` are its own."""
+        """Handle the end of training of a step; `metrics` are of the trainer."""
         step, self._step = self._step, None
         is_told = TRAIN_METRICS[0] in metrics
         if step is None or step.closed_at is None or step.trains_at is None or not is_told:
@@ -309,8 +308,8 @@ class SharingPolicy:
     def view(self, round: Round, now: float) -> View:
         rest = rest_of(round, self._predictor.expect)
         curve = self._curves.get(round.kind)
-        # Nothing that runs longer than this is trained. An expected length is a mean: the longest
-        # of many is longer.
+        # Nothing that runs longer than this is trained. Expected lengths are means: the longest of
+        # many responses exceeds them.
         last = rest.groups[-1][0] if rest.groups else 0.0
         if curve is not None:
             last = max(last, curve.shape.longest - rest.most_held)
@@ -363,7 +362,7 @@ class SharingPolicy:
         )
 
     def _estimate_done(self, ready_s: float, now: float) -> float:
-        """Return how much of `ready_s` the trainer has done, in seconds of all shared devices."""
+        """Return the part of `ready_s` that is done, in seconds of all shared devices."""
         step, share = self._step, self._share
         self._share = self._devices.share_free
         if step is None:
@@ -373,7 +372,7 @@ class SharingPolicy:
         return step.worked_s
 
     def _train_s(self, round: Round) -> tuple[float, float]:
-        """Return seconds of the trainer for a group, and for a token of it."""
+        """Return seconds of the trainer per group, and per token."""
         if not self._training.n:
             return 0.0, 0.0
         tokens, seconds = self._training.means()

@@ -1,14 +1,14 @@
-"""When devices that sample and train change sides: what the rules see, what they answer.
+"""Rules that decide when devices change between sampling and training; their input and output.
 
-Reserved nodes may share their devices with the trainer; others only sample. With W engine-seconds
-of sampling in a step, N shared engines that sample for a window T, n others that sample all the
-time, and t_train seconds of training behind the window, nobody waits if
+Reserved nodes may share their devices with the trainer; other nodes only sample. Let a step have W
+engine-seconds of sampling, N shared engines that sample for a window T, n other engines that sample
+all the time, and t_train seconds of training after the window. No device waits if
 
     n (T + t_train) + N T = W        so        T* = max(0, (W - n t_train) / (n + N))
 
-and with n = W / t_train it is 0: more nodes save nothing. (RLBoost, arXiv 2510.19225, finds T by
-correcting it from step to step; the equation is ours.) Pure arithmetic over a `View`; what decides
-are the classes below, what is measured for them is in `sharing_policy`.
+which is 0 for n = W / t_train: more nodes save nothing. (RLBoost, arXiv 2510.19225, corrects T from
+step to step; the equation is ours.) Pure arithmetic over a `View`, which `sharing_policy` makes of
+its measurements.
 """
 
 import math
@@ -20,22 +20,22 @@ from lightrl.core.log_entries import WindowMemory
 from lightrl.core.responses.placement import PREFILL_TOKENS_PER_STEP, Outlook
 from lightrl.core.state import Node, RoundKind
 
-KV_SHARE = 0.95  # of the caches that may be planned with
+KV_SHARE = 0.95  # of the caches, available to plans
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Which nodes go over to training, and which come back to sample."""
+    """The nodes to release for training, and the nodes to take back for sampling."""
 
     release: tuple[str, ...] = ()
     take_back: tuple[str, ...] = ()
-    # if nothing happens until then, decide again
+    # when to decide again if no event comes before
     look_at: float | None = None
 
 
 @dataclass(slots=True)
 class View:
-    """A training round as it stands, what still runs and waits in it as predicted."""
+    """The state of a training round, with predictions of its unfinished responses."""
 
     kind: RoundKind
     opened_at: float
@@ -47,19 +47,19 @@ class View:
     others: list[Outlook]
     # shared nodes that train
     released: list[Node]
-    # seconds of all shared devices that the trainer still has to do in this step; None = unknown
+    # training left in this step, in seconds of all shared devices; None = unknown
     train_s: float | None
-    # of these, for groups that are complete
+    # the part of `train_s` for complete groups
     ready_s: float
-    # the others, in equal shares: after which part of the tokens to the longest response, and of
-    # the engine steps of all, each is complete
+    # of open groups, in equal shares: when each is complete, as fractions of the tokens left to
+    # the longest response and of the engine steps left of all
     arrivals: Sequence[tuple[float, float]]
-    # from a decision until the devices work on the other side
+    # seconds from a decision until the devices work on the other side
     switch_s: float
-    # engine steps of each response that goes on, fewest first
+    # engine steps left of each unfinished response, fewest first
     left: Sequence[float]
-    # most tokens of context at once until all have ended, and of the caches, by node; none =
-    # without limit
+    # peak of the context of all until they end, and size of the caches by node, in tokens; a
+    # node without an entry has no limit
     kv_tokens: float = 0.0
     caches: dict[str, int] = field(default_factory=dict[str, int])
     # nodes of both kinds that load the version of this round
@@ -67,7 +67,7 @@ class View:
     others_loading: int = 0
     # some shared nodes can train without the others
     in_parts: bool = True
-    # of the trainer's devices, that no engine uses
+    # share of the trainer's devices that no engine uses
     unused: float = 0.0
 
     @property
@@ -80,19 +80,19 @@ class View:
 
     @property
     def num_others(self) -> int:
-        """With those that will sample in a moment."""
+        """The number of other nodes, loading ones included."""
         return len(self.others) + self.others_loading
 
     def now_sampling(self) -> list[Node]:
         return [o.node for o in (*self.sampling, *self.others)]
 
     def without(self, going: Sequence[Outlook]) -> list[Node]:
-        """Who samples once these are released."""
+        """Return the nodes that sample after the release of `going`."""
         names = {o.node.name for o in going}
         return [node for node in self.now_sampling() if node.name not in names]
 
     def emptiest(self, count: int) -> list[Outlook]:
-        """Shared nodes by whose release fewest responses move, at most so many; see
+        """Return at most `count` sampling shared nodes, those with fewest responses; see
         `in_whole_parts`."""
         running = {o.node.name: o.running for o in self.sampling}
         nodes = in_whole_parts([o.node for o in self.sampling], count, running)
@@ -100,22 +100,22 @@ class View:
         return [looks[node.name] for node in nodes]
 
     def fits(self, nodes: Sequence[Node]) -> bool:
-        """Whether their caches hold all that runs and waits until its end."""
+        """Return whether the caches of `nodes` hold all unfinished responses until they end."""
         caches = [self.caches.get(node.name, 0) for node in nodes]
         return not all(caches) or self.kv_tokens <= KV_SHARE * sum(caches)
 
     def rest_s(self, nodes: Sequence[Node]) -> float:
-        """Seconds until `nodes` have done all that runs and waits; infinite without nodes.
+        """Return seconds until `nodes` finish all responses; infinite without nodes.
 
-        Each alone with an equal share of it, and the response with most before it, would take so
-        long; together they take the harmonic mean, since the fast ones do more.
+        The harmonic mean, since fast nodes do more, of the seconds that each node needs for an
+        equal share of the responses and the longest of them.
         """
         if not self.left:
             return 0.0
         if not nodes:
             return math.inf
         count = len(nodes)
-        # Of each `count` responses in order one: the longest, and those in the middle.
+        # One of each `count` responses in order: the middle ones, and the longest of all.
         share = [*self.left[-1 - count - count // 2 :: -count][::-1], self.left[-1]]
         per_s = 0.0
         for node in nodes:
@@ -127,7 +127,7 @@ class View:
         return count / per_s
 
     def alone(self, nodes: Sequence[Node]) -> float:
-        """Which share of their rest is due to the longest response, not to how many there are."""
+        """Return the share of `rest_s` due to the longest response, not to the number of all."""
         rest = self.rest_s(nodes)
         if not nodes or not rest:
             return 1.0
@@ -136,8 +136,8 @@ class View:
 
 
 def in_whole_parts(nodes: Sequence[Node], count: int, running: Mapping[str, int]) -> list[Node]:
-    """At most `count` of these, those with fewest responses first; never one without the others
-    that use the same part of the devices."""
+    """Return at most `count` of these nodes, fewest responses first; nodes that use the same part
+    of the devices are taken together."""
     parts: dict[tuple[str, int], list[Node]] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         parts.setdefault((node.shares, node.part), []).append(node)
@@ -151,7 +151,7 @@ def in_whole_parts(nodes: Sequence[Node], count: int, running: Mapping[str, int]
 
 
 def moved_s(going: Sequence[Outlook], staying: Sequence[Node]) -> float:
-    """What it costs those who stay to prefill what ran at those who go."""
+    """Return seconds of the staying nodes to prefill the responses of the going ones."""
     if not staying:
         return 0.0
     held = sum(o.node.context for o in going)
@@ -160,33 +160,33 @@ def moved_s(going: Sequence[Outlook], staying: Sequence[Node]) -> float:
 
 
 def best_window_s(work_s: float, train_s: float, shared: int, others: float) -> float:
-    """T* of the equation above; infinite without nodes."""
+    """Return T* of the equation above; infinite without nodes."""
     nodes = shared + others
     return max(0.0, (work_s - others * train_s) / nodes) if nodes else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step has come to, in seconds."""
+    """Measurements of a finished step, in seconds."""
 
     kind: RoundKind
-    # nodes that share nothing: on average in the step, and now
+    # number of nodes that share nothing: mean of the step, and now
     others: float
     others_now: int
-    # until its last response had come
+    # until its last response arrived
     rollout_s: float
-    # of all nodes that sampled, added up
+    # sum over all nodes that sampled
     work_s: float
     # of the trainer, with all shared devices
     train_s: float
-    # it had its devices and no work
+    # the trainer had devices and no work
     trainer_waited_s: float
-    # the others had none
+    # the other nodes had no work
     others_waited_s: float
 
 
 class Rule(Protocol):
-    """Decides at any time; learns from each step that is over."""
+    """Decides on changes within a step; learns from each finished step."""
 
     def decide(self, view: View, now: float) -> Change: ...
     def learn(self, step: StepTimes) -> None: ...
@@ -196,29 +196,29 @@ NOTHING = Change()
 
 
 class Never:
-    """The rule "off": sides change between steps alone."""
+    """The rule "off": sides change only between steps."""
 
     def decide(self, view: View, now: float) -> Change:
         return NOTHING
 
     def learn(self, step: StepTimes) -> None:
-        """There is nothing to decide."""
+        """Ignore the step."""
 
 
 FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # responses finished, of those launched
 LAST_LOOK_AGAIN = 0.95
-SLOTS_AGAIN = 0.2  # of those that stay may be used when more than the first half go
+SLOTS_AGAIN = 0.2  # of the staying nodes, the most in use for a further release
 
 
 @dataclass
 class ScaleDown:
-    """Half of the devices train while responses still run: what both rules do without preemptible
+    """Releases half of the devices while responses still run; used by both rules without other
     nodes.
 
     RollPacker's stream trainer (arXiv 2509.21009, algorithm 1): once in a round, evaluated whenever
     another 5 % of the responses have finished, between 20 and 50 %, and only if the other half has
-    slots and cache for the rest. `again` releases halves of the rest, too, while few responses run
-    on the nodes that stay.
+    slots and cache for the unfinished responses. `again` also releases halves of the staying nodes,
+    while few responses run there.
     """
 
     again: bool = False
@@ -235,7 +235,7 @@ class ScaleDown:
         while self._next_look <= view.finished:
             self._next_look += LOOK_EVERY
         last = LAST_LOOK_AGAIN if self.again else LAST_LOOK
-        if view.finished >= last + LOOK_EVERY:  # the last look may have come late
+        if view.finished >= last + LOOK_EVERY:  # the last evaluation may be late
             return NOTHING
         going = view.emptiest(len(view.sampling) // 2)
         staying = view.without(going)
@@ -246,7 +246,7 @@ class ScaleDown:
 
 
 ETA = 3.0  # as in the authors' code
-CONSTANT = 0.05  # of the nodes there are now: so far from that their mean is in a quiet step
+CONSTANT = 0.05  # of the current nodes: the most that their mean differs in a quiet step
 
 
 class Window:
@@ -254,14 +254,14 @@ class Window:
 
     RLBoost's algorithm 1 (arXiv 2510.19225). After each step
 
-        T_seed += (w_train - w_remote) / eta          who waited longer, trainer or other nodes
-        M[n]    = T_seed           if n was the same all through the step
-        T_seed  = M[n']            if n' nodes take part now and M has them
+        T_seed += (w_train - w_remote) / eta          waiting times of the trainer and other nodes
+        M[n]    = T_seed           if n was constant during the step
+        T_seed  = M[n']            if n' nodes take part now and M has an entry for n'
 
-    Kept by kind of round, as short and long rounds differ several times over. Where M has nothing,
-    T_seed starts from T* with the work of the last round of its kind; `first_guess` off, as
-    published: it stays what it was. As published, caches of the others are not looked at. The
-    published cap of preemptible nodes is left out: `cost_model` decides how many are worth having.
+    State is kept by kind of round, as short and long rounds differ several times over. Without an
+    entry in M, T_seed starts from T* with the work of the last round of its kind; with
+    `first_guess` off it is unchanged, as published. As published, caches of the other nodes are not
+    checked. The published cap of preemptible nodes is left out: `cost_model` limits their number.
     """
 
     def __init__(self, first_guess: bool = True, remembers: bool = True) -> None:
@@ -272,10 +272,10 @@ class Window:
         self._work: dict[str, tuple[float, float]] = {}  # (W, t_train)
         self._scale_down = ScaleDown()
         self._opened_at = math.nan
-        self._window_s: float | None = None  # of the round at hand
+        self._window_s: float | None = None  # of the current round
 
     def window_s(self, kind: str, shared: int, others: int) -> float | None:
-        """T_seed of a round of this kind that begins with so many; None = nothing is known."""
+        """Return T_seed of a round of this kind and these numbers of nodes; None = unknown."""
         if (others, kind) in self._memory:
             return self._memory[others, kind]
         if self._first_guess and kind in self._work and shared + others > 0:
@@ -302,8 +302,8 @@ class Window:
         kind = step.kind
         self._work[kind] = (step.work_s, step.train_s)
         if not step.others or (self._window_s is None and self._first_guess):
-            return  # there was none to be corrected, and the equation begins nearer
-        # A window beyond the end of the rollout has been as long as that.
+            return  # no window to correct; T* is a better start
+        # A window ends with the rollout at the latest.
         window = self._window_s if self._window_s is not None else step.rollout_s
         window = min(window, step.rollout_s)
         window += (step.trainer_waited_s - step.others_waited_s) / ETA
@@ -317,12 +317,12 @@ class Window:
         return WindowMemory(dict(self._seeds), known)
 
     def recall(self, memory: WindowMemory, work: Mapping[str, tuple[float, float]]) -> None:
-        """As it was; `work` of the last steps, by kind: engine seconds, seconds of training."""
+        """Restore stored state. `work`: (W, t_train) in seconds of the last step, by kind."""
         self._seeds, self._work = dict(memory.seeds), dict(work)
         self._memory = {(others, kind): seconds for others, kind, seconds in memory.known}
 
 
-# of the time that is left: what a plan must save to be worth the error of its forecast
+# of the time left: the least saving by a plan, to outweigh the error of its forecast
 WORTH = 0.01
 
 
@@ -330,9 +330,9 @@ WORTH = 0.01
 class Plan:
     going: Sequence[Outlook]
     coming: Sequence[Node]
-    # until they go, from now
+    # seconds from now until `going` are released
     window_s: float
-    # the step, from now; and later, if they go at once
+    # seconds from now until the step ends; and by how much later if released now
     ends_in: float
     haste_s: float = 0.0
 
@@ -340,18 +340,18 @@ class Plan:
 class ForecastRule:
     """The rule "foreseen": devices change sides when the step is predicted to end soonest.
 
-    Compared are, each from now on: no change; releasing half of the shared nodes that sample; all
-    of them, if others sample; and if nodes have left since a release, taking back half of the
-    released ones, or all. Known are the seconds that those who sample need for the rest
-    (`View.rest_s`), and what the trainer still has to do at its measured rate. A release waits
-    while those who stay need longer than the trainer will, so that it would run dry:
+    Compares these plans: no change; releasing half of the sampling shared nodes; releasing all of
+    them, if other nodes sample; and, if nodes have left since a release, taking back half or all of
+    the released ones. Inputs are the seconds R that the sampling nodes need for the unfinished
+    responses (`View.rest_s`), and the training left at its measured rate. A release is delayed
+    until the trainer would not run out of work before the staying nodes finish:
 
         R(t) <= s + M / f
 
-    R falls by `pace` a second while everybody samples, s is a switch, M what the trainer has to do,
-    f its share of the devices. In a fluid that is T*; here it holds also for a tail that one device
-    finishes as soon as eight (pace 1), and for a fleet that has just changed. Nothing is stored
-    from step to step.
+    R falls by `pace` a second while all nodes sample, s is the time of a switch, M the training
+    left, f the trainer's share of the devices. In a fluid model that is T*; it also holds for a
+    tail that one device finishes as fast as eight (pace 1), and for a fleet that has just changed.
+    No state is kept between steps.
     """
 
     def __init__(self) -> None:
@@ -381,11 +381,11 @@ class ForecastRule:
         )
 
     def learn(self, step: StepTimes) -> None:
-        """Measured by `sharing_policy`, for both rules."""
+        """Ignore the step: `View` has the measurements."""
 
 
 def plans_of(view: View, may_return: bool) -> list[Plan]:
-    """All that can be done, the first of them nothing."""
+    """Return the possible plans, beginning with no change."""
     half = len(view.sampling) // 2 if view.in_parts else 0
     goings = [going] if half and (going := view.emptiest(half)) else []
     if view.others and view.sampling:
@@ -416,7 +416,7 @@ def _release(view: View, going: Sequence[Outlook]) -> Plan | None:
     if not view.fits(staying):
         return None
     now_s = view.rest_s(view.now_sampling())
-    rest = max(now_s, view.rest_s(staying))  # what is known of single nodes is noisy
+    rest = max(now_s, view.rest_s(staying))  # estimates of single nodes are noisy
     pace = rest / now_s if now_s else 1.0
     rest += moved_s(going, staying)
     before = _share(view, len(view.released))
@@ -442,8 +442,9 @@ def _take_back(view: View, coming: Sequence[Node]) -> Plan | None:
 
 
 def _train_all(view: View, rest_s: float, alone: float, begins_s: float) -> tuple[float, float]:
-    """(when the step is trained, how long the trainer had nothing to do), with all devices from
-    `begins_s` on, while others sample for `rest_s`: the groups come as in the last round."""
+    """Return (seconds until the step is trained, idle seconds of the trainer), with all devices
+    from `begins_s` on, while other nodes sample for `rest_s`; groups arrive as in the last round.
+    """
     assert view.train_s is not None
     if math.isinf(rest_s):
         return math.inf, 0.0
@@ -457,22 +458,21 @@ def _train_all(view: View, rest_s: float, alone: float, begins_s: float) -> tupl
 
 
 def _train(view: View, rest_s: float, share: float, begins_s: float = 0.0) -> float:
-    """The same with `share` of the devices until all responses have come; then the others change
-    over. Counts on nothing but groups that are complete: there are more chances to release some.
-    """
+    """Return seconds until the step is trained with `share` of the devices, and with all after the
+    rollout. Only complete groups are trained before: later releases may add more."""
     assert view.train_s is not None
     trained = min(share * max(0.0, rest_s - begins_s), view.ready_s)
     left = view.train_s - trained
     if left <= 0:
         return rest_s
-    if math.isinf(rest_s) or share * view.switch_s >= left:  # no other device is worth a switch
+    if math.isinf(rest_s) or share * view.switch_s >= left:  # a switch of others costs more
         return rest_s + left / max(share, 1e-9)
     return rest_s + left + (1 - share) * view.switch_s
 
 
 def _is_no_loss(view: View, change: Change) -> bool:
-    """Whether the step ends no later if these nodes are released, as far as that is known. The rest
-    takes longer without them; where little is trained beside it, nothing makes up for that."""
+    """Return whether the step is predicted to end no later by this change; True if unknown. The
+    rollout takes longer without the released nodes, which concurrent training has to outweigh."""
     if view.train_s is None:
         return True
     going = [o for o in view.sampling if o.node.name in change.release]
@@ -483,8 +483,8 @@ def _is_no_loss(view: View, change: Change) -> bool:
 
 
 def _train_beside(view: View, nodes: Sequence[Node], more_s: float, share: float) -> float:
-    """When the step is trained if `nodes` sample the rest and `more_s`, and `share` of the devices
-    trains what comes, as in the last round, until the others change over, too."""
+    """Return seconds until the step is trained if `nodes` sample for `more_s` longer, and `share`
+    of the devices trains groups as they arrive, until the other devices join after the rollout."""
     assert view.train_s is not None
     rest_s, alone = view.rest_s(nodes) + more_s, view.alone(nodes)
     each = max(0.0, view.train_s - view.ready_s) / len(view.arrivals)
@@ -499,7 +499,7 @@ def _train_beside(view: View, nodes: Sequence[Node], more_s: float, share: float
 
 
 def _share(view: View, count: int) -> float:
-    """Of the trainer's devices, while so many nodes have given theirs back."""
+    """Return the share of the trainer's devices that train after `count` nodes are released."""
     if count == view.num_shared:
         return 1.0 if count else view.unused
     return view.unused + (1.0 - view.unused) * count / view.num_shared

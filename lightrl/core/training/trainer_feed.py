@@ -1,9 +1,9 @@
-"""The trainer node as the core sees it: where it stands, and which shards it gets next.
+"""The state of the trainer node in the core: the step it trains, and the shards to send it next.
 
-Owns what was sent to it since its last hello, and how much of it may be under way: a step may be
-gigabytes, and neither a slow disk nor a slow trainer may pile them up. A trainer that comes back
-begins where its checkpoint, or its memory, says; what it has trained before is sent again as it
-was. Which groups belong to a step is decided in `race` and `steps`.
+Owns the shards sent since the trainer's last Hello, and limits how many are under way: a step may
+be gigabytes, and a slow disk or a slow trainer must not make them pile up. A trainer that
+reconnects continues from its checkpoint or its memory; shards of steps that are trained again are
+sent unchanged. `race` and `round_scheduler` decide which groups belong to a step.
 """
 
 from collections import deque
@@ -17,16 +17,16 @@ from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages.sharing import AssignDevices
 from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard
 
-MAX_SHARD_TOKENS = 1 << 18  # some 2 MiB with their logprobs
-# shards on their way to the journal; the event loop waits while that many are made
+MAX_SHARD_TOKENS = 1 << 18  # about 2 MiB with their logprobs
+# shards that wait for the journal; making this many blocks the event loop
 MAX_UNWRITTEN = 2
-MAX_UNTAKEN_TOKENS = 1 << 22  # some 32 MiB: what a trainer with many ranks has to spread
+MAX_UNTAKEN_TOKENS = 1 << 22  # about 32 MiB, enough for a trainer with many ranks
 
 
 class Window:
-    """The shards of a step that were sent and that the trainer has not taken. One that is larger
-    than all of them may be goes alone.
-    """
+    """The shards of a step that were sent and that the trainer has not taken.
+
+    A shard larger than MAX_UNTAKEN_TOKENS is sent alone."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -40,7 +40,7 @@ class Window:
         self.num_tokens += num_tokens
 
     def acknowledge(self, index: int) -> None:
-        """The trainer has taken this shard and those before it."""
+        """Remove the shards up to this one, which the trainer has taken."""
         while self._untaken and self._untaken[0][0] <= index:
             self.num_tokens -= self._untaken.popleft()[1]
 
@@ -48,22 +48,22 @@ class Window:
 class TrainerFeed:
     def __init__(self, fleet: Fleet, outbox: Outbox) -> None:
         self.trained_step: int | None = (
-            None  # it trains this step next; None: it has not said so yet
+            None  # the step that the trainer trains next; None: not reported yet
         )
-        self.missing_since: float | None = None  # a node of it; None: all are here, or were never
+        self.missing_since: float | None = None  # when a node was lost; None: no lost node
         self.num_hellos = 0
-        # nothing is left to do: its last checkpoint is durable, or it has left in order
+        # nothing is left to train: the last checkpoint is durable, or the trainer left in order
         self.has_finished = False
-        self.is_replaying = False  # the step it stands at is sent again
-        self._leader: str | None = None  # that has said hello, as far as it is not lost
+        self.is_replaying = False  # `trained_step` is sent again
+        self._leader: str | None = None  # that sent the last Hello; None if lost
         self._fleet = fleet
         self._outbox = outbox
         self._window = Window()
-        self._num_left = 0  # shards of the step it stands at that are durable and were sent
-        self._owes_replay = False  # once the devices are free
+        self._num_left = 0  # shards of `trained_step` that are durable and were sent
+        self._owes_replay = False  # due once the devices are free
 
     def joined(self, name: str) -> None:
-        """A node of it has come, or come back."""
+        """Handle a trainer node that has joined or reconnected."""
         trainers = self._fleet.trainers
         if trainers.leader is not None and (name == trainers.leader or self._leader is None):
             self._leader = trainers.leader
@@ -74,13 +74,13 @@ class TrainerFeed:
             self._outbox.report(f"the run waits for {missing}")
 
     def hello(self) -> None:
-        """It has come, or come back: what it held of a step that is not done, it holds no more."""
+        """Reset the state: a trainer that (re)connects has no shards of the unfinished step."""
         self.num_hellos += 1
         self.trained_step = None
         self.is_replaying = self._owes_replay = False
 
     def lost(self, now: float) -> None:
-        """One of its nodes: without the leader nobody knows where it stands."""
+        """Handle the loss of a trainer node; without the leader `trained_step` is unknown."""
         if self._fleet.trainer is None:
             self.trained_step = self._leader = None
             self.is_replaying = self._owes_replay = False
@@ -88,8 +88,8 @@ class TrainerFeed:
             self.missing_since = now
 
     def feed(self, round: Round | None) -> None:
-        """It stands at a new step: that step's shards, of this round or, if it was trained before,
-        again."""
+        """Begin to send the shards of `trained_step`: those of this round, or the stored ones if
+        the step was trained before."""
         published = self._fleet.published
         if self.trained_step is None or self._fleet.trainer is None or published is None:
             return
@@ -104,7 +104,7 @@ class TrainerFeed:
             self.send(round)
 
     def go_on(self, round: Round | None) -> None:
-        """The devices are free: what it could not be sent before."""
+        """Send the shards that waited for the devices, which are free now."""
         if self._owes_replay:
             self._replay()
         elif round is not None:
@@ -119,7 +119,7 @@ class TrainerFeed:
         self._fleet.devices.train()
 
     def give(self) -> None:
-        """The trainer is told which parts of its devices it has, if it has got another one."""
+        """Send the trainer the numbers of its free device parts, if another one is free."""
         devices, trainer = self._fleet.devices, self._fleet.trainer
         if devices.are_whole or trainer is None or self.trained_step is None:
             return
@@ -132,7 +132,7 @@ class TrainerFeed:
 
     @property
     def is_behind(self) -> bool:
-        """It has to train steps again that are done."""
+        """Whether the trainer has to repeat steps whose versions were published."""
         published = self._fleet.published
         return (
             published is not None
@@ -141,29 +141,29 @@ class TrainerFeed:
         )
 
     def has_left(self, round: Round) -> bool:
-        """All shards that were made of this round are on their way."""
+        """Return whether all shards made of this round were sent."""
         return round.step != self.trained_step or round.num_shards <= self._num_left
 
     def on_shards_taken(self, round: Round | None, step: int, index: int) -> None:
-        """It has this shard and those before it: there is room for more."""
+        """Handle the acknowledgement of the shards up to this one, and send more."""
         if round is not None and step == round.step == self.trained_step:
             self._window.acknowledge(index)
             self.send(round)
 
     def left(self, round: Round | None, step: int, index: int) -> None:
-        """This shard is durable and was sent: another one may be made."""
+        """Count a shard that is durable and was sent, and make more."""
         if round is not None and step == round.step == self.trained_step:
             self._num_left = max(self._num_left, index + 1)
             self.send(round)
 
     def is_owed(self, round: Round) -> bool:
-        """Whether it stands at this step and lacks some; what was trained before is replayed."""
+        """Return whether shards of this new step are still to be sent; old steps are replayed."""
         published = self._fleet.published
         is_new = published is None or published.policy_version <= round.step
         return is_new and self.trained_step == round.step and not round.is_handed_over
 
     def send(self, round: Round) -> None:
-        """What it lacks of the round it is at, as far as it may; the last shard closes the step."""
+        """Send shards of this round within the limits; the last shard closes the step."""
         last = round.state is RoundState.CLOSED
         if self._fleet.trainer is None or not self.is_owed(round):
             return
@@ -192,7 +192,7 @@ class TrainerFeed:
 
 
 def _next_groups(round: Round) -> list[Group]:
-    """As many as one message should carry: a whole step may be due at once."""
+    """Return the next groups to send, at most MAX_SHARD_TOKENS or one group."""
     groups: list[Group] = []
     num_tokens = 0
     for group in islice(round.in_turn, round.num_sent, None):

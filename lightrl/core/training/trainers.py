@@ -1,8 +1,8 @@
-"""The nodes that train together: which of them leads, and whether all take part.
+"""The nodes that train together: which node leads, and whether all take part.
 
-Owns also the messages in which they learn of each other. What the leader is sent to train is in
-`trainer_feed.py`; how the nodes start and lose their ranks is in trainer/nodes/node.py. With one
-trainer node it leads, and no such message is sent.
+Also sends TrainerSet, which names the leader and the followers; not sent with a single trainer
+node, which leads. `trainer_feed.py` sends the leader its shards; trainer/nodes/node.py starts the
+ranks of a node and handles their loss.
 """
 
 from lightrl.core.commands import Outbox
@@ -15,9 +15,9 @@ class Trainers:
         self.leader: str | None = None
         self.num_needed = num_needed
         self._outbox = outbox
-        self._numbers: dict[str, int] = {}  # of the last hello of each that takes part
+        self._numbers: dict[str, int] = {}  # by node: number of its last Hello
         self._num_hellos = 0
-        self._told: dict[str, TrainerSet] = {}  # since the last hello of each
+        self._told: dict[str, TrainerSet] = {}  # sent since the last Hello of each
 
     def __contains__(self, name: str) -> bool:
         return name in self._numbers
@@ -35,7 +35,7 @@ class Trainers:
         return self.leader is not None and not self.num_missing
 
     def missing_text(self) -> str:
-        """Return what is missing, in words; "" if nothing is."""
+        """Return text that names what is missing; "" if nothing is."""
         if self.num_needed == 1:
             return "a trainer" if self.num_missing else ""
         missing = self.num_missing
@@ -53,15 +53,15 @@ class Trainers:
         return f"this run has {many} already"
 
     def has_unknown(self, names: set[str]) -> bool:
-        """Return whether one of these is no trainer node; False until all trainer nodes have
+        """Return whether a name is not of a trainer node; False until all trainer nodes have
         joined."""
         return not self.num_missing and not names <= self._numbers.keys()
 
     def heard(self, hello: Hello) -> None:
-        """A trainer node has joined, or reconnected.
+        """Handle the Hello of a trainer node.
 
-        The node that led before leads again, since it has the ranks of all; otherwise the first by
-        name leads once all have joined.
+        The former leader, which controls all ranks, leads again; otherwise the first node by name
+        leads once all have joined.
         """
         self._num_hellos += 1
         self._numbers[hello.node] = self._num_hellos
@@ -78,11 +78,11 @@ class Trainers:
             self.leader = None
 
     def may_relay(self, sender: str, receiver: str) -> bool:
-        """Return whether messages between these two are relayed: one of them must lead."""
+        """Return whether messages between two nodes are relayed: one of them must lead."""
         return sender in self and receiver in self and self.leader in (sender, receiver)
 
     def tell(self) -> None:
-        """Send each trainer node who takes part now, if that has changed since the last time."""
+        """Send each trainer node the current TrainerSet, if it has changed."""
         if self.num_needed == 1:
             return
         followers = [name for name in self.names if name != self.leader]

@@ -1,11 +1,11 @@
-"""Where a version becomes official: what the trainer says that it has, and whether it can be so.
+"""Check a version that the trainer publishes, and make it official.
 
-Owns that; who is told of a version, and gets it from whom, is decided in `fleet.py`.
+`fleet.py` decides which nodes are notified, and from which sources they pull.
 
-After a restart the trainer trains the steps since its checkpoint again. On GPUs sums may round
-otherwise, so that a version comes out with another digest. With `run.deterministic` that fails the
-run. Without it the new version replaces the old one, as long as the logprobs that both give the
-canary are within its tolerance: nodes load it, and tokens sampled under the old one are kept.
+After a restart the trainer repeats the steps since its checkpoint. On GPUs sums may round
+differently, so that a version gets another digest. With `run.deterministic` the run then fails.
+Otherwise the new version replaces the old one if the logprobs of the canary under both differ by
+no more than the tolerance: nodes load the new one, and tokens sampled under the old one are kept.
 """
 
 import math
@@ -41,12 +41,12 @@ class Versions:
         self._outbox = outbox
 
     def publish(self, name: str, message: PublishWeights, now: float) -> None:
-        """The trainer has a version: a new one, or after it has come (back) where it stands."""
+        """Handle a version of the trainer: a new one, or its current one after it (re)joined."""
         version = message.policy_version
         published, stood_at = self._fleet.published, self._feed.trained_step
         if name != self._fleet.trainer:
             return
-        if version == stood_at:  # it came twice, maybe with more
+        if version == stood_at:  # repeated, maybe with more deltas
             self._fleet.offer_deltas(message)
             return
         if stood_at is not None and version != stood_at + 1:
@@ -85,8 +85,8 @@ class Versions:
             self._shutdown.stop_trainer()
 
     def _retrain(self, message: PublishWeights) -> str | None:
-        """Takes note of a version that differs from the one known under its number. Returns why it
-        cannot replace that one, in one line."""
+        """Record a version whose digest differs from the known one of its number. Returns one line
+        on why it cannot replace the known one, or None."""
         m, version = message, message.policy_version
         known = self._fleet.digests.get(version, (m.digest,))[-1]
         if known == m.digest:
@@ -124,9 +124,9 @@ class Versions:
 
 
 def _apart(one: Canary, other: Canary) -> tuple[float, float] | None:
-    """Largest and mean absolute difference of the logprobs, in nats; infinite if one is no finite
-    number. Of the tokens before the first in which the texts differ: each was drawn by its own
-    weights. None if there are none."""
+    """Return the largest and mean absolute difference of the logprobs, in nats; infinite if a
+    logprob is not finite. Only tokens before the first that differs count, since each text was
+    drawn with its own weights; None if there are none."""
     texts = zip(decode("i", one.token_ids), decode("i", other.token_ids), strict=False)
     num_same = next((i for i, (a, b) in enumerate(texts) if a != b), len(one.token_ids) // 4)
     logprobs = zip(decode("f", one.logprobs), decode("f", other.logprobs), strict=False)

@@ -1,1 +1,1 @@
-"""Where nodes get a version, and which nodes receive it together. Pure."""
+"""Sources of a version for each node, and groups of nodes that receive it by broadcast. Pure."""

@@ -1,16 +1,16 @@
-"""Which nodes receive a version by broadcast, in which group, and which nodes must pull instead.
+"""Choose the nodes that receive a version by broadcast, as one group; all other nodes pull it.
 
-Owns the current group, which of its members still need the version, and which nodes are excluded. A
-group lives for many versions; its members are decided again only when a version is published. A
-node that joins between two versions pulls, and no group waits for it. Any failure ends the group:
-each member without the version pulls it, and the next version opens a new group. A process that was
-in MAX_FAILURES failed broadcasts in a row is excluded: the member that reported the failure, or all
-that still needed the version if the trainer did or the next version came first.
+Owns the current group, the members that still need the version, and the excluded nodes. A group
+serves many versions; its members are chosen again only when a version is published. A node that
+joins between two versions pulls. Any failure ends the group: each member without the version pulls
+it, and the next version opens a new group. A process that took part in MAX_FAILURES failed
+broadcasts in a row is excluded: the member that reported the failure, or all members that still
+needed the version if the trainer reported it or the next version was published first.
 
-A member is no source, since it gets no file. Groups are not in the journal: a restored core has
-none, and its nodes send another hello. Only an opening has a deadline here. The trainer and the
-members limit the rest themselves and report a failure (weights/broadcast/membership.py); a silent
-node loses its lease.
+A member is not a source, since it stores no file. Groups are not in the journal: a restored core
+has none, and its nodes send another Hello. Only the opening of a group has a deadline here. The
+trainer and the members limit the other phases themselves and report failures
+(weights/broadcast/membership.py); a silent node loses its lease.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ IS_UP = {NodeState.JOINING, NodeState.READY, *PULLING}
 class Phase(StrEnum):
     # there is no group
     NONE = "none"
-    # the trainer was asked where members can meet
+    # the trainer was asked for the address of the group
     OPENING = "opening"
-    # a version is on its way; a new group forms first
+    # a version is being sent; a new group forms first
     SENDING = "sending"
     # all members have the version
     STANDING = "standing"
@@ -66,8 +66,8 @@ class Broadcasts:
         self.name = ""  # of the group; "" until it is opened
         self.receiving: set[str] = set()  # members that do not have the version
         self.num_groups = 0
-        self.num_sent = 0  # versions that all members have got
-        self.num_lost = 0  # groups that a lost or late member, or a failure, has ended
+        self.num_sent = 0  # versions that all members have received
+        self.num_lost = 0  # groups ended by a lost or late member or by a failure
         self._address = ""
         self._settings = settings
         self._nodes = nodes
@@ -78,17 +78,17 @@ class Broadcasts:
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` is to be called."""
+        """The time at which to call `expire`."""
         return self._open_until if self.phase is Phase.OPENING else None
 
     def stage(self, node: Node) -> str:
-        """How far its version is: "forming" or "sending"; "" if none comes by broadcast."""
+        """Return "forming" or "sending"; "" if the node receives no version by broadcast."""
         if not node.receives:
             return ""
         return "sending" if self.phase is Phase.SENDING else "forming"
 
     def place_of(self, name: str) -> BroadcastGroup | None:
-        """A receiving node's place in the group; None while it has to wait."""
+        """Return the place of a receiving node in the group; None while it has to wait."""
         if self.phase is not Phase.SENDING or self.group is None:
             return None
         rank = self.group.first_ranks[self.group.members.index(name)]
@@ -97,12 +97,12 @@ class Broadcasts:
     # When a version is published
 
     def begin(self, policy_version: int, now: float) -> None:
-        """Decide which nodes receive a new version, and send the trainer its order. The last
+        """Choose the nodes that receive a new version, and send the order to the trainer. The last
         version is only for nodes that evaluate it."""
         trainer = self._nodes.get(self._sources.trainer or "")
         if trainer is None:
             return
-        if self.receiving:  # the version before is still on its way
+        if self.receiving:  # of the version before
             self._count_failure(self.receiving)
             self._end()
         is_last = policy_version >= self._settings.num_steps
@@ -122,7 +122,7 @@ class Broadcasts:
         self.taken(trainer.name, policy_version)
 
     def taken(self, trainer: str, policy_version: int) -> None:
-        """Send the trainer the message it waits for, also on a version that it publishes again."""
+        """Send the trainer the message it waits for, also for a version published again."""
         if self._settings.broadcast == "off" or policy_version >= self._settings.num_steps:
             return
         order = None
@@ -132,7 +132,7 @@ class Broadcasts:
         self._outbox.send(trainer, VersionTaken(policy_version, wants, order))
 
     def _wants_delta(self, policy_version: int) -> bool:
-        """Whether a node that pulls has the version before, or is at it."""
+        """Return whether a node that pulls this version can use a delta."""
         return policy_version == self._sources.policy_version and any(
             n.state in IS_UP
             and n.state is not NodeState.READY
@@ -143,14 +143,14 @@ class Broadcasts:
         )
 
     def _choose(self, trainer: Node, before: int) -> list[Node]:
-        """The members, by name: rollout nodes that serve the version before, or have joined since,
-        and will stay. A node that still loads the version before may not move, and a group would
-        wait for it. None while the trainer's address is not known, from which members pull the
-        manifest.
+        """Return the members, by name: rollout nodes that serve the version before, or joined
+        since, and are neither preemptible nor on shared devices. A node that still loads the
+        version before is left out, since the group would wait for it. Empty while the trainer, from
+        which members pull the manifest, has no endpoint.
 
-        "auto": idle nodes, so that none stops that could generate, and not those of the trainer's
-        machine, which map the version's file. "always": these as well, but not with NCCL, where two
-        processes of one device cannot be two members.
+        "auto": idle nodes, so that generation does not stop, except those on the trainer's machine,
+        which map the version's file. "always": busy and local ones, too; with NCCL no local ones,
+        since two processes of one device cannot both be members.
         """
         mode = self._settings.broadcast
         if mode == "off" or trainer.name not in self._sources.endpoints:
@@ -171,7 +171,7 @@ class Broadcasts:
             found = [n for n in found if n.host != trainer.host]
         return sorted(found, key=lambda n: n.name)
 
-    # What happens to the group. Each returns the nodes that must be sent the version now.
+    # Events of the group. Each returns the nodes that must be sent the version now.
 
     def on_status(self, name: str, status: BroadcastStatus) -> list[str]:
         """Handle a report of the trainer or of a member."""
@@ -188,7 +188,7 @@ class Broadcasts:
         return []
 
     def confirmed(self, node: Node, is_by_broadcast: bool) -> list[str]:
-        """This node serves the version."""
+        """Handle a node that serves the version."""
         if not node.receives:
             return []
         if not (self.phase is Phase.SENDING and is_by_broadcast):
@@ -203,12 +203,12 @@ class Broadcasts:
         return []
 
     def refused(self, name: str, reason: str) -> list[str]:
-        """This node cannot serve the version, or says hello again, or leaves."""
+        """Handle a node that cannot serve the version, sends another Hello, or leaves."""
         is_member = self.group is not None and name in self.group.members
         return self._fail(name, reason) if is_member else []
 
     def lost(self, name: str, is_trainer: bool, reason: str = "lost") -> list[str]:
-        """This process has ended, or the trainer's reports its state again. Another process of the
+        """Handle the end of a process, or another Hello of the trainer. A new process of the
         trainer may reach nodes that the one before did not."""
         if is_trainer:
             for node in self._nodes.values():
@@ -226,7 +226,7 @@ class Broadcasts:
         return self._fail("", f"not opened within {limit_s:g} s")
 
     def _fail(self, name: str, reason: str) -> list[str]:
-        """A member or the trainer reports a failure; "" = a deadline."""
+        """End the group because a member or the trainer reports a failure; "" = a deadline."""
         if self.group is None:
             return []
         who = f"{name}: " if name else ""
@@ -243,7 +243,7 @@ class Broadcasts:
                 self._outbox.warn(f"{node.name} {what}: from now on it pulls all weights")
 
     def _over(self, is_trainer_lost: bool = False) -> list[str]:
-        """The receiving members pull, and the trainer stops sending."""
+        """End the group: receiving members pull, and the trainer stops sending."""
         is_awaited, owed = bool(self.receiving), self._end()
         version, trainer = self._sources.policy_version, self._sources.trainer
         if is_awaited and version is not None and trainer is not None and not is_trainer_lost:

@@ -1,8 +1,8 @@
-"""Where nodes can get the published version of the weights, and which sources each node was sent.
+"""Choose the sources from which each node pulls the published version of the weights.
 
-Owns the endpoints of all nodes, which nodes hold the version or are pulling it, the message that
-sends a node its sources, and the rule that chooses them. Moves no node and sends nothing:
-`fleet.py` does. How the bytes travel: weights/pull and weights/delta.
+Owns the endpoints of all nodes, the sets of nodes that hold or pull the version, the message that
+lists a node's sources, and the rule that chooses them. `fleet.py` sends these messages and changes
+the states of nodes; weights/pull and weights/delta transfer the bytes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,13 +24,13 @@ from lightrl.messages.weights import (
 )
 from lightrl.tickets import pull_tickets
 
-MAX_PEERS = 16  # rollout nodes among the sources of one node, beside the trainer
-# Pulling nodes that are notified of one that begins to pull: with the message to that one itself, a
+MAX_PEERS = 16  # rollout nodes among the sources of one node, besides the trainer
+# Pulling nodes that are notified of a node that begins to pull. With the message to that node, a
 # fleet that joins at the same moment costs five messages a node.
 MAX_UPDATES_PER_JOIN = 4
-FEW_SOURCES = 2  # a node with fewer is sent others
-MAX_CHAIN = 4  # steps that a node may be behind and still get deltas
-MAX_SHARE = 0.5  # of the bytes of a version: the most that a chain of deltas may have
+FEW_SOURCES = 2  # a node with fewer is sent more
+MAX_CHAIN = 4  # most steps that a node may be behind to receive deltas
+MAX_SHARE = 0.5  # largest size of a chain of deltas, as a share of the version
 
 PULLING = {NodeState.LOADING, NodeState.UPDATING}
 
@@ -50,7 +50,7 @@ class PublishedVersion:
 
     @property
     def is_described(self) -> bool:
-        """Whether nodes can be sent its sources; else the trainer publishes it again first."""
+        """Whether sources can be sent; if not, the trainer publishes the version again first."""
         return self.manifest_bytes > 0
 
 
@@ -80,8 +80,8 @@ class WeightSources:
     # Versions
 
     def publish(self, published: PublishedVersion, deltas: Iterable[DeltaOffer] = ()) -> None:
-        """Start over with a version: no node has sources of it yet. A version that was trained
-        again with another digest replaces the one that nodes hold."""
+        """Replace the published version and forget the assigned sources. A version that was
+        trained again with another digest replaces the one that nodes hold."""
         before, self._published = self._published, published
         self._deltas.add(published.digest, deltas)
         self.assigned.clear()
@@ -103,8 +103,8 @@ class WeightSources:
         return None if self._published is None else self._published.policy_version
 
     def can_use_delta(self, node: Node) -> bool:
-        """Whether the node holds the version before the published one, or one from which deltas
-        lead to it, so that a delta between the two helps it."""
+        """Return whether the node can use a delta to the published version: it holds the version
+        before, or one from which deltas lead to the version before."""
         published, at, before = self._published, node.base, self._before
         return (
             self._has_deltas
@@ -124,7 +124,7 @@ class WeightSources:
     # Nodes
 
     def open_endpoint(self, node: Node, endpoint: WeightsEndpoint) -> list[str]:
-        """Store where a node serves. Returns the nodes to notify."""
+        """Store the endpoint of a node. Returns the nodes to notify."""
         name, before = node.name, self.endpoints.get(node.name)
         if before == endpoint:
             return []
@@ -138,7 +138,7 @@ class WeightSources:
         return list(dict.fromkeys([*self._subscribers(name), *short]))
 
     def update(self, node: Node) -> None:
-        """Call this after the state, the version or the endpoint of a node has changed."""
+        """Update the sets of sources after a change of a node's state, version or endpoint."""
         published = self._published
         serves = node.name in self.endpoints and "rollout" in node.roles and published is not None
         has_newest = published is not None and node.policy_version == published.policy_version
@@ -153,13 +153,13 @@ class WeightSources:
             self.waiting.pop(node.name, None)
 
     def serves_newest(self, node: Node) -> bool:
-        """Whether the engine of the node serves the published version, or will once it wakes."""
+        """Return whether the engine serves the published version, or will once it wakes."""
         published = self._published
         has_it = published is not None and node.policy_version == published.policy_version
         return node.state is NodeState.READY or (has_it and node.is_asleep)
 
     def is_pulling(self, node: Node) -> bool:
-        """Whether the node pulls the published version or has to."""
+        """Return whether the node pulls the published version or has to."""
         is_behind = node.state is NodeState.RELEASED and not self.serves_newest(node)
         return is_behind or node.state in PULLING
 
@@ -175,10 +175,9 @@ class WeightSources:
             self.trainer = None
 
     def report_bad_source(self, name: str, report: BadSource) -> bool:
-        """Store that a source sent this node wrong bytes, so that it is no source of this node any
-        more for this version. It remains one of other nodes: each proves every bucket and drops the
-        source itself. Returns whether the report is new, of the published version and of an
-        assigned source."""
+        """Exclude a source that sent this node wrong bytes, for this node and this version only.
+        Other nodes keep the source: each verifies every bucket and drops bad sources itself.
+        Returns whether the report is new, of the published version and of an assigned source."""
         pair, was_assigned = (name, report.node), report.node in self.assigned.get(name, ())
         is_current = report.policy_version == self.policy_version
         is_new = is_current and was_assigned and pair not in self.bad
@@ -189,8 +188,8 @@ class WeightSources:
     # Which nodes are notified
 
     def _subscribers(self, name: str) -> list[str]:
-        """Nodes to notify of this source: those that wait; all pulling nodes if it is the trainer,
-        else the next few in the ring."""
+        """Return the nodes to notify of this source: those that wait, and all pulling nodes if the
+        source is the trainer, else the next few in the ring."""
         if name == self.trainer:
             return list(dict.fromkeys([*self.waiting, *self.assigned]))
         if name not in self.complete and name not in self.partial:
@@ -203,12 +202,12 @@ class WeightSources:
         return list(names)
 
     def nodes_with_few_sources(self, lost: str) -> list[str]:
-        """Nodes that were sent this source, which serves no more, and have few others."""
+        """Return nodes that were sent this lost source and have few others."""
         pulling = [n for n, sent in self.assigned.items() if lost in sent]
         return [n for n in pulling if self.num_left(n) < FEW_SOURCES]
 
     def num_left(self, name: str) -> int:
-        """The number of sources that a node was sent and can still use."""
+        """Return the number of sources that a node was sent and can still use."""
         return sum(
             n == self.trainer
             or ((n in self.complete or n in self.partial) and (name, n) not in self.bad)
@@ -220,9 +219,9 @@ class WeightSources:
     def message_for(
         self, node: Node, only_news: bool = False, group: BroadcastGroup | None = None
     ) -> PublishWeights | None:
-        """The message by which a node gets the published version; None while there is no source, or
-        with `only_news` if it was sent all of them. `group`: its place in the broadcast group by
-        which it gets all but the manifest."""
+        """Return the message that lists the node's sources of the published version; None while
+        there is no source, or with `only_news` if it lists no new one. `group`: the place of the
+        node in a broadcast group, which delivers everything but the manifest."""
         published = self._published
         if published is None or not published.is_described:
             return None
@@ -255,7 +254,7 @@ class WeightSources:
         )
 
     def _base_for(self, names: Sequence[str], receiver: str) -> WeightsBase | None:
-        """The base of adapters: a node that holds the adapters holds it, too."""
+        """Return the base of the adapters; every holder of the adapters also holds the base."""
         base = self._published.base if self._published is not None else None
         return replace(base, sources=self._sources(names, receiver, 0)) if base else None
 
@@ -283,7 +282,7 @@ class WeightSources:
         return tuple(map(WeightsSource, names, addresses, tickets))
 
     def _deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
-        """Deltas from the version that the node holds."""
+        """Return the deltas from the version that the node holds."""
         published = self._published
         assert published is not None
         if not self._has_deltas:
@@ -298,13 +297,13 @@ def choose(
     trainer: str | None,
     is_excluded: Callable[[str], bool],
 ) -> tuple[str, ...]:
-    """Sources in the order in which a node asks them: nodes that hold all of the version, nodes
-    that pull it and serve what they have, the trainer. While the trainer is away, one that holds
-    all of the version comes last instead, so that peers that can help each other spare it.
+    """Return sources in the order in which a node asks them: nodes that hold the whole version,
+    nodes that pull it and serve verified buckets, the trainer. While the trainer is away, a holder
+    of the whole version comes last instead, to spare it load that peers can take.
 
-    `index` is the place of the node that asks, in `partial` if it is there: each node starts at
-    another place, so that no source is the first of all. `is_excluded`: nodes that are no sources
-    for this one, itself included; never the trainer.
+    `index` is the place of the asking node, in `partial` if listed there: each node starts at
+    another place, so that no source is the first of all nodes. `is_excluded`: nodes that are no
+    sources for the asking node, itself included; never the trainer.
     """
     holders = _take(complete, index, MAX_PEERS, is_excluded)
     others = _take(partial, index, MAX_PEERS - len(holders), is_excluded)
@@ -328,13 +327,13 @@ def _take(
     return list(taken)
 
 
-@lru_cache(maxsize=4096)  # sizes: a fleet that joins passes through all
+@lru_cache(maxsize=4096)  # as many sizes as a growing fleet has
 def _distances(size: int) -> tuple[int, ...]:
-    """Distances to the neighbours of a place in a ring of this size: few near, few far.
+    """Return distances to the neighbours of a place in a ring of this size: few near, few far.
 
     With near neighbours alone a bucket would need size / MAX_PEERS relays to reach all nodes; with
-    these it needs about log(size). Every place is the neighbour of as many others as it has
-    neighbours.
+    these distances it needs about log(size). Every place is the neighbour of as many places as it
+    has neighbours.
     """
     if size <= MAX_PEERS:
         return ()
@@ -342,7 +341,7 @@ def _distances(size: int) -> tuple[int, ...]:
 
 
 class PeerRing:
-    """Names in some fixed order, with insertion and removal in constant time."""
+    """A list of names with insertion and removal in constant time; removal reorders it."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -376,14 +375,14 @@ class PeerRing:
 
 
 class DeltaChain:
-    """The deltas that the trainer has published, for as many versions as a chain may span."""
+    """The deltas that the trainer has published to the newest MAX_CHAIN versions."""
 
     def __init__(self) -> None:
         self._leading_to: dict[str, DeltaOffer] = {}  # by the digest of the version, oldest first
 
     def add(self, version: str, deltas: Iterable[DeltaOffer]) -> bool:
-        """Store the deltas that lead to this version and ignore others. Returns whether one of them
-        is new."""
+        """Store the deltas that lead to this version and ignore others. Returns whether a stored
+        one is new."""
         is_new = False
         for delta in deltas:
             if delta.target == version != delta.base:
@@ -394,8 +393,8 @@ class DeltaChain:
         return is_new
 
     def between(self, base: str, version: str, num_bytes: int) -> tuple[DeltaOffer, ...]:
-        """The chain from one version to another, oldest first; empty if a delta is missing or the
-        chain is larger than MAX_SHARE of the whole version of `num_bytes`."""
+        """Return the chain from one version to another, oldest first; empty if a delta is missing
+        or the chain is larger than MAX_SHARE of the whole version of `num_bytes`."""
         links: list[DeltaOffer] = []
         most = MAX_SHARE * num_bytes
         while version != base:

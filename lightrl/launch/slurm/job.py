@@ -148,7 +148,7 @@ async def run_node(
 
 
 def _log_as_run(run_dir: Path | None) -> None:
-    """As the config of the run says, if it is there; `lightrl slurm` leaves one before the run."""
+    """Log as the run's config sets, if there is one; `lightrl slurm` writes it before the run."""
     files = [run_dir / CONFIG_FILE, run_dir / SLURM_FOLDER / SLURM_CONFIG] if run_dir else []
     for file in files:
         with contextlib.suppress(ConfigError):

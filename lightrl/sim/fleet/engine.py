@@ -3,7 +3,7 @@
 It gets the time as an argument and returns when to call it again; it knows neither the core nor
 other nodes. What a step costs: `inputs/hardware.py`.
 
-All running responses decode in lock step, so one token clock per node says how far each of them is,
+All running responses decode in lock step, so one token clock per node gives the progress of each,
 and the next finish is the head of a heap. k tokens for each of B responses that hold S tokens of
 context take (k steps, each reads the context that the ones before it have made)
 

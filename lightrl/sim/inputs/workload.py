@@ -8,7 +8,7 @@ nodes or the core.
 The length model has two levels (fitted to figure 12 of RollPacker, arXiv 2509.21009): a prompt has
 a difficulty z and, correlated with it, a probability q that one of its responses runs away. Both
 persist over epochs with a drift that keeps the rank of almost all prompts (RhymeRL, arXiv
-2508.18588). `luck` is the share of q that is drawn anew for each group sampled with new noise.
+2508.18588). `luck` is the share of q that is drawn again for each group sampled with new noise.
 """
 
 import hashlib
@@ -298,7 +298,7 @@ class Cursor:
 # Fitted to figure 12 and table 2 of RollPacker together, with batch-dependent decoding: 16 bars, 16
 # figures and about 12 free numbers for each of the two. Figures of a whole round are right to about
 # a tenth; single numbers are not: m and s_p trade against t0, tau against over. Almost all of the
-# risk is drawn anew with each sampling of a group (`luck`), as figure 12 implies for deferred
+# risk is drawn again with each sampling of a group (`luck`), as figure 12 implies for deferred
 # prompts; independent samples of one prompt would not behave so, and it may hide a difference of a
 # retry in the measured system.
 FITTED_8K = LengthModel(

@@ -6,7 +6,7 @@ and masks are float32 [rows, width], one column per response token, advantages [
 at tokens that are trained, 0 at all others and at padding. What lies where it is 0 never counts,
 whatever it is.
 
-`old_logprobs` are those of the policy before the step, or what engines said. At the first update of
+`old_logprobs` are those of the policy before the step, or of the engines. At the first update of
 a step the former equal the current ones: ratios are exactly 1 and nothing is clipped. The ratios
 stay in the formulas because they carry the gradient. Tokens may have been sampled by an older
 policy, also by several in one response: `rollout_logprobs` are theirs, and pi_old / pi_rollout is

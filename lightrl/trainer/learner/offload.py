@@ -15,7 +15,7 @@ from lightrl.trainer.learner.host_memory import HostMemory, local_part, reshard
 from lightrl.trainer.learner.late_sums import LateSums
 from lightrl.trainer.learner.step_start import StepStart
 
-PART_VALUES = 1 << 26  # parameters of this rank whose state is on the device at once (512 MiB)
+PART_VALUES = 1 << 26  # parameters of a rank with state on the device concurrently (512 MiB)
 
 
 @dataclass(eq=False)

@@ -156,7 +156,7 @@ def _differences(found: Tensor, expected: Tensor, batch: Batch) -> list[str]:
 
 
 def _known_reason(module: PreTrainedModel) -> str:
-    """Return why sequences must not be packed, if the config says so."""
+    """Return why sequences must not be packed; "" if the config does not forbid it."""
     config = module.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or ())} - PLAIN_LAYERS
     if kinds:

@@ -22,7 +22,7 @@ from lightrl.weights.version.tensors import map_tensors
 
 logger = logging.getLogger(__name__)
 
-# What torch, a file or a device raises for want of memory, and for much else: the rank goes on.
+# Errors of torch, files and devices, e.g. out of memory, after which the rank continues.
 OF_TORCH = (OSError, RuntimeError, ValueError, MemoryError)
 
 

@@ -50,7 +50,7 @@ def receive(
         yield from _cut(manifest.tensors, _buckets(group, manifest, is_unwanted), group.device)
     except BaseException as e:
         group.abort(f"a member has left ({type(e).__name__})")
-        if isinstance(e, RuntimeError | MemoryError):  # of memory or a device: the process goes on
+        if isinstance(e, RuntimeError | MemoryError):  # of memory or a device: not fatal
             raise WeightsError(f"broadcast: {first_line(e)}") from e
         raise
 

@@ -80,8 +80,8 @@ def verify_version(version: LocalVersion, is_ended: threading.Event) -> None:
 def verify_buckets(
     file: int, manifest: Manifest, buckets: Sequence[int], goes_on: Callable[[], bool]
 ) -> set[int]:
-    """Return which of these buckets of a file are what the manifest says. Uses several threads;
-    returns early when `goes_on` returns False."""
+    """Return which of these buckets of a file match their digests in the manifest. Uses several
+    threads; returns early when `goes_on` returns False."""
     num = max(1, min(HASH_THREADS, len(buckets)))
 
     def verify_share(first: int) -> set[int]:

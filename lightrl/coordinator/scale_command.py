@@ -27,6 +27,7 @@ WANTED = "LIGHTRL_WANTED"
 MAX_LINE = 300  # characters of its output, in a warning
 MAX_KEPT = 8 << 10  # bytes, the last of its output, that go into the log,
 MAX_LINES = 50  # in so many lines
+READ_S = 0.01  # between two reads: a command that prints without end takes little of the loop
 CHUNK_BYTES = 1 << 16
 LAST_OUTPUT_S = 0.2  # after its end
 
@@ -138,5 +139,6 @@ async def _keep_tail(pipe: int, kept: bytearray) -> None:
         while data := await reader.read(CHUNK_BYTES):
             kept += data
             del kept[:-MAX_KEPT]
+            await asyncio.sleep(READ_S)
     finally:
         transport.close()

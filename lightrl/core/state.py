@@ -362,8 +362,7 @@ class Node:
     running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
     # confirmed by digest
     policy_version: int | None = None
-    # digest of the version that its engine has loaded from a file, or of the first version that the
-    # node began to pull
+    # digest of the version that its engine has loaded from a file
     base: str = ""
     # of the version that is being sent
     weights_failures: int = 0
@@ -385,7 +384,7 @@ class Node:
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""  # "" until its engine, or its ranks, have started
-    has_reported: bool = False  # a heartbeat was received
+    reported_at: float | None = None  # time of the last heartbeat
     is_saving: bool = False  # its ranks are blocked until a checkpoint is written
     # accepted from the node
     num_tokens: int = 0

@@ -12,9 +12,10 @@ Senders and receivers (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
-                   BroadcastStatus TrainerRelay Released Parked
+                   BroadcastStatus TrainerRelay EngineAsleep TrainerSuspended
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
-                   TrainerSet TrainerRelay Release Wake Give Park
+                   TrainerSet TrainerRelay SleepEngine WakeEngine AssignDevices
+                   SuspendTrainer
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """

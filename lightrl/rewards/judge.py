@@ -5,10 +5,12 @@ reply without a score is no score.
 """
 
 import asyncio
+import contextlib
 import random
 import re
 import socket
-from urllib.request import proxy_bypass
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from urllib.request import getproxies_environment, proxy_bypass
 
 import httpx
 
@@ -124,7 +126,20 @@ def is_direct(host: str, port: int | None) -> bool:
     if name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower()):
         return True
     is_local = name.startswith("127.") or name.endswith(".localhost")
-    return is_local or bool(proxy_bypass(f"{host}:{port}" if port else host))
+    if is_local or proxy_bypass(f"{host}:{port}" if port else host):
+        return True
+    networks = getproxies_environment().get("no", "").split(",")
+    with contextlib.suppress(ValueError):  # a name
+        address = ip_address(host)
+        return any(address in network for part in networks if (network := _network(part)))
+    return False
+
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    try:
+        return ip_network(text.strip(), strict=False)
+    except ValueError:
+        return None
 
 
 def score_of(reply: str) -> float | None:

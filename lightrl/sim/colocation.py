@@ -159,7 +159,7 @@ class Colocation(Mechanism):
         return events
 
     def order_trainer(self, order: AssignDevices | SuspendTrainer) -> None:
-        """AssignDevices the trainer devices, or take them away in the middle of a step."""
+        """Assign devices to the trainer, or take them away in the middle of a step."""
         world = self._world
         if isinstance(order, AssignDevices):
             self._num_given = len(order.parts)

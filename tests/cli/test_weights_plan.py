@@ -168,7 +168,7 @@ def test_memory_and_disk_are_held_against_the_model(
     assert text.format(**roots) in found.text
     store = Store(b"check")
     store.open()
-    place = store.place("0.bin", int(PARAMETERS * 2))
+    place = store._place("0.bin", int(PARAMETERS * 2))
     with scratch_dir("ranks", PARAMETERS * 2) as ranks:
         for path in (place.parent.parent, ranks.parent):
             assert path == roots["shared" if folder == "shared" else "disk"]

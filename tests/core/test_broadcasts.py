@@ -415,6 +415,8 @@ def test_strangers_and_late_reports_change_nothing():
     g.join("s", workers=0)
     g.d.confirm("s", 0)
     g.publish(1)
+    assert said(g.hear("t", BroadcastStatus(0, "", reason="of the version before"))) == []
+    assert g.groups.phase is Phase.OPENING
     g.open()
     for status in (
         BroadcastStatus(1, "other", "h:1"),
@@ -576,7 +578,8 @@ def test_work_comes_only_when_a_member_is_ready():
 def test_a_delta_is_wanted_by_those_that_pull_and_have_the_version_before():
     g = Group("a", "b")
     g.join("p", workers=0)
-    assert wants_delta(g.publish(1)) == [True]  # p is at version 0
+    g.d.confirm("p", 0)
+    assert wants_delta(g.publish(1)) == [True]
     g.open()
     g.ready("a", 1)
     g.ready("b", 1)

@@ -29,7 +29,8 @@ from tests.support.paths import python_path
         ("0.25.1", "vLLM 0.25.1 is older than"),
         ("0.33.0", "vLLM 0.33.0 is newer than"),
         ("1.0.0", "newer"),
-        ("dev", None),  # no telling
+        ("dev", None),  # unknown
+        ("0.1.dev1+g0123abc", None),
     ],
 )
 def test_versions_outside_the_window_have_a_warning(version, said):

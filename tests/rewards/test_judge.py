@@ -217,6 +217,8 @@ def test_a_field_that_nobody_fills_is_refused() -> None:
         (f"http://{socket.gethostname()}:8000/v1", "", True),
         ("http://10.1.2.3:8000/v1", "", False),
         ("http://10.1.2.3:8000/v1", "10.1.2.3", True),
+        ("http://10.1.2.3:8000/v1", "example.com, 10.0.0.0/8", True),
+        ("http://10.1.2.3:8000/v1", "192.168.0.0/16", False),
         ("http://judge.example.com/v1", ".example.com", True),
         ("http://judge.example.com:8000/v1", "judge.example.com:8000", True),
         ("http://judge.example.com/v1", "other.com", False),

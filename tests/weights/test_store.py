@@ -110,6 +110,13 @@ def test_what_a_dead_run_left_goes_after_a_while_and_not_before(
     living.close()
 
 
+def test_a_removed_folder_is_created_again(root: Path):
+    one = opened()
+    shutil.rmtree(one.control)
+    assert one.control.is_dir()
+    one.close()
+
+
 @pytest.mark.parametrize("digest", ["", "../../etc/passwd", "AB" * 32, "ab" * 31 + "/x", "a" * 200])
 def test_what_is_no_digest_is_no_file(root: Path, digest: str):
     one = opened()

@@ -159,7 +159,7 @@ class Fleet:
         if (node := self.nodes.get(name)) is not None:
             node.heard_at, node.load, node.weights = now, heartbeat.load, heartbeat.weights
             node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
-            node.has_reported = True
+            node.reported_at = now
             node.num_workers, node.is_saving = heartbeat.num_workers, heartbeat.is_saving
 
     def _typical(self) -> tuple[Speed, Gain]:

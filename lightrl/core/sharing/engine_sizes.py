@@ -72,7 +72,7 @@ class EngineSizes:
         self._num_switches = 0
         self._learned: tuple[int, PlannedRound] | None = None  # the last round, and its step
         self._prompt_tokens = 0  # of the last round, on average
-        self._started: set[tuple[str, int]] = set()  # (node, incarnation) ordered to start once
+        self._started: dict[str, int] = {}  # node -> incarnation that was ordered to start once
         self._starting = 0  # the size whose engines start; 0 = none
         self._has_begun = False  # an engine is ready, or the first size is decided
 
@@ -139,7 +139,7 @@ class EngineSizes:
             self._plan(round.kind if round is not None and is_open else self._next_kind())
 
     def _see(self) -> object:
-        reports = sum(n.has_reported + bool(n.device) for n in self._nodes.values())
+        reports = sum((n.reported_at is not None) + bool(n.device) for n in self._nodes.values())
         return self._fleet.devices.num_moves, self.size, reports, self._samples
 
     def _measure(self, round: Round, now: float) -> None:
@@ -150,12 +150,21 @@ class EngineSizes:
                 seen = self._open = _Open(round.step, self.size, now, counts)
             if not seen.has_begun:
                 seen.since, seen.has_begun = now, bool(self._fleet.ready)
-        elif seen is not None and seen.step == round.step:
+        elif seen is not None and seen.step == round.step and self._are_counted(round):
             self._open = None
             if seen.size == self.size:
                 self._learn(seen, round)
             if round.step + 1 < self._settings.num_steps:
                 self._plan(self._next_kind())
+
+    def _are_counted(self, round: Round) -> bool:
+        """Return whether all ready nodes have reported their preemptions since the round closed,
+        or the next version is published, so that the next round cannot wait."""
+        published = self._fleet.published
+        if published is not None and published.policy_version > round.step:
+            return True
+        ready = (n for n in self._nodes.values() if n.state is NodeState.READY)
+        return all(n.reported_at is not None and n.reported_at >= round.closed_at for n in ready)
 
     def _learn(self, seen: _Open, round: Round) -> None:
         nodes = [n for n in self._nodes.values() if n.parallel == self.size]
@@ -243,7 +252,7 @@ class EngineSizes:
         """Order a node to sample, or to start its engine and sleep again."""
         if self._starting and not self._is_to_start(node):
             return
-        self._started.add((node.name, node.incarnation))
+        self._started[node.name] = node.incarnation
         self._turns.wake(node)
         if self._starting:
             self._turns.sleep(node)
@@ -268,8 +277,8 @@ class EngineSizes:
     def _is_to_start(self, node: Node) -> bool:
         """Return whether the node reported that it has no engine yet and was not ordered to start
         one."""
-        is_known = node.has_reported and not node.device
-        was_ordered = (node.name, node.incarnation) in self._started
+        is_known = node.reported_at is not None and not node.device
+        was_ordered = self._started.get(node.name) == node.incarnation
         return is_known and not was_ordered and node.state is not NodeState.DRAINING
 
     def _replace_missing(self, now: float) -> None:

@@ -183,7 +183,7 @@ class Broadcasts:
             self.phase, self.name, self._address = Phase.SENDING, status.group, status.address
             return sorted(self.receiving)
         is_member = self.group is not None and name in self.group.members
-        if status.reason and self.name == status.group and (is_trainer or is_member):
+        if status.reason and status.group == self.name != "" and (is_trainer or is_member):
             return self._fail(name, status.reason)
         return []
 

@@ -82,8 +82,9 @@ def run_apart(request: dict[str, Any]) -> None:
     link = module.Link(socket, module.FOR_PROGRAMS)
     names: dict[str, Any] = {"__name__": "test"}
     exec(PRELUDE, names)
-    answer = link.ask("defined", request["names"])
-    found = {name: answer[name] for name in request["names"] if name in answer}  # and no others
+    wanted = tuple(request["names"])  # the program may change the list that it is sent
+    answer = link.ask("defined", list(wanted))
+    found = {name: answer[name] for name in wanted if name in answer}  # and no others
     names.update(found)
 
     def look_up(name: str) -> Any:

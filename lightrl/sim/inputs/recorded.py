@@ -157,7 +157,10 @@ def read_run(folder: Path) -> RecordedRun:
     if not (folder / CONFIG_FILE).is_file():
         raise SimError(f"--workload {folder}: is no run directory: it has no {CONFIG_FILE}")
     try:
-        steps = list(read_rows(folder / lengths.SPEEDS, StepSpeeds))
+        speeds = folder / lengths.SPEEDS
+        steps = list(read_rows(speeds, StepSpeeds))
+        if not steps and speeds.is_file() and speeds.stat().st_size:
+            raise SimError(f"--workload {folder}: {speeds.name} is of another version of LightRL")
         rows = list(read_rows(folder / lengths.FILE_NAME, dict[str, Any]))
         records = {int(r["step"]) - 1: r for r in sinks.read(folder) if "timing_s/step" in r}
     except OSError as e:

@@ -135,8 +135,8 @@ class Follower:
                 self._life.end()
             self._leader, self._life = relay.node, RankProcesses(message)
             self._lives.put_nowait(self._life)
-        elif self._life is None or message.life != self._life.name:
-            pass
+        elif self._life is None or self._life.ended.is_set() or message.life != self._life.name:
+            pass  # of ranks that have ended
         elif isinstance(message, RankFrame):
             if self.devices.are_shared:
                 self.devices.on_command(RANK_COMMANDS.decode(message.frame))

@@ -210,6 +210,8 @@ class Store:
         with self._entering:
             if self._is_closed:
                 raise WeightsError("the folder of versions is closed")
+            if root in self._folders and os.fstat(self._folders[root][1]).st_nlink == 0:
+                os.close(self._folders.pop(root)[1])  # a cleaner of temporary files removed it
             if root not in self._folders:
                 self._folders[root] = _enter_folder(root, self._name)
             return self._folders[root][0]

@@ -90,7 +90,7 @@ def torch_engine(spec: EngineSpec) -> tuple[Any, Bare]:
     from lightrl.engine.torch import TorchEngine
 
     engine = TorchEngine(spec)
-    targets = engine._targets
+    targets = engine._tensors._targets
 
     @torch.inference_mode()
     def copy(file: VersionFile, specs: tuple[TensorSpec, ...]) -> None:

@@ -62,10 +62,10 @@ class Replicas:
         """Send each rank of the replica its micro-batches, equally many."""
         num, was_idle = len(batches_R[0]), not self._unanswered[replica]
         for start in range(0, num, AT_ONCE):
+            if not any(self._unanswered):  # before the ranks can begin
+                self._busy_since = asyncio.get_running_loop().time()
             for rank, batches in zip(self._members(replica), batches_R, strict=True):
                 self._ranks.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
-            if not any(self._unanswered):
-                self._busy_since = asyncio.get_running_loop().time()
             self._unanswered[replica] += 1
         if num and was_idle:
             self._tasks[replica] = task = asyncio.ensure_future(self._answers(replica))

@@ -82,8 +82,8 @@ def test_a_run_whose_rewards_never_say_anything_fails_with_the_reason(tmp_path, 
         ),
         (
             ("data.path=verifiers:words", "reward.functions=verifiers:words"),
-            "lightrl: verifiers:words: is a MultiTurnEnv of up to 5 turns; one response is sampled "
-            "for a prompt, so it must be a SingleTurnEnv",
+            "lightrl: verifiers:words: is a MultiTurnEnv; a prompt has one response, so it must be "
+            "a SingleTurnEnv",
         ),
     ],
 )

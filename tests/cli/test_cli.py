@@ -658,7 +658,7 @@ def test_whether_a_run_is_over_is_told_by_no_clock(tmp_path):
         last = final_snapshot(tmp_path)
         assert last is not None
         assert last.state == "finished"
-    run_files.go_on(tmp_path)
+    run_files.reopen(tmp_path)
     assert final_snapshot(tmp_path) is None
 
 

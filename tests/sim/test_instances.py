@@ -61,7 +61,7 @@ def test_without_a_window_devices_leave_as_soon_as_others_are_there():
 
 
 def run(lost: int, switches: Switches = SHARED) -> World:
-    w = world(TRAINS, switches, fleet=nodes(2), trace=ALWAYS, check=True, num_steps=4)
+    w = world(TRAINS, switches, fleet=nodes(2), trace=ALWAYS, check=True, num_steps=10)
     if lost:
         w.mechanisms = (*w.mechanisms, Losses(w, lost, at_s=3.0, first_step=2))
     w.run()
@@ -72,9 +72,9 @@ def test_nodes_die_in_each_step_and_are_there_again_in_the_next():
     whole, moving = run(0).outcome, run(2).outcome
     again = run(2, replace(SHARED, token_collection=False)).outcome
     assert whole.counters["nodes_lost"] == 0
-    assert moving.counters["nodes_lost"] == again.counters["nodes_lost"] == 4
+    assert moving.counters["nodes_lost"] == again.counters["nodes_lost"] == 16
     for out in (moving, again):
-        assert out.counters["trained_responses"] == 4 * 8 * 4
+        assert out.counters["trained_responses"] == 10 * 8 * 4
     steps = [[s.step_s for s in out.steps[2:]] for out in (whole, moving, again)]
     assert sum(steps[0]) < sum(steps[1]) < sum(steps[2])
     # that they start again is paid for by the tokens that they had

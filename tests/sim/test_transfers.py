@@ -100,17 +100,6 @@ def test_a_difference_costs_its_share_and_late_nodes_pull_all():
     assert whole.steps[0].weights_s == pytest.approx(1.0 + 0.3, abs=0.05)
 
 
-def test_an_overtaken_pull_goes_on_as_the_base_of_a_difference():
-    """A late node pulls for eight seconds, while a step takes six."""
-    trace = (TraceEvent(15.0, "late", True),)
-    scenario = lines(num_bytes=8 * SIZE, delta_ratio=0.01)
-    out = world(scenario, fleet=nodes(3), trace=trace, num_steps=6).run()
-    assert out.steps[-1].nodes > 3.9
-    assert out.weights.num_bytes == pytest.approx(4 * 8 * SIZE + out.weights.delta_bytes, rel=0.001)
-    whole = world(lines(num_bytes=8 * SIZE), fleet=nodes(3), trace=trace, num_steps=6).run()
-    assert out.elapsed_s < whole.elapsed_s - 20
-
-
 def test_publishing_takes_its_time_and_the_trainer_does_nothing_else():
     at_once = world(lines(), num_steps=3).run()
     out = world(lines(publish_s=1.5), num_steps=3).run()

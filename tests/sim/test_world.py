@@ -169,9 +169,10 @@ def test_released_nodes_train_while_others_go_on():
     assert max(s.train_s for s in released.steps) < min(s.train_s for s in without.steps)
 
 
-def test_the_planner_takes_the_parallelism_that_is_faster_where_small_caches_preempt():
+def test_the_planner_answers_preemptions_with_more_parallelism():
     out = world(TIGHT, Switches(planner=True), num_steps=4, migration=False).run()
-    assert {s.parallelism for s in out.steps} == {2}
+    assert [s.parallelism for s in out.steps][:2] == [1, 2]
+    assert out.steps[0].preemptions > 0
     assert out.device_s["rollout"] == pytest.approx(4 * out.elapsed_s)
 
 

@@ -83,9 +83,7 @@ class Coordinator:
         self.versions = Versions(settings, fleet, self.steps, shutdown, out)
         self.policy = policy = SharingPolicy(settings, fleet, table, predictor)
         self.turns = turns = DeviceTurns(settings, fleet, table, out)
-        self.colocation = Colocation(
-            settings, fleet, table, self.steps, shutdown, turns, policy, out
-        )
+        self.colocation = Colocation(fleet, table, self.steps, shutdown, turns, policy, out)
         self.sizes = EngineSizes(settings, fleet, table, turns, self.steps.next_kind, out)
         self.started_at = now
         self._state = RunState.STARTING  # until the run ends

@@ -362,11 +362,10 @@ class Node:
     running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
     # confirmed by digest
     policy_version: int | None = None
-    # digest of the version that its engine has loaded from a file
+    # digest of the version that its engine has loaded from a file; "" = none, or it was broadcast
     base: str = ""
     # of the version that is being sent
     weights_failures: int = 0
-    has_file: bool = True  # of its policy_version: others can pull from it
     receives: bool = False  # the newest version, by broadcast
     broadcast_failures: int = 0  # in a row
     # of its engine, each a member of a broadcast group; 0 = none can receive
@@ -401,6 +400,11 @@ class Node:
     def move(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
         self.state = to
+
+    @property
+    def has_file(self) -> bool:
+        """Whether it has a file of its policy_version, which others can pull."""
+        return bool(self.base)
 
     @property
     def takes_turns(self) -> bool:

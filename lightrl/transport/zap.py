@@ -20,9 +20,8 @@ class ZapAuthenticator:
     """Answers for the routers of this process. They call `admit`, and `forget` when they close."""
 
     def __init__(self) -> None:
-        self._admitted: dict[
-            bytes, dict[bytes, str]
-        ] = {}  # domain (one of each router) -> public key -> User-Id
+        # domain (one of each router) -> public key -> User-Id
+        self._admitted: dict[bytes, dict[bytes, str]] = {}
         self._sock: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1

@@ -140,7 +140,7 @@ class Fleet:
         self.num_preemptible += hello.is_preemptible - node.is_preemptible
         node.is_preemptible = hello.is_preemptible
         if hello.serves is not None:
-            node.base, node.has_file = hello.serves[1] if hello.has_file else "", hello.has_file
+            node.base = hello.serves[1] if hello.has_file else ""
         if node.takes_turns and node.state is not NodeState.DRAINING:
             for state in way_to_side(node.state, hello.is_released):
                 self._move(node, state)
@@ -293,7 +293,7 @@ class Fleet:
             return
         for node in self.nodes.values():
             is_pulling = node.state in PULLING and not node.receives
-            if is_pulling and self.sources.has_deltas_for(node):
+            if is_pulling and self.sources.deltas_for(node):
                 self._send_sources(node)
 
     def _announce(self, message: PublishWeights) -> None:
@@ -413,10 +413,10 @@ class Fleet:
             reason = f"digest {ready.digest} is not the published {published.digest}"
             self.refuse(name, WeightsFailed(ready.policy_version, reason))
             return
-        node.has_file = ready.broadcast_s is None
-        others = self.broadcasts.confirmed(node, is_by_broadcast=not node.has_file)
+        is_by_broadcast = ready.broadcast_s is not None
+        others = self.broadcasts.confirmed(node, is_by_broadcast)
         node.policy_version, node.weights = ready.policy_version, None
-        node.base = ready.digest if node.has_file else ""
+        node.base = "" if is_by_broadcast else ready.digest
         if node.state in PULLING:
             self._move(node, NodeState.READY)
         else:

@@ -14,7 +14,6 @@ from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds.round_scheduler import RoundScheduler
 from lightrl.core.rounds.shutdown import Shutdown
-from lightrl.core.settings import Settings
 from lightrl.core.sharing.device_turns import AWAKE, DeviceTurns
 from lightrl.core.sharing.shared_devices import NO_PARTS, NO_TRAINER, SharedDevices
 from lightrl.core.sharing.sharing_policy import SharingPolicy
@@ -30,7 +29,6 @@ PAUSE_S = 0.05  # between two updates of device times, unless states change
 class Colocation:
     def __init__(
         self,
-        settings: Settings,
         fleet: Fleet,
         table: ResponseTable,
         steps: RoundScheduler,

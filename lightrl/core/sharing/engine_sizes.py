@@ -106,6 +106,9 @@ class EngineSizes:
         """The time at which another size replaces this one if no node of this size joins."""
         return None if self._none_since is None else self._none_since + self._settings.release_s
 
+    def _is_late(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
     def on_tokens(self) -> None:
         """Handle tokens from a node. O(1) on average."""
         if self._open is not None:
@@ -123,8 +126,7 @@ class EngineSizes:
             self._measure(round, now)
         if not self._has_begun:
             self._begin(round)
-        is_due = self._none_since is not None and now >= (self.deadline or 0.0)
-        if self._see() != self._seen or is_due:
+        if self._see() != self._seen or self._is_late(now):
             self._give_orders(now)
             self._seen = self._see()
 
@@ -288,7 +290,7 @@ class EngineSizes:
             self._none_since = None
         elif self._none_since is None:
             self._none_since = now
-        elif now >= self._none_since + self._settings.release_s:
+        elif self._is_late(now):
             size = min(present, key=lambda s: (max(s, self.size) / min(s, self.size), s))
             self._outbox.warn(f"no engine of {self.size} devices is there: those of {size} work")
             self._change_to(size)

@@ -47,9 +47,8 @@ class Window:
 
 class TrainerFeed:
     def __init__(self, fleet: Fleet, outbox: Outbox) -> None:
-        self.trained_step: int | None = (
-            None  # the step that the trainer trains next; None: not reported yet
-        )
+        # the step that the trainer trains next; None: not reported yet
+        self.trained_step: int | None = None
         self.missing_since: float | None = None  # when a node was lost; None: no lost node
         self.num_hellos = 0
         # nothing is left to train: the last checkpoint is durable, or the trainer left in order
@@ -90,12 +89,11 @@ class TrainerFeed:
     def feed(self, round: Round | None) -> None:
         """Begin to send the shards of `trained_step`: those of this round, or the stored ones if
         the step was trained before."""
-        published = self._fleet.published
-        if self.trained_step is None or self._fleet.trainer is None or published is None:
+        if self.trained_step is None or self._fleet.trainer is None:
             return
         self._window, self._num_left = Window(), 0
         self.is_replaying = False
-        self._owes_replay = self.trained_step < published.policy_version
+        self._owes_replay = self.is_behind
         if self._owes_replay:
             self._replay()
         elif round is not None and round.step == self.trained_step:
@@ -111,12 +109,13 @@ class TrainerFeed:
             self.send(round)
 
     def _replay(self) -> None:
-        if self.trained_step is None or self._fleet.trainer is None or not self._may_train():
+        devices, trainer = self._fleet.devices, self._fleet.trainer
+        if self.trained_step is None or trainer is None or not devices.may_train:
             return
         self._owes_replay, self.is_replaying = False, True
         self.give()
-        self._outbox.add(ReplayShards(self._fleet.trainer, self.trained_step, self.num_hellos))
-        self._fleet.devices.train()
+        self._outbox.add(ReplayShards(trainer, self.trained_step, self.num_hellos))
+        devices.train()
 
     def give(self) -> None:
         """Send the trainer the numbers of its free device parts, if another one is free."""
@@ -126,9 +125,6 @@ class TrainerFeed:
         if not (free := devices.free) <= devices.given:
             devices.give(free)
             self._outbox.send(trainer, AssignDevices(self.trained_step, tuple(sorted(free))))
-
-    def _may_train(self) -> bool:
-        return self._fleet.devices.may_train
 
     @property
     def is_behind(self) -> bool:
@@ -165,12 +161,13 @@ class TrainerFeed:
     def send(self, round: Round) -> None:
         """Send shards of this round within the limits; the last shard closes the step."""
         last = round.state is RoundState.CLOSED
-        if self._fleet.trainer is None or not self.is_owed(round):
+        devices, trainer = self._fleet.devices, self._fleet.trainer
+        if trainer is None or not self.is_owed(round):
             return
         while not round.is_handed_over and ((groups := _next_groups(round)) or last):
             num_tokens = sum(map(_num_tokens, groups))
             is_held_up = round.num_shards - self._num_left >= MAX_UNWRITTEN
-            if is_held_up or not self._window.has_room(num_tokens) or not self._may_train():
+            if is_held_up or not self._window.has_room(num_tokens) or not devices.may_train:
                 return
             is_last = last and round.num_sent + len(groups) == len(round.accepted)
             shard = TrainShard(
@@ -187,8 +184,8 @@ class TrainerFeed:
             round.num_shards += 1
             round.is_handed_over = is_last
             self._outbox.record(ShardSent(shard))
-            self._outbox.send(self._fleet.trainer, shard)
-            self._fleet.devices.train()
+            self._outbox.send(trainer, shard)
+            devices.train()
 
 
 def _next_groups(round: Round) -> list[Group]:

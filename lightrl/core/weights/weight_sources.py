@@ -113,13 +113,12 @@ class WeightSources:
             and (at == before or bool(self._deltas.between(at, before, published.num_bytes)))
         )
 
-    def has_deltas_for(self, node: Node) -> bool:
+    def deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
+        """Return the deltas from the version that the node holds to the published version."""
         published = self._published
-        return (
-            self._has_deltas
-            and published is not None
-            and bool(self._deltas.between(node.base, published.digest, published.num_bytes))
-        )
+        if published is None or not self._has_deltas:
+            return ()
+        return self._deltas.between(node.base, published.digest, published.num_bytes)
 
     # Nodes
 
@@ -247,7 +246,7 @@ class WeightSources:
             published.num_bytes,
             published.manifest_bytes,
             self._sources(names, node.name, published.policy_version),
-            () if group else self._deltas_for(node),
+            () if group else self.deltas_for(node),
             published.canary,
             group=group,
             base=self._base_for(names, node.name),
@@ -280,14 +279,6 @@ class WeightSources:
         tickets = pull_tickets(secrets, receiver, policy_version)
         addresses = (endpoint.addresses for endpoint in endpoints)
         return tuple(map(WeightsSource, names, addresses, tickets))
-
-    def _deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
-        """Return the deltas from the version that the node holds."""
-        published = self._published
-        assert published is not None
-        if not self._has_deltas:
-            return ()
-        return self._deltas.between(node.base, published.digest, published.num_bytes)
 
 
 def choose(

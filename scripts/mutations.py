@@ -291,10 +291,10 @@ ROWS: dict[tuple[str, str], list[Row]] = {
     ],
     # Steps, versions, restarts
     ("core.training.trainer_feed", "core/test_trainer_feed.py core/test_retrained.py"): [
-        ("TrainerFeed.send", "assign 3", never, "shards are sent before they are on the disk"),
+        ("TrainerFeed.send", "assign 4", never, "shards are sent before they are on the disk"),
         (
             "TrainerFeed.feed",
-            "assign 4",
+            "assign 3",
             never,
             "a step that was published is trained by new groups",
         ),

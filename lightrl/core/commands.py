@@ -49,7 +49,7 @@ class ScoreResponse:
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Every group is accepted, put off or dropped. Read metrics now: tokens go with the step."""
+    """Every group is accepted, deferred or dropped. Read metrics now: tokens go with the step."""
 
     round: Round
 

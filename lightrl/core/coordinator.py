@@ -114,7 +114,7 @@ class Coordinator:
             self._dispatch()
         self.balance.plan(now, self.shutdown.has_begun)
         self.colocation.update(now, decides=False)
-        self.fleet.trainers.tell()
+        self.fleet.trainers.send_set()
         return self.outbox.drain()
 
     def _take(self, event: Event, now: float) -> None:

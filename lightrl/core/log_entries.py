@@ -97,7 +97,7 @@ class SharingMemory:
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
     """State of a run without its open rounds: the first entry of every segment of a journal. The
-    groups that were put off follow, one entry each, oldest first: they hold tokens.
+    groups that were deferred follow, one entry each, oldest first: they hold tokens.
 
     Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: ("9f3a...",)})
     """
@@ -139,7 +139,7 @@ class SnapshotBegan:
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
     """A round that is open when a segment begins. The responses that its groups had when they were
-    put off, its tokens and its scores follow: `recovery.take_snapshot`."""
+    deferred, its tokens and its scores follow: `recovery.take_snapshot`."""
 
     # in journals
     TAG: ClassVar[str] = "RoundStood"

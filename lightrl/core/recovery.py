@@ -41,7 +41,7 @@ from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.messages.training import StepDone
 
-MAX_TOKENS_TOLD = 1 << 20  # in one entry: some 8 MiB
+MAX_ENTRY_TOKENS = 1 << 20  # in one entry: some 8 MiB
 
 
 class RunSnapshot:
@@ -65,7 +65,7 @@ class RunSnapshot:
 def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
     """Return the state of a core and `notes`; requires that no DrawPrompts is unanswered."""
     steps, backlog, published = core.steps, core.backlog, core.fleet.published
-    stood = SnapshotBegan(
+    began = SnapshotBegan(
         step=core.step,
         num_drawn=backlog.num_drawn,
         spare=tuple(backlog.held_back),
@@ -84,8 +84,8 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         planner=core.sizes.memory(),
         slowest_s=dict(core.group_filter.slowest_s),
     )
-    before: list[LogEntry] = [stood, *notes, *backlog.put_off]
-    return RunSnapshot(before, [_snapshot_of(round) for round in core.table.rounds])
+    entries: list[LogEntry] = [began, *notes, *backlog.deferred]
+    return RunSnapshot(entries, [_snapshot_of(round) for round in core.table.rounds])
 
 
 def recover(core: Coordinator, entries: Iterable[LogEntry], now: float) -> list[Command]:
@@ -106,8 +106,8 @@ class _Recovery:
         self._core = core
         self._now = now
         self._began = SnapshotBegan()
-        self._put_off: list[Deferred] = []  # when the segment began
-        self._closed: list[Round] = []  # of those restated
+        self._deferred: list[Deferred] = []  # when the segment began
+        self._closed: list[Round] = []  # of those in the snapshot
         # tokens of responses that do not exist yet: a journal that is read merged has all tokens
         # before the scores, and a score may cause the draw that replaces a group without signal
         self._early: list[tuple[int, ResponseTokens]] = []
@@ -191,22 +191,22 @@ class _Recovery:
 
     def _restore(self) -> None:
         """Restore all state outside the open rounds."""
-        core, steps, stood = self._core, self._core.steps, self._began
-        steps.step, steps.evaluated, steps.last_cut = stood.step, stood.evaluated, stood.last_cut
-        steps.opened = max(steps.opened, stood.step)
-        core.backlog.restore(stood.num_drawn, self._put_off, stood.spare)
-        core.table.counters = replace(stood.counters)
-        core.predictor.recall(stood.memory)
-        core.scaling.learned = stood.learned.copy()
-        core.policy.recall(stood.sharing)
-        core.sizes.recall(stood.planner)
-        core.group_filter.slowest_s = dict(stood.slowest_s)
-        core.fleet.digests.update(stood.digests)
-        core.fleet.canaries.update(stood.canaries)
-        if (version := stood.version) is not None:
-            what = stood.num_bytes, stood.manifest_bytes, stood.canaries.get(version), stood.base
+        core, steps, began = self._core, self._core.steps, self._began
+        steps.step, steps.evaluated, steps.last_cut = began.step, began.evaluated, began.last_cut
+        steps.opened = max(steps.opened, began.step)
+        core.backlog.restore(began.num_drawn, self._deferred, began.spare)
+        core.table.counters = replace(began.counters)
+        core.predictor.recall(began.memory)
+        core.scaling.learned = began.learned.copy()
+        core.policy.recall(began.sharing)
+        core.sizes.recall(began.planner)
+        core.group_filter.slowest_s = dict(began.slowest_s)
+        core.fleet.digests.update(began.digests)
+        core.fleet.canaries.update(began.canaries)
+        if (version := began.version) is not None:
+            what = began.num_bytes, began.manifest_bytes, began.canaries.get(version), began.base
             core.fleet.set_current_version(
-                PublishedVersion(version, stood.digests[version][-1], *what)
+                PublishedVersion(version, began.digests[version][-1], *what)
             )
 
     def _set_up(self, entry: RoundSnapshot) -> None:
@@ -222,10 +222,10 @@ class _Recovery:
             self._closed.append(round)
 
     def _hold(self, entry: Deferred) -> None:
-        """Restore a group that was put off; after a RoundSnapshot, the held responses of one of its
+        """Restore a deferred group; after a RoundSnapshot, the held responses of one of its
         groups."""
         if not self._core.table.rounds:
-            self._put_off.append(entry)
+            self._deferred.append(entry)
             return
         for group in self._core.table.rounds[-1].groups.values():
             if group.prompt == entry.prompt:
@@ -274,21 +274,21 @@ class _HeldTokens(NamedTuple):
 class _RoundCopy:
     """A round at one moment. Constant, except that the arrays of responses may grow."""
 
-    stood: RoundSnapshot
-    put_off: list[Deferred]
+    snapshot: RoundSnapshot
+    deferred: list[Deferred]
     held: list[_HeldTokens]
     scores: list[LogEntry]
 
     def entries(self) -> Iterator[LogEntry]:
-        yield self.stood
-        yield from self.put_off
+        yield self.snapshot
+        yield from self.deferred
         items: dict[tuple[int, int], list[ResponseTokens]] = {}
         num_tokens = 0
         for held in self.held:
             for number, (version, item) in enumerate(_spans(held)):
                 items.setdefault((number, version), []).append(item)
             num_tokens += held.num_tokens
-            if num_tokens >= MAX_TOKENS_TOLD:
+            if num_tokens >= MAX_ENTRY_TOKENS:
                 yield from _token_entries(items)
                 num_tokens = 0
         yield from _token_entries(items)

@@ -20,7 +20,7 @@ class Tail:
     eta_prompts: float = 1.0
     eta_responses: float = 1.0
     race: Literal["tokens", "clock"] = "tokens"
-    # how a later round handles the responses of a group that was put off: sample again from the
+    # how a later round handles the responses of a group that was deferred: sample again from the
     # first token, with the same noise, or continue from the tokens so far
     deferred: Literal["restart", "continue"] = "restart"
     # responses that restart get other noise; for comparison

@@ -23,7 +23,7 @@ class ResponseState(StrEnum):
     RUNNING = "running"
     # finished and held here; scored or waiting for its score
     DONE = "done"
-    # given up: lost its race, or its group was dropped or put off
+    # given up: lost its race, or its group was dropped or deferred
     ABORTED = "aborted"
 
 
@@ -62,7 +62,7 @@ RESTING = {NodeState.RELEASING, NodeState.RELEASED}
 class RoundState(StrEnum):
     FILLING = "filling"  # its prompts are being drawn
     RUNNING = "running"
-    # every group is accepted, put off or dropped
+    # every group is accepted, deferred or dropped
     CLOSED = "closed"
     TRAINED = "trained"
 
@@ -134,7 +134,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class HeldResponse:
-    """The tokens of a response whose group was put off; arrays are little-endian."""
+    """The tokens of a response whose group was deferred; arrays are little-endian."""
 
     # int32
     tokens: bytes = b""
@@ -166,7 +166,7 @@ class Response:
     # by this core: `attempt` is exact from then on
     is_placed: bool = False
     # the attempt of its newest tokens
-    heard: int = 0
+    token_attempt: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     # policy version of its newest token
@@ -187,8 +187,8 @@ class Response:
 
     @property
     def has_history(self) -> bool:
-        """Whether its prompt has earlier responses: of an earlier epoch, of a round that put its
-        group off, or of a sibling."""
+        """Whether its prompt has earlier responses: of an earlier epoch, of a round that
+        deferred its group, or of a sibling."""
         group = self.group
         return group.prompt.epoch > 0 or group.attempts > 0 or bool(group.finishers)
 
@@ -199,7 +199,7 @@ class Response:
 
     @property
     def carried(self) -> int:
-        """Number of tokens when its round opened, sampled in the round that put its group off."""
+        """Number of tokens when its round opened, sampled in the round that deferred its group."""
         held = self.group.held
         return len(held[self.index].logprobs) // 4 if self.index < len(held) else 0
 
@@ -231,13 +231,13 @@ class Group:
     # of each response
     sampling: Sampling
     max_response_tokens: int
-    # placements of its responses in earlier rounds, which put the group off
+    # placements of its responses in earlier rounds, which deferred the group
     attempts: int = 0
     # the step whose round launched it first
     since: int = 0
-    # its responses when it was put off; () = never launched before
+    # its responses when it was deferred; () = never launched before
     held: tuple[HeldResponse, ...] = ()
-    # the group was put off, and a later round continues its responses
+    # the group was deferred, and a later round continues its responses
     continues: bool = False
     responses: list[Response] = field(default_factory=list[Response])
     state: GroupState = GroupState.OPEN
@@ -437,16 +437,16 @@ class Node:
         """Count new tokens of a response in the current chunk."""
         self.num_tokens += num_tokens
         if self.load.drafting is not None:
-            is_whole = goes_on and response.heard == response.attempt
+            is_whole = goes_on and response.token_attempt == response.attempt
             self.gain.observe(response.has_history, num_tokens, is_whole)
-            response.heard = response.attempt
+            response.token_attempt = response.attempt
 
-    def observe(self, now: float, batch: int, context: int, heard: int, num_tokens: int) -> None:
-        """Observe a chunk: `num_tokens` of `heard` of the `batch` running responses, which held
+    def observe(self, now: float, batch: int, context: int, num: int, num_tokens: int) -> None:
+        """Observe a chunk: `num_tokens` of `num` of the `batch` running responses, which held
         `context` tokens before."""
         self.context += num_tokens
         steps = num_tokens / self.gain.close()
-        if batch and num_tokens and (took := self.chunks.took(now, batch, heard, steps)):
-            self.speed.observe(*took, context + num_tokens / 2)
+        if batch and num_tokens and (step := self.chunks.add(now, batch, num, steps)):
+            self.speed.observe(*step, context + num_tokens / 2)
         if not self.running:
             self.chunks.pause()

@@ -166,7 +166,7 @@ def _samples(core: Coordinator, scoring: Scoring) -> Wait | None:
             is_eval=round.is_eval,
         )
     if not fleet.ready and not table.num_running and not _is_sampled(core):
-        return _nobody_ready(core, nodes)
+        return _none_ready(core, nodes)
     return _last_ones(core, scoring)
 
 
@@ -177,7 +177,7 @@ def _is_sampled(core: Coordinator) -> bool:
     return is_open and not (table.num_running or table.queue.has_waiting)
 
 
-def _nobody_ready(core: Coordinator, nodes: list[Node]) -> Wait | None:
+def _none_ready(core: Coordinator, nodes: list[Node]) -> Wait | None:
     published = core.fleet.published
     version = published.policy_version if published is not None else None
     moving = [n for n in nodes if n.state in RESTING]

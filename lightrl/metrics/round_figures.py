@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.rounds.race import MIN_COMPARED, zero_std
+from lightrl.core.rounds.race import MIN_COMPARED, has_zero_std
 from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages.snapshot import SampleText
@@ -86,7 +86,7 @@ def step_figures(round: Round) -> dict[str, float]:
         "reward/std": deviation(rewards),
         "reward/min": min(rewards, default=0.0),
         "reward/max": max(rewards, default=0.0),
-        "reward/frac_zero_std": mean([float(zero_std(g)) for g in round.accepted]),
+        "reward/frac_zero_std": mean([float(has_zero_std(g)) for g in round.accepted]),
         "response_length/mean": mean(lengths),
         "response_length/max": float(max(lengths, default=0)),
         "response_length/min": float(min(lengths, default=0)),

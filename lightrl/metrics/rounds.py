@@ -333,7 +333,7 @@ class Records:
                 "mode": _tail_mode(core.settings),
                 "rounds": dict(bias.num_rounds),
                 "prompts_put_off": c.prompts_put_off,
-                "queue": len(core.backlog.put_off),
+                "queue": len(core.backlog.deferred),
                 "max_wait_steps": bias.max_wait_steps,
                 **{name: round(value, 6) for name, value in self._bias_so_far.items()},
             },
@@ -394,7 +394,7 @@ class Records:
         figures, rounds = self._bias_so_far, self._bias.state.num_rounds
         return TailRow(
             mode=_tail_mode(core.settings),
-            queue=len(core.backlog.put_off),
+            queue=len(core.backlog.deferred),
             num_short=rounds.get("short", 0),
             num_long=rounds.get("long", 0) + rounds.get("flush", 0),
             kept_length=figures["kept_length"],

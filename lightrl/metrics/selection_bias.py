@@ -198,8 +198,8 @@ class Bias:
             **_deferred_staleness(round),
             "aborted_tokens": float(round.aborted_tokens),
             "aborted_share": round.aborted_tokens / max(1, tokens),
-            "put_off": float(sum(p.since == round.step for p in backlog.put_off)),
-            "queue": float(len(backlog.put_off)),
+            "put_off": float(sum(p.since == round.step for p in backlog.deferred)),
+            "queue": float(len(backlog.deferred)),
             "max_wait_steps": float(waits),
         }
 
@@ -218,7 +218,7 @@ class Bias:
         """Return the most steps for which a prompt of this round, or of the queue, has been
         deferred."""
         since = self.state.since
-        since |= {_key(p.prompt): p.since for p in backlog.put_off}
+        since |= {_key(p.prompt): p.since for p in backlog.deferred}
         steps = [round.step - step for step in since.values()]
         for group in round.groups.values():
             if group.state is not GroupState.DEFERRED:

@@ -327,10 +327,10 @@ def _take(watched: _Watched, chunk: TokenChunk, batch: int, tokens: int, now: fl
             watched.speed.starts.append(start)
         watched.started_at, watched.tokens = None, 0
         watched.window.pause()
-        watched.window.took(now, batch, num, 0.0)
+        watched.window.add(now, batch, num, 0.0)
         return
     watched.tokens += tokens
-    if found := watched.window.took(now, batch, num, tokens):
+    if found := watched.window.add(now, batch, num, tokens):
         mean_batch, step_s = found
         response_s, decoded = step_s * watched.tokens, watched.speed.decoded
         more = Decoded(mean_batch * response_s, response_s, watched.tokens)

@@ -125,7 +125,7 @@ def _broadcast(core: "Coordinator") -> None:
     receiving = {n.name for n in fleet.nodes.values() if n.receives}
     _require(receiving == broadcasts.receiving, "some wait for a group, and it is not for them")
     _require((group is None) == (phase is Phase.NONE), f"a group that is {phase}")
-    is_open = phase in {Phase.SENDING, Phase.STANDING}
+    is_open = phase in {Phase.SENDING, Phase.IDLE}
     _require(bool(broadcasts.name) == is_open, f"a group with a name is {phase}")
     is_under_way = phase in {Phase.OPENING, Phase.SENDING}
     _require(bool(receiving) == is_under_way, f"some receive from a group that is {phase}")
@@ -298,7 +298,7 @@ def _has_right_winners(
 def _prompts(core: "Coordinator") -> None:
     """Prompts in = trained + dropped + held, and nobody is held twice."""
     backlog, counters = core.backlog, core.table.counters
-    waiting = [(p.prompt.id, p.prompt.epoch) for p in backlog.put_off]
+    waiting = [(p.prompt.id, p.prompt.epoch) for p in backlog.deferred]
     _require(len(set(waiting)) == len(waiting), "a prompt waits twice")
     held_back = [(p.id, p.epoch) for p in backlog.held_back]
     _require(len(set(held_back)) == len(held_back), "a prompt is held back twice")
@@ -311,7 +311,7 @@ def _prompts(core: "Coordinator") -> None:
         for g in r.groups.values()
     )
     done = counters.groups_trained + counters.groups_dropped
-    accounted = done + len(backlog.put_off) + len(backlog.held_back) + in_rounds
+    accounted = done + len(backlog.deferred) + len(backlog.held_back) + in_rounds
     _require(
         backlog.num_drawn == accounted,
         f"{backlog.num_drawn} prompts drawn, {accounted} accounted for",

@@ -106,7 +106,7 @@ class Observer:
             out.device_s["trainer"] = world.now
         counters = world.core.table.counters
         out.counters = {name: getattr(counters, name) for name in counters.__slots__}
-        out.waiting_prompts = len(world.core.backlog.put_off)
+        out.waiting_prompts = len(world.core.backlog.deferred)
 
     def _bound(self, record: StepRecord, kept: list[int]) -> None:
         """Set the least that any schedule needs for what was kept; see `StepRecord.bound_s`."""

@@ -194,7 +194,7 @@ class Router(Socket):
         # Asking is cheaper than the exception that ends nearly every batch.
         while len(messages) < MAX_DRAIN and num_bytes < MAX_DRAIN_BYTES and self._has_input():
             first = self._sock.recv(zmq.DONTWAIT, copy=False)
-            connection = self._unauthenticated.spoke(int(first.get(zmq.SRCFD)))
+            connection = self._unauthenticated.mark_authenticated(int(first.get(zmq.SRCFD)))
             access = ACCESS[str(first.get("User-Id"))]
             frames = self._sock.recv_multipart(zmq.DONTWAIT)
             num_bytes += sum(map(len, frames))

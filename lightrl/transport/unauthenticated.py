@@ -67,8 +67,8 @@ class UnauthenticatedPeers:
         self._clock = 0.0  # seconds during which this loop was responsive
         self._monitor: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._monitor.set(zmq.RCVHWM, 0)  # else ZeroMQ's thread would wait for this one
-        sock.monitor(f"inproc://strangers-{name}", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._monitor.connect(f"inproc://strangers-{name}")
+        sock.monitor(f"inproc://handshakes-{name}", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor.connect(f"inproc://handshakes-{name}")
         self._fd = self._monitor.fileno()
         self._loop.add_reader(self._fd, self._check_soon)
 
@@ -84,7 +84,7 @@ class UnauthenticatedPeers:
         self._read_events()
         return len(self._known), len(self._waiting)
 
-    def spoke(self, descriptor: int) -> int:
+    def mark_authenticated(self, descriptor: int) -> int:
         """Mark a connection as authenticated, and return its unique number."""
         if descriptor not in self._known:
             self._read_events()  # its ACCEPTED event may not have been read yet

@@ -94,7 +94,7 @@ class Group:
             self.open()
         for name in sorted(self.groups.receiving):
             self.ready(name, version)
-        assert self.groups.phase is Phase.STANDING
+        assert self.groups.phase is Phase.IDLE
 
     def fail(self, name: str, reason: str = "timed out") -> list[Command]:
         return self.hear(name, BroadcastStatus(self.version, self.name, reason=reason))
@@ -161,7 +161,7 @@ def test_a_version_goes_out_in_this_order():
     assert [source.node for source in offer.sources] == ["t"]
     assert sent(g.ready("a", 1), Generate)  # it has work before the other
     g.ready("b", 1)
-    assert g.groups.phase is Phase.STANDING
+    assert g.groups.phase is Phase.IDLE
     assert {g.node(n).state for n in "ab"} == {"ready"}
     assert (g.groups.num_sent, g.groups.num_lost) == (1, 0)
 
@@ -202,7 +202,7 @@ def test_who_joins_in_the_middle_pulls_and_is_a_member_from_the_next_boundary_on
     g.open()
     assert pulls(g.join("later"))["later"] == ["late", "t"]  # not from a member
     g.ready("a", 1)
-    assert g.groups.phase is Phase.STANDING
+    assert g.groups.phase is Phase.IDLE
     commands = g.publish(2)
     assert opens(commands)
     assert g.groups.receiving == {"a", "late", "later"}

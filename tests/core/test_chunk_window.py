@@ -14,14 +14,14 @@ def sent(seed: int, batch: int = 16, every: int = 5, share: float = 0.1) -> list
     others every few steps. Another one takes the place of who ends."""
     rng = random.Random(seed)
     window, now, unsent, found = ChunkWindow(), 0.0, [0] * batch, []
-    window.took(now, batch, batch, 0)
+    window.add(now, batch, batch, 0)
     for step in range(1, 500):
         now += STEP_S
         unsent = [tokens + 1 for tokens in unsent]
         ended = [i for i in range(batch) if rng.random() < share]
         whole = step % every == 0
         if told := list(range(batch)) if whole else ended:
-            if took := window.took(now, batch, len(told), sum(unsent[i] for i in told)):
+            if took := window.add(now, batch, len(told), sum(unsent[i] for i in told)):
                 found.append((took[1], took[0]))
             for i in told:
                 unsent[i] = 0
@@ -45,16 +45,16 @@ def test_an_engine_that_only_sends_what_has_ended_tells_it_in_the_long_run():
 
 def test_chunks_of_one_moment_are_one():
     window = ChunkWindow()
-    assert window.took(0.0, 2, 2, 2) is None
-    assert window.took(1.0, 2, 1, 10) is None
-    assert window.took(1.0, 2, 1, 10) == (2, 0.1)
-    assert window.took(2.0, 2, 2, 8) == (2, 0.25)
+    assert window.add(0.0, 2, 2, 2) is None
+    assert window.add(1.0, 2, 1, 10) is None
+    assert window.add(1.0, 2, 1, 10) == (2, 0.1)
+    assert window.add(2.0, 2, 2, 8) == (2, 0.25)
 
 
 def test_neither_a_pause_nor_a_clock_that_is_set_back_counts_as_decoding():
     window = ChunkWindow()
-    window.took(0.0, 1, 1, 1)
+    window.add(0.0, 1, 1, 1)
     window.pause()
-    assert window.took(100.0, 1, 1, 1) is None
-    assert window.took(90.0, 1, 1, 1) is None
-    assert window.took(91.0, 1, 1, 4) == (1, 0.25)
+    assert window.add(100.0, 1, 1, 1) is None
+    assert window.add(90.0, 1, 1, 1) is None
+    assert window.add(91.0, 1, 1, 4) == (1, 0.25)

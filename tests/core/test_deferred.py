@@ -42,7 +42,7 @@ def lose(d: Driver) -> None:
     d.tokens("p1@0#1", 6, 6, 6)
     d.finish("p0@0#0")
     d.finish("p0@0#1", 0.0)
-    assert [p.prompt.id for p in d.core.backlog.put_off] == ["p1"]
+    assert [p.prompt.id for p in d.core.backlog.deferred] == ["p1"]
 
 
 def kept_of(commands: list, step: int) -> list[tuple[str, bytes, float, int]]:
@@ -99,9 +99,9 @@ def test_a_score_that_comes_while_the_group_waits_counts_when_it_goes_on():
     d.tokens("p1@0#1", 5, 6)
     d.finish("p0@0#0")
     d.finish("p0@0#1")
-    assert d.core.backlog.put_off[0].held[0].reward is None
+    assert d.core.backlog.deferred[0].held[0].reward is None
     d.score("p1@0#0", 0.5)
-    assert d.core.backlog.put_off[0].held[0].reward == 0.5
+    assert d.core.backlog.deferred[0].held[0].reward == 0.5
     commands = d.next_step()
     assert of_kind(commands, ScoreResponse) == []
     assert (d.held("p1@0#0").scored, d.round.groups["p1@0"].finishers) == (True, [(1, 0)])

@@ -192,7 +192,7 @@ def test_group_with_too_few_rewards_is_put_off_whether_that_is_known_before_or_a
     run_to(d, "p0@0#0", 1, "stop")
     run_to(d, "p1@0#0", 2, "stop")
     assert d.round.state == "closed"
-    assert [p.prompt.id for p in d.core.backlog.put_off] == ["p2"]
+    assert [p.prompt.id for p in d.core.backlog.deferred] == ["p2"]
 
 
 def test_clock_race_is_won_by_who_is_scored_first_however_long():

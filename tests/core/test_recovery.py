@@ -241,7 +241,7 @@ def test_where_a_run_stood_stays_the_same_whatever_happens_before_it_is_written(
 
 
 def test_long_responses_are_told_in_pieces(monkeypatch):
-    monkeypatch.setattr("lightrl.core.recovery.MAX_TOKENS_TOLD", 4)
+    monkeypatch.setattr("lightrl.core.recovery.MAX_ENTRY_TOKENS", 4)
     d = Driver()
     d.start("a", slots=4)
     for name in d.running():

@@ -271,7 +271,7 @@ def test_the_surplus_of_a_round_counts_once_at_the_end_of_a_run(
         tail=Tail(1.5), prompts_per_step=2, num_steps=4, num_prompts=99, max_staleness=1
     ).core.settings
     backlog = Backlog(99, num_drawn=3)
-    backlog.put_off.extend(Deferred(DrawnPrompt("p9", 0, b""), 0, 0) for _ in range(num_waiting))
+    backlog.deferred.extend(Deferred(DrawnPrompt("p9", 0, b""), 0, 0) for _ in range(num_waiting))
     before = rounds.new_round(settings, "short", 0, 0.0)
     before.state = RoundState.CLOSED if is_closed else RoundState.RUNNING
     assert rounds.next_kind(settings, backlog, 1, [before]) == kind

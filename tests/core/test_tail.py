@@ -45,7 +45,7 @@ def kinds(d: Driver, rounds: int) -> str:
 
 
 def queue(d: Driver) -> list[str]:
-    return [p.prompt.id for p in d.core.backlog.put_off]
+    return [p.prompt.id for p in d.core.backlog.deferred]
 
 
 @pytest.mark.parametrize(
@@ -321,9 +321,9 @@ def test_of_one_prompt_that_waits_twice_a_round_takes_the_older_epoch():
         Deferred(DrawnPrompt(name, epoch, ids(1)), 1, 0)
         for name, epoch in [("a", 0), ("a", 1), ("b", 0)]
     ]
-    backlog = Backlog(10, put_off=deque(held))
+    backlog = Backlog(10, deferred=deque(held))
     assert backlog.pop_oldest(2) == [held[0], held[2]]
-    assert list(backlog.put_off) == [held[1]]
+    assert list(backlog.deferred) == [held[1]]
 
 
 def test_nothing_is_certain_while_some_of_a_rounds_prompts_are_yet_to_be_read():

@@ -180,7 +180,7 @@ def test_rank_correlation(xs, ys, expected):
 def test_a_round_kept_against_what_it_launched():
     bias = Bias(LIMIT)
     core = Coordinator(SETTINGS, 0.0)
-    core.backlog.put_off.append(Deferred(DrawnPrompt("c", 0, b""), 1, 0))
+    core.backlog.deferred.append(Deferred(DrawnPrompt("c", 0, b""), 1, 0))
     figures = bias.add(SHORT, core.backlog)
     # finished: 1, 2, 3, 3, 4; given up: 4, 5, 5, 5
     estimated = kaplan_meier({1: 1, 2: 1, 3: 2, 4: 1}, {4: 1, 5: 3}, LIMIT)
@@ -208,9 +208,9 @@ def test_a_round_kept_against_what_it_launched():
 def test_over_a_run_a_prompt_that_was_put_off_counts_once():
     bias = Bias(LIMIT)
     core = Coordinator(SETTINGS, 0.0)
-    core.backlog.put_off.append(Deferred(DrawnPrompt("c", 0, b""), 1, 0))
+    core.backlog.deferred.append(Deferred(DrawnPrompt("c", 0, b""), 1, 0))
     bias.add(SHORT, core.backlog)
-    core.backlog.put_off.clear()
+    core.backlog.deferred.clear()
     assert bias.add(LONG, core.backlog)["max_wait_steps"] == 1
     run = bias.figures()
     # c: 3 and 10 in place of 3 and 5; its third response, which was never asked for again, stays
@@ -513,7 +513,7 @@ def test_figures_of_scoring_are_of_all_responses():
 def test_summary_and_snapshot_tell_the_bias_of_the_run():
     kept, core = records(), Coordinator(SETTINGS, 0.0)
     kept.close_round(SHORT, core, {})
-    core.backlog.put_off.append(Deferred(DrawnPrompt("c", 0, b""), 1, 0))
+    core.backlog.deferred.append(Deferred(DrawnPrompt("c", 0, b""), 1, 0))
     tail = kept.summary(core, "", 1.0)["tail"]
     assert isinstance(tail, dict)
     assert (tail["mode"], tail["rounds"], tail["queue"]) == ("both", {"short": 1}, 1)

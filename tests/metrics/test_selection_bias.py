@@ -222,7 +222,7 @@ def test_nothing_is_selected_where_responses_are_continued(tmp_path):
     assert {f["deferred_staleness_max"] > 0 for f in ran.figures} == {False, True}
     assert max(f["deferred_staleness"] for f in ran.figures) >= 1
     counters = ran.core.table.counters
-    waiting = sum(len(h.tokens) // 4 for p in ran.core.backlog.put_off for h in p.held)
+    waiting = sum(len(h.tokens) // 4 for p in ran.core.backlog.deferred for h in p.held)
     assert counters.rollout_tokens == sum(ran.kept) + counters.aborted_tokens + waiting
     assert counters.aborted_tokens == 0
     assert said["aborted_tokens"] == 0

@@ -141,7 +141,7 @@ def test_tail_batching_takes_no_weight_from_the_longest_responses():
 def test_a_run_ends_with_nothing_put_off(changes: dict[str, Any]):
     run, steps = trained("lockstep", **changes)
     assert len(steps) == run.settings.num_steps
-    assert not run.core.backlog.put_off
+    assert not run.core.backlog.deferred
     kinds = [step.kind for step in run.outcome.steps]
     assert "short" in kinds
     assert all(len(groups) == PROMPTS for groups in steps.values())

@@ -30,25 +30,25 @@ class ChunkWindow:
     _response_s: float = 0.0
     _steps: float = 0.0
     # number of responses whose tokens arrived at `_at`
-    _num_heard: int = 0
+    _num_arrived: int = 0
 
     def pause(self) -> None:
         """Exclude the following idle time from the seconds of decoding."""
         self._at = None
         self._clear()
 
-    def took(self, now: float, batch: int, heard: int, steps: float) -> tuple[int, float] | None:
-        """Add a chunk of `heard` of the `batch` responses that ran, with `steps` engine steps in
+    def add(self, now: float, batch: int, num: int, steps: float) -> tuple[int, float] | None:
+        """Add a chunk of `num` of the `batch` responses that ran, with `steps` engine steps in
         all. Return the mean batch and the seconds of a step if the chunks are whole, else None."""
         at, self._at = self._at, now
         if at is None or now < at:  # the clock was set back
             self._clear()
             return None
-        self._num_heard = heard + (self._num_heard if now == at else 0)
+        self._num_arrived = num + (self._num_arrived if now == at else 0)
         self._seconds += now - at
         self._response_s += (now - at) * batch
         self._steps += steps
-        is_whole = self._num_heard > MOST * batch or self._steps >= ENOUGH_STEPS * batch
+        is_whole = self._num_arrived > MOST * batch or self._steps >= ENOUGH_STEPS * batch
         if not (is_whole and self._seconds and self._steps):
             return None
         found = round(self._response_s / self._seconds), self._response_s / self._steps
@@ -57,7 +57,7 @@ class ChunkWindow:
 
     def _clear(self) -> None:
         self._seconds = self._response_s = self._steps = 0.0
-        self._num_heard = 0
+        self._num_arrived = 0
 
 
 @dataclass(slots=True)

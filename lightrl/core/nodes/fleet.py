@@ -91,9 +91,9 @@ class Fleet:
         if known is not None:
             known.heard_at = now
             self._outbox.add(Admit(hello.node))
-            again = "said hello again"
+            again = "joined again"
             if "trainer" in known.roles:
-                self.trainers.heard(hello)
+                self.trainers.on_hello(hello)
             if hello.node == self.trainer:
                 owed = self.broadcasts.lost(hello.node, True, again)
             else:
@@ -122,7 +122,7 @@ class Fleet:
         self.nodes[node.name] = node
         self.devices.moved(node)
         if "trainer" in node.roles:
-            self.trainers.heard(hello)
+            self.trainers.on_hello(hello)
         self.num_joined += 1
         if "rollout" in node.roles:
             self._rollouts.add(node.name)
@@ -243,8 +243,8 @@ class Fleet:
         """
         lease = self._settings.lease_s
         gone = [n for n in self.nodes.values() if now - n.heard_at >= lease]
-        heard = [n.heard_at for n in self.nodes.values() if now - n.heard_at < lease]
-        self.lease_check_at = min(heard) + lease if heard else None
+        alive = [n.heard_at for n in self.nodes.values() if now - n.heard_at < lease]
+        self.lease_check_at = min(alive) + lease if alive else None
         return gone
 
     # Weights

@@ -1,4 +1,4 @@
-"""Prompts between rounds: put off, or drawn too early; and the rest of the epoch.
+"""Prompts between rounds: deferred, or drawn too early; and the rest of the epoch.
 
 Owns prompts that no open round holds. `rounds` decides what a round takes from here.
 """
@@ -17,7 +17,7 @@ class Deferred:
     prompt: DrawnPrompt
     # placements of its responses so far; later ones count on, so that late chunks are recognised
     attempts: int
-    # the step that first put it off
+    # the step that first deferred it
     since: int
     # its responses by index, as many as a later round launches; () = none was launched
     held: tuple[HeldResponse, ...] = ()
@@ -27,24 +27,24 @@ class Deferred:
 class Backlog:
     """First in, first out: a prompt waits for about one period of rounds.
 
-    Example: Backlog(256, put_off=deque([Deferred(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
+    Example: Backlog(256, deferred=deque([Deferred(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
     num_drawn=64)
     """
 
     # of one epoch
     num_prompts: int
-    put_off: deque[Deferred] = field(default_factory=deque[Deferred])
+    deferred: deque[Deferred] = field(default_factory=deque[Deferred])
     # drawn, but not usable then
     held_back: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])
     # from the data, over all epochs
     num_drawn: int = 0
 
     def restore(
-        self, num_drawn: int, put_off: Iterable[Deferred], held_back: Iterable[DrawnPrompt]
+        self, num_drawn: int, deferred: Iterable[Deferred], held_back: Iterable[DrawnPrompt]
     ) -> None:
         """Replace the whole content."""
         self.num_drawn = num_drawn
-        self.put_off = deque(put_off)
+        self.deferred = deque(deferred)
         self.held_back = deque(held_back)
 
     @property
@@ -56,23 +56,23 @@ class Backlog:
         """Remove and return the `count` oldest, or all; of one prompt only the older epoch."""
         taken: dict[str, Deferred] = {}
         kept: list[Deferred] = []
-        while self.put_off and len(taken) < count:
-            held = self.put_off.popleft()
+        while self.deferred and len(taken) < count:
+            held = self.deferred.popleft()
             if held.prompt.id in taken:
                 kept.append(held)
             else:
                 taken[held.prompt.id] = held
-        self.put_off.extendleft(reversed(kept))
+        self.deferred.extendleft(reversed(kept))
         return list(taken.values())
 
     def keep_score(self, response: Response) -> None:
-        """Store the reward of a response that finished before its group was put off."""
+        """Store the reward of a response that finished before its group was deferred."""
         prompt, index = response.group.prompt, response.index
-        for i, put_off in enumerate(self.put_off):
-            if put_off.prompt == prompt and index < len(put_off.held):
-                scored = replace(put_off.held[index], reward=response.reward)
-                held = (*put_off.held[:index], scored, *put_off.held[index + 1 :])
-                self.put_off[i] = replace(put_off, held=held)
+        for i, entry in enumerate(self.deferred):
+            if entry.prompt == prompt and index < len(entry.held):
+                scored = replace(entry.held[index], reward=response.reward)
+                held = (*entry.held[:index], scored, *entry.held[index + 1 :])
+                self.deferred[i] = replace(entry, held=held)
 
     def pop_held_back(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
         """Remove and return up to `count` held-back prompts that are not `busy`, in order."""

@@ -1,4 +1,4 @@
-"""The outcome of responses and groups: scored, kept, given up, dropped or put off.
+"""The outcome of responses and groups: scored, kept, given up, dropped or deferred.
 
 Owns the races of the open rounds: only this module writes the order of finishers and the `bound`
 and `cut` that follow from it. `race` decides which responses have lost. Every response that has
@@ -145,7 +145,7 @@ class GroupFilter:
     def _complete(self, group: Group) -> None:
         round = group.round
         group.move(GroupState.COMPLETE)
-        if self._settings.dynamic_sampling and not round.is_eval and race.zero_std(group):
+        if self._settings.dynamic_sampling and not round.is_eval and race.has_zero_std(group):
             if not round.races:  # in a race it is dropped only if it would have won
                 self._drop(group)
             return
@@ -159,7 +159,7 @@ class GroupFilter:
     def _eliminate(self, group: Group) -> None:
         """Give up a group that cannot become complete.
 
-        A race puts the group off when it ends, whether it is too long or has too few scores: which
+        A race defers the group when it ends, whether it is too long or has too few scores: which
         of the two is known first depends on time. A round without a race drops it.
         """
         if group.round.races:
@@ -179,10 +179,10 @@ class GroupFilter:
         """Put off the groups that a closing round has not accepted."""
         for group in round.groups.values():
             if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
-                self._put_off_group(group)
+                self._defer_group(group)
         self._table.counters.aborted_tokens += round.aborted_tokens
 
-    def _put_off_group(self, group: Group) -> None:
+    def _defer_group(self, group: Group) -> None:
         if race.is_surplus_zero_std(self._settings, group):
             self._drop(group)
             return
@@ -195,7 +195,7 @@ class GroupFilter:
         self.defer(Deferred(group.prompt, attempts, group.round.step, held))
 
     def defer(self, prompt: Deferred) -> None:
-        self._backlog.put_off.append(prompt)
+        self._backlog.deferred.append(prompt)
         self._table.counters.prompts_put_off += 1
 
     def _drop(self, group: Group) -> None:

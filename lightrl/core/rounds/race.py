@@ -140,7 +140,7 @@ def _can_be_compared(group: Group) -> bool:
     return group.round.is_eval or len(group.kept) >= least
 
 
-def zero_std(group: Group) -> bool:
+def has_zero_std(group: Group) -> bool:
     """Return whether all rewards are equal: no advantage, no gradient."""
     return len({r.reward for r in group.kept}) <= 1
 
@@ -150,7 +150,7 @@ def is_surplus_zero_std(settings: Settings, group: Group) -> bool:
     if (
         group.state is not GroupState.COMPLETE
         or not settings.dynamic_sampling
-        or not zero_std(group)
+        or not has_zero_std(group)
     ):
         return False
     return group.round.cut == DECIDED or _last_kept(group)[0] <= group.round.cut

@@ -198,7 +198,7 @@ class RoundScheduler:
             return
         usable = self._backlog.draw(prompts, self._busy(round))
         if round.state is RoundState.FILLING:
-            unseen = rounds.put_off_unseen(
+            unseen = rounds.foreseen_losers(
                 self._settings, round, usable, self._predictor, self.last_cut
             )
             for prompt in unseen:
@@ -221,9 +221,9 @@ class RoundScheduler:
         return min(missing, self._settings.num_prompts - len(self._busy(round))) if missing else 0
 
     def _busy(self, round: Round) -> set[str]:
-        """Return the prompts that this round must not draw: its own, and those put off."""
-        put_off = {p.prompt.id for p in self._backlog.put_off}
-        return {g.prompt.id for g in round.groups.values()} | put_off
+        """Return the prompts that this round must not draw: its own and deferred ones."""
+        deferred = {p.prompt.id for p in self._backlog.deferred}
+        return {g.prompt.id for g in round.groups.values()} | deferred
 
     def _start(self, round: Round, prompts: list[Deferred]) -> None:
         started = rounds.add(self._settings, round, prompts, self._predictor)
@@ -336,11 +336,11 @@ class RoundScheduler:
             round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
         )
 
-    def feed_trainer(self, has_come: bool) -> None:
-        """Feed the trainer, which has reported another step, or its step because it `has_come`."""
+    def feed_trainer(self, has_joined: bool) -> None:
+        """Feed the trainer, which has reported another step, or, if it `has_joined`, its own."""
         trained_step, round = self.trainer_feed.trained_step, self.training()
         if (
-            has_come
+            has_joined
             and trained_step is not None
             and round is not None
             and trained_step > round.step

@@ -1,24 +1,24 @@
 """Tail batching: the prompts of a round and the kind of the next. Pure; no messages, no nodes.
 
 A synchronous step waits for its longest response. Short rounds launch more prompts than they need
-and put off those that run long; a long round runs these together, when as many wait as a step
-holds. With eta = 1.25 a quarter of a step is put off each time, so one long round follows four
+and defer those that run long; a long round runs these together, when as many wait as a step
+holds. With eta = 1.25 a quarter of a step is deferred each time, so one long round follows four
 short ones. (RollPacker, arXiv 2509.21009, section 4.1; it omits the end of an epoch and fairness.)
 
-    put-off queue holds P0 prompts
+    the queue of deferred prompts holds P0
         -> long:  the first P0 of it, R0 responses each, no surplus
-    else: less than a short round is left of the epoch, or only prompts put off; or the remaining
-    steps of the run could not train what a short round would put off
+    else: less than a short round is left of the epoch, or only deferred prompts; or the remaining
+    steps of the run could not train what a short round would defer
         -> flush: the queue and the rest of the epoch, filled up to P0 with prompts of the
                   next one, no surplus
     else
         -> short: round(eta P0) new prompts, round(eta R0) responses
 
 The queue is first in, first out, so a prompt waits for about one period of rounds, and at most
-until the end of its epoch or of the run; no prompt is put off twice in an epoch: only short rounds
-race. A run of `num_steps` steps ends with an empty queue, unless groups without scores were put off
-beyond the surplus of its last short rounds. A prompt in the queue is not drawn again: if the next
-epoch contains it meanwhile, it is held back.
+until the end of its epoch or of the run; no prompt is deferred twice in an epoch, since only short
+rounds race. A run of `num_steps` steps ends with an empty queue, unless groups without scores were
+deferred beyond the surplus of its last short rounds. A prompt in the queue is not drawn
+again: if the next epoch contains it meanwhile, it is held back.
 
 The responses of a deferred prompt continue from their tokens (`Tail.deferred`). Finished responses
 are kept; of more than R0, the first R0 by index, so that deferral selects none. Their first tokens
@@ -48,7 +48,7 @@ from lightrl.core.state import (
 )
 
 MAX_REDRAWS = 8  # a round draws at most this many times its needed prompts (dynamic sampling)
-# of the last cut: a prompt that took longer in the last epoch is put off unseen
+# of the last cut: a prompt that took longer in the last epoch is deferred unseen
 FORESEEN_MARGIN = 1.5
 
 
@@ -59,16 +59,16 @@ def next_kind(
     the backlog."""
     if not settings.tail.races:
         return "plain"
-    if len(backlog.put_off) >= settings.prompts_per_step:
+    if len(backlog.deferred) >= settings.prompts_per_step:
         return "long"
-    if backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left):
+    if backlog.epoch_left < settings.prompts_launched and (backlog.deferred or backlog.epoch_left):
         return "flush"
-    # What this round would put off is known once the next `max_staleness` rounds have begun.
+    # What this round would defer is known once the next `max_staleness` rounds have begun.
     rounds_left = max(0, settings.num_steps - step - 1 - settings.max_staleness)
     surplus = settings.prompts_launched - settings.prompts_per_step
     still_open = (r for r in open_rounds if r.state is not RoundState.CLOSED)
     surplus += sum(r.prompts_launched - r.needed for r in still_open)
-    waiting = len(backlog.put_off) + surplus
+    waiting = len(backlog.deferred) + surplus
     return "flush" if waiting > rounds_left * settings.prompts_per_step else "short"
 
 
@@ -127,7 +127,7 @@ def num_missing(settings: Settings, round: Round) -> int:
     return max(0, min(round.needed - left, most - len(round.groups)))
 
 
-def put_off_unseen(
+def foreseen_losers(
     settings: Settings,
     round: Round,
     prompts: list[DrawnPrompt],
@@ -177,7 +177,7 @@ def add(
 
 
 def _continue(response: Response, before: HeldResponse) -> None:
-    """Restore a new response from its state when its group was put off.
+    """Restore a new response from its state when its group was deferred.
 
     A finished response is done. Without a score it is scored under a new attempt: the result of an
     earlier request may still arrive.
@@ -194,7 +194,7 @@ def _continue(response: Response, before: HeldResponse) -> None:
 
 
 def hold(settings: Settings, response: Response) -> HeldResponse:
-    """Return what is kept of a response whose group is put off: to continue it, or, where it
+    """Return what is kept of a response whose group is deferred: to continue it, or, where it
     restarts, to compare both."""
     return HeldResponse(
         encode(response.tokens),

@@ -214,23 +214,23 @@ class Colocation:
 
     def _wanted(self) -> frozenset[str]:
         """Return the nodes whose devices should train."""
-        everyone, nobody = frozenset(self._devices.nodes), frozenset[str]()
+        all_names, no_names = frozenset(self._devices.nodes), frozenset[str]()
         round, training = self._table.round, self._steps.training()
         published = self._fleet.published
         if self._shutdown.has_begun or self._feed.is_replaying:
-            return everyone
+            return all_names
         if published is None:
-            return nobody
+            return no_names
         version = published.policy_version
         nodes = self._fleet.nodes.values()
         if self._feed.is_behind and all(n.policy_version != version for n in nodes):
-            return everyone  # only the trainer can make this version again
+            return all_names  # only the trainer can make this version again
         if training is not None and training.state is RoundState.CLOSED:
-            return everyone if version == training.step or self._feed.is_behind else nobody
+            return all_names if version == training.step or self._feed.is_behind else no_names
         if round is None:
-            return everyone if self._feed.is_behind else nobody
-        wanted = self._policy.wanted & everyone
-        return everyone if wanted and self._devices.are_whole else wanted
+            return all_names if self._feed.is_behind else no_names
+        wanted = self._policy.wanted & all_names
+        return all_names if wanted and self._devices.are_whole else wanted
 
     def _suspend_trainer(self) -> None:
         """Order trainer nodes to suspend once all shards made were sent: a later shard would make

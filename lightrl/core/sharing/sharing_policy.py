@@ -254,8 +254,8 @@ class SharingPolicy:
     def on_step_done(self, now: float, metrics: Mapping[str, float]) -> None:
         """Handle the end of training of a step; `metrics` are of the trainer."""
         step, self._step = self._step, None
-        is_told = TRAIN_METRICS[0] in metrics
-        if step is None or step.closed_at is None or step.trains_at is None or not is_told:
+        has_times = TRAIN_METRICS[0] in metrics
+        if step is None or step.closed_at is None or step.trains_at is None or not has_times:
             return
         ended = step.trained_at if step.trained_at is not None else now
         worked_s = sum(metrics.get(name, 0.0) for name in TRAIN_METRICS)

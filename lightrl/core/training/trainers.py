@@ -17,7 +17,7 @@ class Trainers:
         self._outbox = outbox
         self._numbers: dict[str, int] = {}  # by node: number of its last Hello
         self._num_hellos = 0
-        self._told: dict[str, TrainerSet] = {}  # sent since the last Hello of each
+        self._sent: dict[str, TrainerSet] = {}  # sent since the last Hello of each
 
     def __contains__(self, name: str) -> bool:
         return name in self._numbers
@@ -57,7 +57,7 @@ class Trainers:
         joined."""
         return not self.num_missing and not names <= self._numbers.keys()
 
-    def heard(self, hello: Hello) -> None:
+    def on_hello(self, hello: Hello) -> None:
         """Handle the Hello of a trainer node.
 
         The former leader, which controls all ranks, leads again; otherwise the first node by name
@@ -65,7 +65,7 @@ class Trainers:
         """
         self._num_hellos += 1
         self._numbers[hello.node] = self._num_hellos
-        self._told.pop(hello.node, None)
+        self._sent.pop(hello.node, None)
         if self.leader is None and hello.leads:
             self.leader = hello.node
         elif self.leader is None and not self.num_missing:
@@ -73,7 +73,7 @@ class Trainers:
 
     def lost(self, name: str) -> None:
         self._numbers.pop(name, None)
-        self._told.pop(name, None)
+        self._sent.pop(name, None)
         if name == self.leader:
             self.leader = None
 
@@ -81,7 +81,7 @@ class Trainers:
         """Return whether messages between two nodes are relayed: one of them must lead."""
         return sender in self and receiver in self and self.leader in (sender, receiver)
 
-    def tell(self) -> None:
+    def send_set(self) -> None:
         """Send each trainer node the current TrainerSet, if it has changed."""
         if self.num_needed == 1:
             return
@@ -89,6 +89,6 @@ class Trainers:
         numbered = tuple((name, self._numbers[name]) for name in followers)
         now = TrainerSet(self.leader or "", numbered if self.are_complete else ())
         for name in self.names:
-            if self._told.get(name) != now:
-                self._told[name] = now
+            if self._sent.get(name) != now:
+                self._sent[name] = now
                 self._outbox.send(name, now)

@@ -43,25 +43,25 @@ class Versions:
     def publish(self, name: str, message: PublishWeights, now: float) -> None:
         """Handle a version of the trainer: a new one, or its current one after it (re)joined."""
         version = message.policy_version
-        published, stood_at = self._fleet.published, self._feed.trained_step
+        published, trained_step = self._fleet.published, self._feed.trained_step
         if name != self._fleet.trainer:
             return
-        if version == stood_at:  # repeated, maybe with more deltas
+        if version == trained_step:  # repeated, maybe with more deltas
             self._fleet.offer_deltas(message)
             return
-        if stood_at is not None and version != stood_at + 1:
+        if trained_step is not None and version != trained_step + 1:
             self._outbox.warn(
-                f"{name} published version {version}, expected {stood_at + 1}: ignored"
+                f"{name} published version {version}, expected {trained_step + 1}: ignored"
             )
             return
         is_new = published is not None and version > published.policy_version
-        if stood_at is not None and is_new and not self._steps.has_closed(stood_at):
+        if trained_step is not None and is_new and not self._steps.has_closed(trained_step):
             self._outbox.warn(
-                f"{name} published version {version}, but the round of step {stood_at} is "
+                f"{name} published version {version}, but the round of step {trained_step} is "
                 "still open: ignored"
             )
             return
-        problem = self._steps.why_not_at(version) if stood_at is None else None
+        problem = self._steps.why_not_at(version) if trained_step is None else None
         problem = problem or self._retrain(message)
         if problem is not None:
             self._shutdown.begin(RunState.FAILED, problem)
@@ -80,7 +80,7 @@ class Versions:
             behind = f"{name} is at step {version}, the run at step {self._steps.step}"
             self._outbox.report(f"{behind}: the steps in between are trained again")
         self._fleet.on_trainer_ready()
-        self._steps.feed_trainer(has_come=stood_at is None)
+        self._steps.feed_trainer(has_joined=trained_step is None)
         if self._shutdown.has_begun:
             self._shutdown.stop_trainer()
 

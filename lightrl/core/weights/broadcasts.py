@@ -42,7 +42,7 @@ class Phase(StrEnum):
     # a version is being sent; a new group forms first
     SENDING = "sending"
     # all members have the version
-    STANDING = "standing"
+    IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Broadcasts:
         node.receives = False
         self.receiving.discard(node.name)
         if not self.receiving and self.group is not None:
-            self.phase = Phase.STANDING
+            self.phase = Phase.IDLE
             self.num_sent += 1
             for name in self.group.members:
                 self._nodes[name].broadcast_failures = 0

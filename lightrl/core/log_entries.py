@@ -40,7 +40,7 @@ class Counters:
     bad_chunks: int = 0
     rewards_failed: int = 0
     groups_dropped: int = 0
-    # of these, without signal: replaced by dynamic sampling
+    # of these, with equal rewards (`race.has_zero_std`): replaced by dynamic sampling
     groups_flat: int = 0
     # a prompt at most once in an epoch
     prompts_put_off: int = 0

@@ -1,10 +1,9 @@
 """Validate messages that decode: bounds of what the coordinator accepts, and which peers may send
 which message.
 
-Pure. Owns what types cannot express (lengths and ranges are in messages/), what a connection that
-has proved no more than the `join` key may say, and which event a message is; whether it makes sense
-at that moment, the core decides. Without bounds a broken peer could stop a timer with a period that
-is no number.
+Pure. Owns what types cannot express (lengths and ranges are in messages/), the messages that the
+`join` key permits, and the event of each message; the core decides whether it makes sense at that
+moment. Without bounds a broken peer could stop a timer with a period that is no number.
 """
 
 from math import isfinite
@@ -45,7 +44,7 @@ from lightrl.messages.weights import (
 from lightrl.system.addresses import split_known
 from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
-MIN_SECRET = 16  # characters from which tickets are made: an empty one would let everybody in
+MIN_SECRET = 16  # characters from which tickets are made: an empty one would admit everyone
 MAX_CANARY_TOKENS = 4096
 MAX_WORKERS = 1024  # of an engine; the others of its group wait for all of them
 
@@ -115,9 +114,9 @@ OF_NODES = (
 
 
 def require_allowed(name: str, message: Message) -> None:
-    """Raises ProtocolError if `name`, which has the `join` key, has no business saying this.
+    """Raises ProtocolError if `name`, which has the `join` key, must not send this.
 
-    A hello that goes too far passes: it is answered, see `why_unwelcome`.
+    A Hello passes, whatever it asks for: it is answered, see `why_unwelcome`.
     """
     if isinstance(message, OF_NODES) or (isinstance(message, Drain) and message.node == name):
         return
@@ -125,8 +124,8 @@ def require_allowed(name: str, message: Message) -> None:
 
 
 def why_unwelcome(head: str, hello: Hello) -> str | None:
-    """In one line, why nobody with the `join` key may take part so; `head` is the coordinator's
-    name."""
+    """Return one line on why the `join` key does not permit this Hello, or None; `head` is the
+    coordinator's name."""
     if hello.roles != ("rollout",):
         return f"with the join key one may be a rollout node, not {', '.join(hello.roles)}"
     if hello.node == head:
@@ -173,7 +172,7 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
 
 
 def _publication(message: PublishWeights) -> None:
-    """Of a trainer, which leaves it to the coordinator to name sources."""
+    """Check a version of a trainer; the coordinator names its sources."""
     if message.sources:
         raise ProtocolError("PublishWeights: a trainer names no sources")
     if not message.num_bytes or not message.manifest_bytes:
@@ -197,7 +196,7 @@ def _canary(canary: Canary) -> None:
 
 
 def _endpoint(endpoint: WeightsEndpoint) -> None:
-    """It is passed on to others, who connect there."""
+    """Check an endpoint that is sent to other nodes, which connect to it."""
     if not MIN_SECRET <= len(endpoint.secret) <= MAX_TICKET_BYTES:
         raise ProtocolError(f"WeightsEndpoint: a secret of {len(endpoint.secret)} characters")
     if not endpoint.addresses:
@@ -208,7 +207,7 @@ def _endpoint(endpoint: WeightsEndpoint) -> None:
 
 
 def _words(*words: str) -> None:
-    """Names are printed, on terminals that obey control characters."""
+    """Check names: control characters would change the terminals on which they are printed."""
     if not all(map(str.isprintable, words)):
         raise ProtocolError("a name with control characters")
 

@@ -1,6 +1,7 @@
 """A piecewise linear curve of seconds by batch: the time of a step and the resulting throughput.
 
-Owns only the geometry. `speed.py` learns the knots.
+Owns only the geometry. `speed.py` learns the knots. `LineFit`, a line with forgetting, fits seconds
+of training (`sharing_policy.py`).
 """
 
 import math

@@ -1,15 +1,16 @@
 """Continuous balance: move running responses to nodes that finish them sooner.
 
-Owns the times at which moves are considered. `placement` and `stragglers` decide the moves. Nodes
-with room get waiting work first, except for a response at a slow node that would finish last in the
-round. When no response waits, surplus work of other nodes moves.
+Owns the times at which moves are considered, and which running responses are stragglers;
+`placement` decides whether a move pays. Nodes with room get waiting work first, except for a
+response at a slow node that would finish last in the round. When no response waits, surplus work of
+other nodes moves.
 """
 
 from collections.abc import Sequence
 
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses import placement
-from lightrl.core.responses.placement import LengthForecast, taken_s, works_of
+from lightrl.core.responses.placement import LengthForecast, taken_s, work_of, works_of
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response
@@ -60,15 +61,10 @@ class Balance:
         source = response.node
         if source is None or source is to or not to.running or not to.speed.num_observed:
             return False
-        here = placement.taken_s(
-            placement.work_of(response, source, self._expect), source, len(source.running)
-        )
-        there = placement.taken_s(
-            placement.work_of(response, to, self._expect), to, len(to.running) + 1
-        )
-        return placement.pays(
-            here, there, placement.move_s(response, to, self._settings.chunk_tokens)
-        )
+        here = taken_s(work_of(response, source, self._expect), source, len(source.running))
+        there = taken_s(work_of(response, to, self._expect), to, len(to.running) + 1)
+        cost_s = placement.move_s(response, to, self._settings.chunk_tokens)
+        return placement.pays(here, there, cost_s)
 
     def plan(self, now: float, has_ended: bool) -> None:
         """Set the deadline of the next look: soon after a node got room without waiting work, or

@@ -90,7 +90,7 @@ class Backlog:
     def draw(self, drawn: Iterable[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
         """Accept prompts drawn from the data; return those usable now, hold back the others.
 
-        `busy` prompts are already in the put-off queue or in the round, from the end of the last
+        `busy` prompts are already deferred or in the round, from the end of the last
         epoch.
         """
         usable: list[DrawnPrompt] = []

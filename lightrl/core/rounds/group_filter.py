@@ -2,7 +2,7 @@
 
 Owns the races of the open rounds: only this module writes the order of finishers and the `bound`
 and `cut` that follow from it. `race` decides which responses have lost. Every response that has
-lost, waiting or running, is given up in `give_up`.
+lost, waiting or running, is given up in `give_up`. `UnscoredSteps` ends a run without scores.
 """
 
 import bisect

@@ -26,6 +26,8 @@ are of older versions. With "restart" all responses are sampled again by the new
 same noise. Where the weights have changed enough to produce a different response, a long response
 may be replaced by a shorter one, and the trained responses become shorter; with fresh noise, as in
 the paper, this always happens (`fresh_noise`, for comparison).
+
+With overlapping steps `admissible` limits the prompts that may start before their step.
 """
 
 import hashlib

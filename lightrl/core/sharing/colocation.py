@@ -4,7 +4,8 @@ When a round closes, its nodes are ordered to sleep, and the trainer trains. Whe
 published, the ranks are suspended, and the nodes wake. Within a step `sharing_policy` decides which
 nodes release their devices. No progress of a change is stored: after every event the next orders
 are derived from the states of all nodes, so that a node that dies asleep or reconnects awake, and a
-restarted coordinator, need no special case.
+restarted coordinator, need no special case. Also measures how each device spends a step
+(`DeviceTimes`).
 """
 
 from collections import defaultdict

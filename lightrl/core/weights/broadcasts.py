@@ -267,7 +267,7 @@ def _backend(trainer: Node, members: Sequence[Node]) -> Backend:
 
 
 def _group_of(trainer: Node, members: Sequence[Node]) -> Group | None:
-    """The group of these members; None if there are none."""
+    """Return the group of these members; None if there are none."""
     first_ranks: list[int] = []
     world = 1
     for member in members:

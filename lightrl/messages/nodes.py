@@ -26,10 +26,10 @@ from lightrl.messages.load import Load
 from lightrl.messages.weights import WeightsProgress
 
 PROTOCOL = 17
-# the refusal of a node whose lease has expired: it may send hello again
+# the refusal of a node whose lease has expired: it may send another Hello
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # the refusal of a node that comes too late
-# the node may send hello again: the other process may be gone soon
+# the node may send another Hello: the other process may be gone soon
 TAKEN = "another process with this name takes part"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]

@@ -1,4 +1,4 @@
-"""Engines of several sizes over the same devices: which are awake, and what is told when."""
+"""Engines of several sizes over the same devices: which are awake, and which orders nodes get."""
 
 from typing import Any
 
@@ -27,17 +27,19 @@ def sized(**changes: Any) -> Driver:
     return d
 
 
-def heard(d: Driver, name: str, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
+def heartbeat(d: Driver, name: str, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
     load = Load(num_preemptions=num_preemptions, kv_tokens=kv_tokens)
     return d.feed(NodeHeard(name, Heartbeat(load, device="cpu")))
 
 
-def all_heard(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
-    """The nodes that are ready say what their engines did since they started, all of it by one."""
+def all_heartbeats(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
+    """Heartbeats of the ready nodes: one has had all preemptions since it started."""
     ready = list(d.core.fleet.ready)
     counts = [num_preemptions, *[0] * len(ready)]
     return [
-        c for n, count in zip(ready, counts, strict=False) for c in heard(d, n, count, kv_tokens)
+        c
+        for n, count in zip(ready, counts, strict=False)
+        for c in heartbeat(d, n, count, kv_tokens)
     ]
 
 
@@ -46,7 +48,7 @@ def released(d: Driver, name: str) -> list[Command]:
     return d.feed(NodeReleased(name, EngineAsleep(order, 0, 0.5)))
 
 
-def told(commands: list[Command]) -> list[tuple[str, type]]:
+def orders(commands: list[Command]) -> list[tuple[str, type]]:
     return [(n, type(m)) for kind in (SleepEngine, WakeEngine) for n, m in sent(commands, kind)]
 
 
@@ -57,9 +59,9 @@ def states(d: Driver) -> dict[str, str]:
 
 
 def round_with(d: Driver, num_preemptions: int, kv_tokens: int = 0) -> list[Command]:
-    """The round at hand ends; what is told because of it."""
+    """Return the commands of the end of the current round."""
     d.now += 10.0
-    all_heard(d, num_preemptions, kv_tokens)
+    all_heartbeats(d, num_preemptions, kv_tokens)
     return d.finish_round()
 
 
@@ -72,10 +74,10 @@ def test_engines_of_the_first_size_wake_and_the_others_sleep():
 def test_the_size_changes_while_the_trainer_works():
     d = sized()
     commands = round_with(d, num_preemptions=3)
-    assert told(commands) == [("a", SleepEngine), ("b", SleepEngine)]
-    assert told(released(d, "a")) == []
-    assert told(released(d, "b")) == [("big", WakeEngine)]
-    assert told(d.publish(1)) == []
+    assert orders(commands) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(released(d, "a")) == []
+    assert orders(released(d, "b")) == [("big", WakeEngine)]
+    assert orders(d.publish(1)) == []
     assert sent(d.confirm("big", 1), Generate) == []
     commands = d.train(0)
     assert {n for n, _ in sent(commands, Generate)} == {"big"}
@@ -97,7 +99,7 @@ def test_kinds_change_places():
         kind = d.round.kind
         seen.append((kind, d.core.sizes.size))
         d.now += 10.0
-        all_heard(d, num_preemptions=9 if kind == "long" and d.core.sizes.size == 1 else 0)
+        all_heartbeats(d, num_preemptions=9 if kind == "long" and d.core.sizes.size == 1 else 0)
         d.complete(lambda name: 30 if int(name[1:].split("@")[0]) % 4 > 1 else 2)
         follow(d)
         d.next_step()
@@ -110,7 +112,7 @@ def test_kinds_change_places():
 
 
 def follow(d: Driver) -> None:
-    """All that are told to sleep do."""
+    """All that are ordered to sleep do."""
     for name in SIZES:
         if d.core.fleet.nodes[name].state == "releasing":
             released(d, name)
@@ -120,7 +122,7 @@ def test_what_a_round_held_at_once_is_added_up():
     d = sized()
     for name in d.running():
         d.tokens(name, 5, 6, 7)
-    all_heard(d, kv_tokens=8)
+    all_heartbeats(d, kv_tokens=8)
     d.finish_round()
     assert d.core.sizes.planner.memory().caches == {1: 16}
     held = d.core.sizes.planner.memory().kinds["plain"].kv_tokens
@@ -134,7 +136,7 @@ def test_a_node_that_does_not_let_go_is_lost():
     released(d, "a")
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
-    assert told(d.feed(TimerFired())) == [("big", WakeEngine)]
+    assert orders(d.feed(TimerFired())) == [("big", WakeEngine)]
     assert "b" not in d.core.fleet.nodes
 
 
@@ -146,7 +148,7 @@ def test_others_take_over_if_none_of_the_size_is_left():
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
     commands = d.feed(TimerFired())
-    assert told(commands) == [("big", WakeEngine)]
+    assert orders(commands) == [("big", WakeEngine)]
     assert any("no engine of 1 devices" in c.text for c in of_kind(commands, Report))
     assert len(sent(d.confirm("big", 0), Generate)) > 0
     d.join("a", slots=4, parallel=1, is_released=True)
@@ -156,7 +158,7 @@ def test_others_take_over_if_none_of_the_size_is_left():
 def test_a_size_that_nobody_has_is_not_waited_for():
     d = sized()
     d.feed(NodeLost("big", "gone"))
-    assert told(round_with(d, num_preemptions=3)) == []
+    assert orders(round_with(d, num_preemptions=3)) == []
     assert {n for n, _ in sent(d.next_step(), Generate)} == {"a", "b"}
 
 
@@ -164,7 +166,7 @@ def test_one_that_comes_awake_is_put_to_sleep():
     d = sized()
     d.feed(NodeLeft("big", "restart", ok=True))
     commands = d.join("big", slots=8, incarnation=2, parallel=2, is_released=False)
-    assert told(commands) == [("big", SleepEngine)]
+    assert orders(commands) == [("big", SleepEngine)]
     released(d, "big")
     assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
 
@@ -173,7 +175,7 @@ def test_nodes_that_take_no_turns_go_on():
     d = sized()
     d.join("c")
     d.confirm("c", 0)
-    assert told(round_with(d, num_preemptions=3)) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(round_with(d, num_preemptions=3)) == [("a", SleepEngine), ("b", SleepEngine)]
     assert str(d.core.fleet.nodes["c"].state) == "ready"
 
 
@@ -185,7 +187,7 @@ def test_a_size_that_is_not_of_this_run_is_refused():
 
 def test_a_coordinator_that_was_started_again_starts_no_engine_that_sleeps():
     d = sized()
-    assert told([c for n in SIZES for c in heard(d, n)]) == []
+    assert orders([c for n in SIZES for c in heartbeat(d, n)]) == []
     d.restart()
     d.join("t", "trainer")
     d.publish(0)
@@ -193,7 +195,7 @@ def test_a_coordinator_that_was_started_again_starts_no_engine_that_sleeps():
         serves = 0 if name != "big" else None
         is_released = name == "big"
         d.join(name, slots=4, parallel=SIZES[name], is_released=is_released, serves=serves)
-    assert told([c for n in SIZES for c in heard(d, n)]) == []
+    assert orders([c for n in SIZES for c in heartbeat(d, n)]) == []
     assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
 
 
@@ -223,13 +225,13 @@ def test_what_a_size_preempted_before_it_slept_is_of_no_later_round():
     d.train(0)
     d.publish(1)
     d.confirm("big", 1)
-    heard(d, "big")
-    heard(d, "a", 9)
+    heartbeat(d, "big")
+    heartbeat(d, "a", 9)
     round_with(d, num_preemptions=0)
     assert d.core.sizes.planner.memory().kinds["plain"].preemptions == 0
 
 
-def unheard(d: Driver, *names: str, device: str = "") -> list[Command]:
+def empty_heartbeats(d: Driver, *names: str, device: str = "") -> list[Command]:
     """Heartbeats, by default of nodes whose engines have never been up."""
     return [c for n in names for c in d.feed(NodeHeard(n, Heartbeat(device=device)))]
 
@@ -244,18 +246,18 @@ def sizes_of_three(**changes: Any) -> Driver:
 
 def test_engines_of_each_size_start_once_while_nothing_is_sampled_the_largest_first():
     d = sizes_of_three()  # the trainer has not published yet
-    assert told(unheard(d, "a", "b", "big")) == [
+    assert orders(empty_heartbeats(d, "a", "b", "big")) == [
         *[("a", SleepEngine), ("b", SleepEngine)],  # they had begun to start
     ]
-    assert told(unheard(d, "all")) == []
-    assert told(released(d, "a")) == []
-    assert told(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
-    assert told(released(d, "all")) == [("big", SleepEngine), ("big", WakeEngine)]
-    assert told(released(d, "big")) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert orders(empty_heartbeats(d, "all")) == []
+    assert orders(released(d, "a")) == []
+    assert orders(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
+    assert orders(released(d, "all")) == [("big", SleepEngine), ("big", WakeEngine)]
+    assert orders(released(d, "big")) == [("a", WakeEngine), ("b", WakeEngine)]
     assert {n for n, _ in sent(d.publish(0), PublishWeights)} == {"a", "b", "big", "all"}
     commands = d.confirm("a", 0) + d.confirm("b", 0)
     assert {n for n, _ in sent(commands, Generate)} == {"a", "b"}
-    assert told(unheard(d, "a", "b", "big", "all", device="cpu")) == []
+    assert orders(empty_heartbeats(d, "a", "b", "big", "all", device="cpu")) == []
 
 
 def test_who_comes_while_others_sample_starts_its_engine_after_the_round():
@@ -263,24 +265,24 @@ def test_who_comes_while_others_sample_starts_its_engine_after_the_round():
     d.publish(0)
     for name in ("a", "b"):
         d.confirm(name, 0)
-    assert told(unheard(d, "big", "all")) == []
+    assert orders(empty_heartbeats(d, "big", "all")) == []
     commands = round_with(d, num_preemptions=0)
-    assert told(commands) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(commands) == [("a", SleepEngine), ("b", SleepEngine)]
     released(d, "a")
-    assert told(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
+    assert orders(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
 
 
-def test_one_whose_engine_does_not_come_up_is_not_told_to_start_it_again():
+def test_one_whose_engine_does_not_come_up_is_not_ordered_to_start_it_again():
     d = sizes_of_three()
     for name in ("a", "b"):
         released(d, name)
-    unheard(d, "all")
+    empty_heartbeats(d, "all")
     for name in ("a", "b"):
         released(d, name)
     limit = d.core.settings.release_s + d.core.settings.patience_s  # it starts before it sleeps
     assert d.core.next_deadline() == d.now + limit
-    assert told(released(d, "all")) == [("a", WakeEngine), ("b", WakeEngine)]
-    assert told(unheard(d, "all", "all")) == []
+    assert orders(released(d, "all")) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert orders(empty_heartbeats(d, "all", "all")) == []
 
 
 def costs(d: Driver, **base_s: float) -> None:

@@ -176,7 +176,7 @@ class GroupFilter:
         round.accepted += accepted
 
     def end(self, round: Round) -> None:
-        """Put off the groups that a closing round has not accepted."""
+        """Defer the groups that a closing round has not accepted."""
         for group in round.groups.values():
             if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
                 self._defer_group(group)

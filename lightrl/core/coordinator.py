@@ -19,8 +19,8 @@ from lightrl.core.events import (
     DrainRequested,
     EndpointOpened,
     Event,
+    HeartbeatArrived,
     NodeDraining,
-    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -124,7 +124,7 @@ class Coordinator:
             case ResponseScored():
                 if not self.shutdown.has_begun:
                     self.group_filter.score(event)
-            case NodeHeard(name, heartbeat):
+            case HeartbeatArrived(name, heartbeat):
                 self.fleet.on_heartbeat(name, heartbeat, now)
             case NodeJoined(hello):
                 self._join(hello, now)

@@ -24,8 +24,8 @@ class NodeJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeHeard:
-    """A heartbeat."""
+class HeartbeatArrived:
+    """A node has sent a heartbeat."""
 
     node: str
     heartbeat: Heartbeat
@@ -194,7 +194,7 @@ class TrainerParked:
 
 Event: TypeAlias = (
     NodeJoined
-    | NodeHeard
+    | HeartbeatArrived
     | NodeLost
     | NodeDraining
     | NodeLeft

@@ -10,7 +10,7 @@ rollout. Spot nodes never train.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightrl.core.events import Event, NodeHeard, NodeReleased, TokensArrived, TrainerParked
+from lightrl.core.events import Event, HeartbeatArrived, NodeReleased, TokensArrived, TrainerParked
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
@@ -190,7 +190,7 @@ class Colocation(Mechanism):
     def heartbeats(self) -> list[Event]:
         """Return the loads of engines that take turns with other sizes."""
         return [
-            NodeHeard(name, Heartbeat(m.load(), device=DEVICE))
+            HeartbeatArrived(name, Heartbeat(m.load(), device=DEVICE))
             for name, m in self._world.machines.items()
             if m.spec.parallel and m.present
         ]

@@ -12,8 +12,8 @@ from lightrl.core.events import (
     BroadcastReported,
     EndpointOpened,
     Event,
+    HeartbeatArrived,
     NodeDraining,
-    NodeHeard,
     NodeLeft,
     NodeLost,
     NodeReleased,
@@ -140,7 +140,7 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
         case TokenChunk():
             return TokensArrived(peer, message)
         case Heartbeat():
-            return NodeHeard(peer, message)
+            return HeartbeatArrived(peer, message)
         case PublishWeights():
             return WeightsPublished(peer, message)
         case WeightsEndpoint():

@@ -9,8 +9,8 @@ from lightrl.core.commands import Command, Report, Send
 from lightrl.core.events import (
     BroadcastReported,
     EndpointOpened,
+    HeartbeatArrived,
     NodeDraining,
-    NodeHeard,
     NodeJoined,
     NodeLost,
     TimerFired,
@@ -69,7 +69,7 @@ class Group:
         return commands
 
     def heartbeat(self, name: str, workers: int = 0, device: str = "cpu") -> None:
-        self.d.feed(NodeHeard(name, Heartbeat(device=device, num_workers=workers)))
+        self.d.feed(HeartbeatArrived(name, Heartbeat(device=device, num_workers=workers)))
 
     def hear(self, name: str, message: Any) -> list[Command]:
         return self.d.feed(BroadcastReported(name, message))
@@ -259,7 +259,7 @@ def test_without_an_address_of_the_trainer_nobody_is_a_member():
     d.opens_endpoints = False
     d.join("t", "trainer")
     d.join("a")
-    d.feed(NodeHeard("a", Heartbeat(num_workers=1)))
+    d.feed(HeartbeatArrived("a", Heartbeat(num_workers=1)))
     assert sent(d.publish(0), VersionTaken) == [("t", VersionTaken(0, False))]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.events import NodeHeard, TimerFired, TokensArrived
+from lightrl.core.events import HeartbeatArrived, TimerFired, TokensArrived
 from lightrl.core.nodes.chunk_stats import Gain
 from lightrl.core.nodes.speed import PRIOR_HALF_BATCH, Speed
 from lightrl.core.responses.placement import assign, moves, outlook
@@ -36,7 +36,7 @@ def fleet(*rollouts: str, prompts: int = 8, speculates: bool = True, **changes: 
     for name in rollouts:
         d.join(name)
         if speculates:
-            d.feed(NodeHeard(name, Heartbeat(Load(drafting=Drafting()))))
+            d.feed(HeartbeatArrived(name, Heartbeat(Load(drafting=Drafting()))))
     for name in rollouts:
         d.confirm(name, 0)
     return d

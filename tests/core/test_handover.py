@@ -12,8 +12,8 @@ from lightrl.core.arrays import encode
 from lightrl.core.commands import Command, ReplayShards, Report, Send
 from lightrl.core.events import (
     DrainRequested,
+    HeartbeatArrived,
     NodeDraining,
-    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -541,7 +541,7 @@ def test_what_was_learned_outlives_the_coordinator():
 @pytest.mark.parametrize(("kv_tokens", "fits"), [(20, True), (11, False), (0, True)])
 def test_whether_the_rest_fits_is_known_from_what_the_others_say_of_their_caches(kv_tokens, fits):
     d, script = shared("a", others="b", slots=4)
-    d.feed(NodeHeard("b", Heartbeat(Load(kv_tokens=kv_tokens))))
+    d.feed(HeartbeatArrived("b", Heartbeat(Load(kv_tokens=kv_tokens))))
     d.now += 1.0
     d.finish("p0@0#0")
     view = script.views[-1]

@@ -5,8 +5,8 @@ import pytest
 from lightrl.core.commands import Admit, Finish
 from lightrl.core.events import (
     DrainRequested,
+    HeartbeatArrived,
     NodeDraining,
-    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -60,8 +60,8 @@ def test_tokens_of_an_attempt_that_was_given_up_are_ignored(driver: Driver):
 
 def test_silent_node_is_lost_when_its_lease_runs_out_and_a_heard_one_is_not(driver: Driver):
     driver.start("a", "b", slots=1)
-    driver.feed(NodeHeard("b", Heartbeat()), now=4.0)
-    driver.feed(NodeHeard("t", Heartbeat()))
+    driver.feed(HeartbeatArrived("b", Heartbeat()), now=4.0)
+    driver.feed(HeartbeatArrived("t", Heartbeat()))
     assert driver.core.next_deadline() == 5.0
     driver.feed(TimerFired(), now=5.0)
     assert set(driver.core.fleet.nodes) == {"b", "t"}
@@ -152,7 +152,7 @@ def test_run_without_its_trainer_waits_and_fails_when_none_comes(driver: Driver)
     driver.start("a")
     driver.feed(NodeLost("t", "connection lost"), now=1.0)
     assert driver.core.state == "running"
-    driver.feed(NodeHeard("a", Heartbeat()), now=58.0)
+    driver.feed(HeartbeatArrived("a", Heartbeat()), now=58.0)
     assert sent(driver.feed(TimerFired(), now=60.9), Drain) == []
     assert sent(driver.feed(TimerFired(), now=61.0), Drain) == [
         ("a", Drain("a", "run failed: no trainer for 60 s"))

@@ -9,7 +9,7 @@ import pytest
 from lightrl.core.commands import Command
 from lightrl.core.events import (
     DrainRequested,
-    NodeHeard,
+    HeartbeatArrived,
     NodeLost,
     NodeReleased,
     ResponseScored,
@@ -41,7 +41,7 @@ def wait_of(d: Driver, scoring: Scoring = NONE) -> Wait:
 
 def beat(d: Driver, name: str, **said: Any) -> None:
     """By default its engine, or its ranks, have started."""
-    d.feed(NodeHeard(name, Heartbeat(**{"device": "cpu", **said})))
+    d.feed(HeartbeatArrived(name, Heartbeat(**{"device": "cpu", **said})))
 
 
 def test_from_nothing_to_the_first_token(driver):

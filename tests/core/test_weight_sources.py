@@ -6,8 +6,8 @@ from lightrl.core.commands import Command, Record
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     EndpointOpened,
+    HeartbeatArrived,
     NodeDraining,
-    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -421,7 +421,7 @@ def test_progress_of_a_pull_is_known_until_the_node_is_ready(driver: Driver):
     driver.start("a")
     driver.join("b")
     progress = WeightsProgress(0, 500, 1000, 2)
-    driver.feed(NodeHeard("b", Heartbeat(weights=progress)))
+    driver.feed(HeartbeatArrived("b", Heartbeat(weights=progress)))
     assert driver.core.fleet.nodes["b"].weights == progress
     driver.confirm("b", 0)
     assert driver.core.fleet.nodes["b"].weights is None

@@ -5,7 +5,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightrl.core.commands import Command
-from lightrl.core.events import BroadcastReported, NodeHeard, WeightsConfirmed, WeightsRefused
+from lightrl.core.events import (
+    BroadcastReported,
+    HeartbeatArrived,
+    WeightsConfirmed,
+    WeightsRefused,
+)
 from lightrl.messages.broadcasts import BroadcastStatus, VersionTaken
 from lightrl.messages.nodes import Heartbeat
 from lightrl.messages.responses import Generate
@@ -67,7 +72,7 @@ class WorldBroadcasts:
 
     def beat(self, name: str) -> None:
         heartbeat = Heartbeat(num_workers=self.workers.get(name, 0))
-        self._world.feed(lambda: self._world.driver.feed(NodeHeard(name, heartbeat)))
+        self._world.feed(lambda: self._world.driver.feed(HeartbeatArrived(name, heartbeat)))
 
     # What they report
 

@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 from typing import cast
 
-from lightrl.core.events import EndpointOpened, Event, NodeHeard, NodeJoined
+from lightrl.core.events import EndpointOpened, Event, HeartbeatArrived, NodeJoined
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello, Role
 from lightrl.messages.responses import FinishReason, ResponseTokens, TokenChunk
@@ -59,7 +59,7 @@ def arrival(hello: Hello, num_workers: int = 0, load: Load = IDLE) -> tuple[Even
     broadcast group; 0 = it pulls."""
     name = hello.node
     opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
-    heartbeat = NodeHeard(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
+    heartbeat = HeartbeatArrived(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
     return NodeJoined(hello), opened, heartbeat
 
 

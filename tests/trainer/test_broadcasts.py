@@ -229,6 +229,11 @@ def test_a_broadcast_that_is_over_is_given_up_soon(new_config, groups, tmp_path,
     coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
     assert time.monotonic() < began + 100
     assert coordinator.num_hellos == 1
+    reasons = {
+        "the coordinator says so": ["it is not wanted any more"],
+        "stop": ["the trainer ends"],
+    }
+    assert failures(coordinator) == reasons.get(how, [])
     assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
 
 

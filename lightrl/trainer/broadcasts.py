@@ -28,6 +28,7 @@ TAKEN_S = 1.0  # from a publication to the coordinator's VersionTaken, which it 
 # of the members' time limit: a rank that leaves a group is held up by one operation at most
 GRACE_TIMEOUTS = 1.25
 ENDS = "the trainer ends"
+GONE = "the coordinator is gone"
 
 
 class Broadcasts:
@@ -73,7 +74,7 @@ class Broadcasts:
         """The coordinator is gone, or these ranks are, and with them their groups; rank 0 leaves
         its group when the next one forms."""
         self._taken = self._order = None
-        self._end("the coordinator is gone")
+        self._end(GONE)
         self._changed.set()
 
     def stop(self) -> None:
@@ -128,7 +129,7 @@ class Broadcasts:
         except WeightsError as e:
             reason = str(e).removeprefix("broadcast: ")
             logger.warning("no broadcast: %s", reason)
-            if self._taken is not None:  # else it was another coordinator's order
+            if reason != GONE:  # an order of a coordinator that no longer waits for it
                 self._refuse(order, reason, group)
             return False
         return True

@@ -18,7 +18,7 @@ COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 
 def join(start: StartRank, device: torch.device) -> None:
     """Join the default process group. No other process may connect to the ranks: torch's sockets
-    authenticate nobody, and its collectives of objects, which plan checkpoints, unpickle.
+    authenticate no peer, and its collectives of objects, which plan checkpoints, unpickle.
 
     So ranks meet through a file in a directory of their user, where TCPStore would listen on every
     interface, and gloo listens on loopback, where it would choose the address of this host's name.
@@ -51,7 +51,7 @@ def join(start: StartRank, device: torch.device) -> None:
 
 
 def join_alone(device: torch.device) -> None:
-    """The group of a single rank, which FSDP needs all the same; nobody else can reach it."""
+    """The group of a single rank, which FSDP needs all the same; no other process can reach it."""
     if dist.is_initialized():
         return  # a test that has several such ranks in one process
     if device.type == "cuda":

@@ -5,9 +5,10 @@
     rank -> daemon   RankStarted Done Progress Suspended StepFinished DeltaMade Saved Exported
                      GroupOpened WeightsSent RankFailed
 
-All ranks get the same commands in the same order, so that their collectives match; Accumulate goes
-to the ranks of one replica. A rank answers in the order of its commands; Progress, Saved and
-Exported come at any time. Must not import torch: the daemon imports this file.
+All ranks get the same commands in the same order, so that their collectives match, except that
+Accumulate goes to the ranks of one replica, and the commands of broadcasts, which are no
+collectives, to rank 0. A rank answers in the order of its commands; Progress, Saved and Exported
+come at any time. Must not import torch: the daemon imports this file.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ RANK_TARGET = "lightrl.trainer.rank.rank:main"
 EMULATED_TARGET = "lightrl.trainer.rank.emulated:main"
 EVALUATED_TARGET = "lightrl.trainer.rank.evaluated:main"
 
-AT_ONCE = 8  # micro-batches of one command: a rank without an answer for long counts as hung
+MAX_BATCHES = 8  # of one command: a rank without an answer for long counts as hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The rank is alive: it has computed AT_ONCE more micro-batches of a long command. No answer.
+    """The rank is alive: it has computed MAX_BATCHES more of a long
+    command. No answer.
     Example: Progress(4)."""
 
     step: int

@@ -1,5 +1,4 @@
-"""The rank processes of a trainer, from one start to their end: they get the same commands, and are
-lost together.
+"""The rank processes of a trainer, from one start to their end: they are lost together.
 
 Owns the processes and the order of their replies; the supervisor decides what they do and whether
 they restart. Must not import torch: the daemon imports this file.
@@ -205,8 +204,8 @@ class Ranks:
             raise RanksLost(f"{e}{which}") from None
 
     def send(self, rank: int, command: RankCommand) -> None:
-        """Send to one rank. But for Accumulate, all must get the same kinds of commands in the same
-        order."""
+        """Send to one rank. Collectives must go to all ranks in the same order, Accumulate to all
+        of a replica."""
         if self._devices is not None:
             self._devices.on_command(command)
         self._ranks[rank].send(command)

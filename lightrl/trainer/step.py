@@ -16,7 +16,7 @@ from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import streamed, surprisal_of_rest, total_tokens, useful
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.protocol import (
-    AT_ONCE,
+    MAX_BATCHES,
     Accumulate,
     Done,
     MicroBatch,
@@ -61,11 +61,11 @@ class Replicas:
     ) -> None:
         """Send each rank of the replica its micro-batches, equally many."""
         num, was_idle = len(batches_R[0]), not self._unanswered[replica]
-        for start in range(0, num, AT_ONCE):
-            if not any(self._unanswered):  # before the ranks can begin
-                self._busy_since = asyncio.get_running_loop().time()
+        if not any(self._unanswered):  # before the ranks can begin
+            self._busy_since = asyncio.get_running_loop().time()
+        for start in range(0, num, MAX_BATCHES):
             for rank, batches in zip(self._members(replica), batches_R, strict=True):
-                self._ranks.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
+                self._ranks.send(rank, Accumulate(step, batches[start : start + MAX_BATCHES]))
             self._unanswered[replica] += 1
         if num and was_idle:
             self._tasks[replica] = task = asyncio.ensure_future(self._answers(replica))

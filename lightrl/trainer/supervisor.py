@@ -97,16 +97,16 @@ class Trainer:
         self._is_stopping = False
         self._changed = asyncio.Event()  # something may have to be done
         self._shards: deque[TrainShard] = deque()
-        self._broadcasts = Broadcasts(config, place.host, self._send_if_heard, self._changed)
+        self._broadcasts = Broadcasts(config, place.host, self._send_if_connected, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # optimizer steps ever done by this process
-        self.saves = Saves(self._checkpoints, config, self._send_if_heard)
+        self.saves = Saves(self._checkpoints, config, self._send_if_connected)
         self._crashes = CrashCounter(RESTARTS)
         self._published: PublishWeights | None = None  # the ranks' version
         self._file: VersionFile  # of that version; set once ranks have started
         self._step_done: StepDone | None = None  # the step that made it
         self._nonfinite = NonfiniteSteps()
-        self.devices = NodeDevices(config, self._send_if_heard)
+        self.devices = NodeDevices(config, self._send_if_connected)
         self._step: Step | None = None  # that is being trained
 
     @property
@@ -287,7 +287,7 @@ class Trainer:
         """Train one step. Return False if stopped before all of its groups arrived; the weights are
         those of the last step. Raises TrainerError for any shard but the next of this step."""
         what = self._config, ranks, self._done, self._shards, self.devices
-        self._step = step = Step(*what, self._send_if_heard, self._changed.set)
+        self._step = step = Step(*what, self._send_if_connected, self._changed.set)
         try:
             if is_whole := await self._accumulate(ranks, step):
                 await self._finish(ranks, step)
@@ -330,11 +330,11 @@ class Trainer:
         self._file = finished.published.file
         replicas = queue.replicas if self._config.train.replicas > 1 else ()
         self._published = await self._versions.serve(finished.published, queue.portions, replicas)
-        self._send_if_heard(self._published)
+        self._send_if_connected(self._published)
         self.devices.published()
         metrics = finished.metrics | whole.times(began_at) | whole.entropy(finished.metrics)
         self._step_done = StepDone(step, version, metrics)
-        self._send_if_heard(self._step_done)
+        self._send_if_connected(self._step_done)
         self._nonfinite.count(step, finished.metrics)
         self._done = version
         if self._done > self._furthest:
@@ -364,7 +364,7 @@ class Trainer:
         offer = await self._versions.serve_delta(made)
         if offer is not None and self._published is not None:
             self._published = replace(self._published, deltas=(offer,))
-            self._send_if_heard(self._published)
+            self._send_if_connected(self._published)
 
     async def _save_last(self, ranks: Ranks) -> None:
         problem = await self.saves.save_last(ranks, self._done, self.all_steps_done)
@@ -378,13 +378,13 @@ class Trainer:
         counts the first of each."""
         self.devices.announce()
         if self._published is not None:
-            self._send_if_heard(self._published)
+            self._send_if_connected(self._published)
             self.devices.published()
         if self._step_done is not None:
-            self._send_if_heard(self._step_done)
+            self._send_if_connected(self._step_done)
         self.saves.announce()
 
-    def _send_if_heard(self, message: Message) -> None:
+    def _send_if_connected(self, message: Message) -> None:
         """Send if the coordinator is connected, and was connected when a running update began.
         Without ranks, send only that engines may have the devices."""
         is_waited_for = isinstance(message, TrainerSuspended) and self._waits_for_devices

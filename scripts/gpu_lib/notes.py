@@ -1,5 +1,5 @@
-"""Report what a part of scripts/gpu finds: figures, and, as a pytest plugin, how its tests
-went.
+"""Reports what a part of scripts/gpu finds: figures, and, as a pytest plugin, the outcome of its
+tests.
 
 Does nothing outside scripts/gpu. Needs nothing but the standard library.
 """

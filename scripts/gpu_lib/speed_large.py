@@ -63,7 +63,7 @@ def loaded(model: Path, shape: str) -> Any:
     )
     begun = clock(reset=True)
     learner = Learner(config, model, torch.device(on_device()), 1, lambda: None)
-    received(f"{shape}, loaded", begun)
+    add_figures(f"{shape}, loaded", begun)
     figure(f"{shape}: parameters", sum(p.numel() for p in learner.parameters))
     return learner
 
@@ -79,7 +79,7 @@ def steps(learner: Any, shape: str) -> None:
         begun = clock(reset=True)
         learner.accumulate(batches)
         metrics = learner.finish(Update(number, responses, tokens, number + 1))
-        received(f"{shape}, {word} of {MICRO_BATCHES} x {TOKENS:,} tokens", begun)
+        add_figures(f"{shape}, {word} of {MICRO_BATCHES} x {TOKENS:,} tokens", begun)
         for key in ("timing_s/forward_backward", "timing_s/optimizer"):
             figure(f"{shape}, {word}: {key}", round(metrics[key], 3))
         assert metrics["grad_norm"] > 0
@@ -119,7 +119,7 @@ def stage(learner: Any, model: Path, shape: str, scratch: Path) -> None:
     problem = saver.begin(scratch / "checkpoints" / "step_2", saved, has_export=False)
     if problem:
         sys.exit(f"not staged: {problem}")
-    received(f"{shape}, a checkpoint staged for the first time", begun)
+    add_figures(f"{shape}, a checkpoint staged for the first time", begun)
     staged = num * (STAGED_WEIGHTS + (STATE if has_optimizer else 0))
     figure(f"{shape}: GiB staged", round(staged / GIB, 2))
     if IS_GPU:
@@ -148,7 +148,7 @@ def clock(reset: bool = False) -> float:
     return time.perf_counter()
 
 
-def received(what: str, begun: float) -> None:
+def add_figures(what: str, begun: float) -> None:
     import torch
 
     figure(f"{what}: s", round(clock() - begun, 2))

@@ -67,10 +67,12 @@ def check(
         got.tokens = {a.name: got.tokens[new.name] for a, new in zip(asked, renamed, strict=True)}
         return got
 
-    def told(text: str, value: float) -> None:
+    def add_figure(text: str, value: float) -> None:
         figure(f"{label}, {dtype}, {len(asked)} responses; {text}", round(value, 6))
 
-    told("mean logprob", float(np.mean([x for row in expected.logprobs.values() for x in row])))
+    add_figure(
+        "mean logprob", float(np.mean([x for row in expected.logprobs.values() for x in row]))
+    )
     ways: dict[str, Callable[[Any], Outcome]] = {
         f"{FEW} at a time": lambda wanted: engine.run(asked, at_once=FEW, wanted=wanted),
         "speculation": speculated,
@@ -80,12 +82,12 @@ def check(
     for way, again in ways.items():
         found = compare(asked, expected.tokens, again(frozenset()).tokens)
         for what, share in found.shares().items():
-            told(f"{way}: share {what} drawn otherwise", share)
+            add_figure(f"{way}: share {what} drawn otherwise", share)
         if found.differences:
             repeated = engine.run(asked, wanted=found.wanted), again(found.wanted)
             worst = explain(
                 found, *repeated, dtype, shape["num_hidden_layers"], shape["intermediate_size"]
             )
-            told(f"{way}: largest difference of logits / what rounding explains", worst)
+            add_figure(f"{way}: largest difference of logits / what rounding explains", worst)
         changed[way] = len(found.differences)
     return changed

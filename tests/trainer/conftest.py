@@ -155,15 +155,15 @@ class LocalRank(Rank):
     """In this process."""
 
     def __init__(self, start: StartRank) -> None:
-        self.said: list[RankEvent] = []  # from its other thread
-        super().__init__(start, self.said.append)
+        self.events: list[RankEvent] = []  # from its other thread
+        super().__init__(start, self.events.append)
 
     def save(self, command: Save) -> list[RankEvent]:
-        """All that it says of a checkpoint."""
-        self.said.clear()
-        at_once = list(self.perform(command))
+        """All events of a checkpoint."""
+        self.events.clear()
+        answers = list(self.perform(command))
         self.saver.wait()
-        return [*at_once, *self.said]
+        return [*answers, *self.events]
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def new_emulated(start: Callable[..., StartRank]) -> Callable[..., EmulatedRank]
 def processes(
     tmp_path: Path,
 ) -> Callable[..., "contextlib.AbstractAsyncContextManager[list[Child]]"]:
-    """`world` rank processes that were told to start."""
+    """`world` rank processes that were sent StartRank."""
 
     @contextlib.asynccontextmanager
     async def launch(

@@ -88,11 +88,11 @@ class Orders:
         assert opened.reason == ""
         place = BroadcastGroup(opened.group, opened.address, 1, 2, "gloo")
         process, pipe = self.stack.enter_context(receiver(Membership(place, self.timeout_s)))
-        assert await said(pipe) == "formed"
+        assert await next_report(pipe) == "formed"
         return opened.group, process, pipe
 
 
-async def said(pipe):
+async def next_report(pipe):
     def take():
         assert pipe.poll(DEADLINE_S)
         return pipe.recv()
@@ -114,7 +114,7 @@ async def require_received(orders, pipe, version):
     file = file_of(orders.coordinator, version)
     pipe.send(file)
     expected = await asyncio.to_thread(Path(file.path).read_bytes)
-    assert await said(pipe) == hashlib.sha256(expected).hexdigest()
+    assert await next_report(pipe) == hashlib.sha256(expected).hexdigest()
     await until(lambda: orders.coordinator.trainer._broadcasts._over is None)
 
 
@@ -229,6 +229,11 @@ def test_a_broadcast_that_is_over_is_given_up_soon(new_config, groups, tmp_path,
     coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
     assert time.monotonic() < began + 100
     assert coordinator.num_hellos == 1
+    reasons = {
+        "the coordinator says so": ["it is not wanted any more"],
+        "stop": ["the trainer ends"],
+    }
+    assert failures(coordinator) == reasons.get(how, [])
     assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
 
 
@@ -295,7 +300,7 @@ def test_a_rank_that_dies_or_hangs_while_it_sends_is_started_again(
             kill(0, number)
             orders.order(1, name)
             pipe.send(file_of(coordinator, 1))
-            assert "broadcast" in await said(pipe)
+            assert "broadcast" in await next_report(pipe)
 
         coordinator.on["published", 1] = first
 

@@ -64,8 +64,8 @@ def stored(policy):
 
 def save(rank, folder: Path, step: int, export: bool = False) -> Path:
     path = folder / "run" / "checkpoints" / f"step_{step}"
-    said = [Done(step), Saved(str(path)), *([Exported(str(path))] if export else [])]
-    assert rank.save(Save(step, str(path), export)) == said
+    expected = [Done(step), Saved(str(path)), *([Exported(str(path))] if export else [])]
+    assert rank.save(Save(step, str(path), export)) == expected
     return path
 
 
@@ -149,7 +149,7 @@ def test_the_rank_goes_on_while_what_it_had_is_written(new_rank, samples, tmp_pa
     for step in (1, 2):
         assert train(rank, samples, step) == train(other, samples, step)
     assert rank.saver.is_busy
-    assert rank.said == []
+    assert rank.events == []
     assert latest(path.parent) is None
     second = threading.Thread(target=lambda: list(rank.perform(Save(3, str(path) + "3"))))
     second.start()
@@ -158,7 +158,7 @@ def test_the_rank_goes_on_while_what_it_had_is_written(new_rank, samples, tmp_pa
     go_on.set()
     second.join(DEADLINE_S)
     rank.saver.wait()
-    assert rank.said == [Saved(str(path)), Saved(str(path) + "3")]
+    assert rank.events == [Saved(str(path)), Saved(str(path) + "3")]
     again = new_rank(start_step=1)
     assert again.started.published.file.digest == digest
 
@@ -186,7 +186,7 @@ def test_an_export_is_given_up_when_the_next_checkpoint_is_due(
         list(rank.perform(Save(2, str(second))))
     rank.saver.wait()
     given_up = Exported(str(path), "given up: the next checkpoint is due")
-    assert rank.said == [Saved(str(path)), given_up, Saved(str(second))]
+    assert rank.events == [Saved(str(path)), given_up, Saved(str(second))]
     assert find_corruption(path) == ""
     assert not [p for p in path.iterdir() if "hf" in p.name]
 

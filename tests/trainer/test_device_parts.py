@@ -191,7 +191,7 @@ def test_ranks_that_die_with_half_of_the_devices_start_when_they_have_all(
     new_config, groups, tmp_path, caplog, rank, is_asked
 ):
     """Whichever of them dies; engines have the other half. Meanwhile nothing is on any device, and
-    who asks is told so."""
+    an order is answered so."""
 
     def prepare(coordinator):
         async def step():
@@ -203,7 +203,7 @@ def test_ranks_that_die_with_half_of_the_devices_start_when_they_have_all(
             if is_asked:
                 await coordinator.park()
                 coordinator.give(1, HALF)
-            coordinator.trainer.handle(coordinator.shards(1)[0])  # nobody knows that they died
+            coordinator.trainer.handle(coordinator.shards(1)[0])  # before it knows of their death
             await turns()
             assert coordinator.num_hellos == 1
             assert caplog.text.count("they start when their devices are given back") == 1
@@ -260,9 +260,9 @@ def test_a_trainer_that_is_to_stop_waits_for_the_devices_of_a_step_that_has_come
 
 @pytest.fixture
 def node(new_config):
-    said = []
-    made = NodeDevices(new_config(), said.append)
-    return made, said
+    sent = []
+    made = NodeDevices(new_config(), sent.append)
+    return made, sent
 
 
 def park(node):
@@ -271,7 +271,7 @@ def park(node):
 
 
 def test_who_may_work(node):
-    devices, said = node
+    devices, sent = node
     devices.starting(4)
     park(devices)
     devices.published()
@@ -287,7 +287,7 @@ def test_who_may_work(node):
     devices.ask(1, ends_first=True)  # it cannot end
     assert not devices.is_given
     park(devices)
-    assert said == [TrainerSuspended(1, 200, said[0].seconds)]
+    assert sent == [TrainerSuspended(1, 200, sent[0].seconds)]
     devices.give(AssignDevices(4, BOTH))
     assert devices.all_given
     devices.on_command(Update(4, 1, 1, 5))
@@ -299,10 +299,10 @@ def test_who_may_work(node):
 
 
 def test_whose_ranks_are_lost_says_so_only_while_they_have_to_wait(node):
-    devices, said = node
+    devices, sent = node
     devices.starting(0)
     devices.lost()
-    assert devices.has_devices  # nobody was told a version: they start at once
+    assert devices.has_devices  # no version was announced: they restart immediately
     park(devices)
     devices.published()
     devices.give(AssignDevices(0, BOTH))
@@ -310,16 +310,16 @@ def test_whose_ranks_are_lost_says_so_only_while_they_have_to_wait(node):
     devices.ask(1, ends_first=True)
     devices.lost()
     assert devices.has_devices
-    assert said == []
+    assert sent == []
     devices.forget_orders()
     devices.give(AssignDevices(0, HALF))
     devices.ask(2)
     devices.lost()
     assert not devices.has_devices
     assert devices.are_away
-    assert [m.number for m in said] == [2]
+    assert [m.number for m in sent] == [2]
     devices.ask(3)
-    assert [m.number for m in said] == [2, 3]
+    assert [m.number for m in sent] == [2, 3]
 
 
 def test_of_devices_that_change_sides_as_a_whole_work_says_all(new_config):

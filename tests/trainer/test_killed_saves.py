@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-async def heard(rank, kind):
+async def received(rank, kind):
     """The next event of this kind."""
     async with asyncio.timeout(DEADLINE_S):
         while not isinstance(event := await rank.receive(), kind):
@@ -44,7 +44,7 @@ async def train(ranks, samples, step):
         rank.send(Accumulate(step, batches))
         rank.send(Update(step, len(samples), tokens, step + 1))
     for rank in ranks:
-        await heard(rank, StepFinished)
+        await received(rank, StepFinished)
 
 
 async def save(ranks, path):
@@ -52,8 +52,8 @@ async def save(ranks, path):
     begun = time.monotonic()
     for rank in ranks:
         rank.send(Save(step_of(path), str(path), export=True))
-    await heard(ranks[0], Saved)
-    await heard(ranks[0], Exported)
+    await received(ranks[0], Saved)
+    await received(ranks[0], Exported)
     return time.monotonic() - begun
 
 
@@ -72,7 +72,7 @@ async def killed(processes, start, world, samples, folder, share):
         path = checkpoint_path(folder, step + 2)
         for rank in ranks:
             rank.send(Save(step + 2, str(path), export=True))
-        saved = asyncio.ensure_future(heard(ranks[0], Saved))
+        saved = asyncio.ensure_future(received(ranks[0], Saved))
         await asyncio.wait({saved}, timeout=share * took_s)
         await asyncio.sleep(share * took_s if saved.done() else 0)  # its export
         is_promised = saved.done()

@@ -52,7 +52,7 @@ class Asking(Coordinator):
     def __init__(self, *args):
         super().__init__(*args)
         self.number = 0
-        self.taken_for_away = set()  # at what was said
+        self.taken_for_away = set()  # at each message
 
     def take(self, message):
         if self.trainer.devices.are_away:
@@ -95,7 +95,7 @@ def trained(config, folder, groups, prepare=lambda coordinator: None):
 
 
 def before(sent, kind, version):
-    """The last thing that was said before this version was."""
+    """The last message before that of this version."""
     i = next(i for i, m in enumerate(sent) if isinstance(m, kind) and m.policy_version == version)
     return sent[i - 1]
 
@@ -130,7 +130,7 @@ def test_a_step_that_is_parked_between_all_shards_makes_the_same_versions(
         assert last.number == 0
         assert last.seconds == 0.002
     assert found.trainer.devices.has_devices is False
-    # Before its version is said nobody has them, and ranks that die then start at once.
+    # Before its version is announced no engine has them: ranks that die then start immediately.
     assert not {PublishWeights, ShardsTaken} & found.taken_for_away
     assert StepDone in found.taken_for_away
 
@@ -180,7 +180,7 @@ def test_a_step_of_which_all_has_come_ends_before_it_parks(new_config, groups, t
 
 
 def test_a_replica_does_not_wait_for_one_with_much_before_it(new_config, groups, tmp_path):
-    """Each is told little at a time, so that it can park; that holds up no other."""
+    """Each gets little at a time, so that it can park; that delays no other."""
 
     def prepare(coordinator):
         async def step():
@@ -202,7 +202,7 @@ def test_a_replica_does_not_wait_for_one_with_much_before_it(new_config, groups,
 def test_ranks_that_die_without_their_devices_start_when_they_are_given_back(
     new_config, groups, tmp_path, caplog, calm, is_parked
 ):
-    """Those that die with them start at once, and nobody was told that they had parked."""
+    """Those that die with them start immediately, and were not reported as parked."""
 
     def prepare(coordinator):
         async def step():
@@ -248,7 +248,7 @@ def test_a_coordinator_that_is_back_begins_a_parked_step_anew(new_config, groups
     found = trained(new_config(), tmp_path / "run", groups, prepare)
     assert found.digests == calm()
     welcomed = found.sent.index("welcomed")
-    assert found.sent[welcomed + 1].number == 0  # said again before the version is
+    assert found.sent[welcomed + 1].number == 0  # sent again before the version
 
 
 class Clock:
@@ -260,9 +260,9 @@ class Clock:
 
 @pytest.fixture
 def devices(new_config):
-    said, clock = [], Clock()
-    made = NodeDevices(new_config(ranks=2), said.append, clock=clock)
-    return made, said, clock
+    sent, clock = [], Clock()
+    made = NodeDevices(new_config(ranks=2), sent.append, clock=clock)
+    return made, sent, clock
 
 
 def park(devices):
@@ -271,14 +271,14 @@ def park(devices):
 
 
 def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
-    node, said, clock = devices
+    node, sent, clock = devices
     node.on_event(0, RankStarted("cpu", 1.0, suspended=Suspended(1, 0.1)))
     assert node.has_devices
     node.on_event(1, RankStarted("cpu", 1.0, suspended=Suspended(2, 0.3)))
     assert not node.has_devices
-    assert said == []
+    assert sent == []
     node.announce()
-    assert said == [TrainerSuspended(0, 3, 0.3)]
+    assert sent == [TrainerSuspended(0, 3, 0.3)]
     node.on_command(ResetStep(0))
     assert not node.has_devices
     node.on_command(Accumulate(0, ()))
@@ -287,24 +287,24 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     assert node.is_asked
     clock.now += 2.5
     node.on_event(1, Suspended(101, 1.5))
-    assert said[1:] == []
+    assert sent[1:] == []
     node.on_event(0, Suspended(100, 0.5))
-    assert said[1:] == [TrainerSuspended(4, 201, 2.5)]
+    assert sent[1:] == [TrainerSuspended(4, 201, 2.5)]
     assert not node.is_asked
     node.ask(4)  # again: it is still true
     node.ask(3)  # late
-    assert said[2:] == [TrainerSuspended(4, 201, 0.0)]
+    assert sent[2:] == [TrainerSuspended(4, 201, 0.0)]
     node.on_command(Update(0, 1, 1, 1))
     node.ask(4)  # no longer
     assert not node.is_asked
     node.ask(5)
     park(node)
     node.announce()
-    assert said[3:] == [TrainerSuspended(5, 201, 0.0), TrainerSuspended(0, 201, 1.5)]
+    assert sent[3:] == [TrainerSuspended(5, 201, 0.0), TrainerSuspended(0, 201, 1.5)]
 
 
 def test_who_has_the_devices(devices):
-    node, said, _ = devices
+    node, sent, _ = devices
     assert node.has_devices
     node.give()
     node.starting()
@@ -315,26 +315,26 @@ def test_who_has_the_devices(devices):
     node.give()
     assert not node.are_away
     node.ask(1, ends_first=True)  # its step has come, but has not begun
-    assert said == []
+    assert sent == []
     node.on_command(Accumulate(0, ()))
     node.on_command(Update(0, 1, 1, 1))
     park(node)
-    assert [m.number for m in said] == [1]
+    assert [m.number for m in sent] == [1]
     node.published()
     assert node.are_away
     node.forget_orders()
     node.ask(1)
-    assert [m.number for m in said] == [1, 1]
+    assert [m.number for m in sent] == [1, 1]
 
 
-def test_nobody_has_the_devices_until_a_version_is_said(devices):
-    """For which engines wake. No shard would come for ranks that die before: they start at once."""
-    node, said, _ = devices
+def test_no_engine_has_the_devices_until_a_version_is_announced(devices):
+    """For which engines wake. No shard would come for ranks that die before: they restart."""
+    node, sent, _ = devices
     for begins in (node.starting, lambda: node.on_command(Update(0, 1, 1, 1))):
         begins()
         park(node)
         node.announce()
-        assert said.pop().number == 0
+        assert sent.pop().number == 0
         assert not node.has_devices
         assert not node.are_away
         node.published()
@@ -344,22 +344,22 @@ def test_nobody_has_the_devices_until_a_version_is_said(devices):
 
 
 def test_devices_of_its_own_are_never_given_back(new_config):
-    said = []
-    node = NodeDevices(new_config("own"), said.append)
+    sent = []
+    node = NodeDevices(new_config("own"), sent.append)
     node.ask(1)
     node.on_command(Update(0, 1, 1, 1))
     node.announce()
     assert node.has_devices
     assert node.is_given
     assert not node.is_asked
-    assert said == []
+    assert sent == []
 
 
 def test_a_node_that_follows_answers_for_its_own_ranks(new_config, groups, tmp_path, calm):
     """Each node gets its order, sooner or later than the one that leads."""
     config = new_config(nodes=2)
     folder = tmp_path / "run"
-    said = []  # by the follower
+    sent = []  # by the follower
 
     async def run():
         coordinator = Asking(config, folder, groups)
@@ -368,12 +368,12 @@ def test_a_node_that_follows_answers_for_its_own_ranks(new_config, groups, tmp_p
         def to_leader(message):
             leader.followers.receive(TrainerRelay("follower", message.frame))
 
-        follower = Follower(config, Place(folder, folder), to_leader, said.append)
+        follower = Follower(config, Place(folder, folder), to_leader, sent.append)
         leader.followers._send = lambda m: follower.receive(TrainerRelay("leader", m.frame))
         leader.followers.set_members((("follower", 1),))
 
         def numbers():
-            return [m.number for m in said]
+            return [m.number for m in sent]
 
         async def step():
             first, second, third, *others = coordinator.shards(1)
@@ -403,6 +403,6 @@ def test_a_node_that_follows_answers_for_its_own_ranks(new_config, groups, tmp_p
 
     found = asyncio.run(run())
     assert found.digests == calm(ranks=2)
-    assert [m.number for m in said] == [0, 0, 1, 2, 0, 0]
+    assert [m.number for m in sent] == [0, 0, 1, 2, 0, 0]
     assert [m.number for m in found.parked] == [0, 0, 1, 2, 0, 0]
-    assert {m.num_bytes for m in [*said, *found.parked]} == {int(PARKED_MB * 1e6)}
+    assert {m.num_bytes for m in [*sent, *found.parked]} == {int(PARKED_MB * 1e6)}

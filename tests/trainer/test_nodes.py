@@ -22,11 +22,11 @@ MEMBERS = (("u", 1), ("v", 2))
 
 
 class Led:
-    """A leader of two nodes with a rank each; `said` is what it told them."""
+    """A leader of two nodes with a rank each; `sent` is what it sent to them."""
 
     def __init__(self):
-        self.said = []
-        self.followers = Followers(2, self.said.append)
+        self.sent = []
+        self.followers = Followers(2, self.sent.append)
         self.followers.set_members(MEMBERS)
         self.life = self.followers.new_life()
 
@@ -34,12 +34,12 @@ class Led:
         starts = [StartRank("{}", "m", rank, 3, "r", "w", "runs") for rank in (1, 2)]
         await self.life.begin(starts, 1, folder)
 
-    def hear(self, node, message):
+    def receive(self, node, message):
         self.followers.receive(TrainerRelay(node, TO_LEADER.encode(message)))
 
     @property
-    def told(self):
-        return [(relay.node, TO_FOLLOWER.decode(relay.frame)) for relay in self.said]
+    def messages(self):
+        return [(relay.node, TO_FOLLOWER.decode(relay.frame)) for relay in self.sent]
 
     async def ends(self):
         """Why."""
@@ -51,20 +51,20 @@ def test_each_node_starts_its_ranks_and_what_they_say_is_heard_of_this_life_only
     async def scenario():
         led = Led()
         await led.begin(tmp_path)
-        assert [(n, m.starts[0].rank) for n, m in led.told if isinstance(m, StartRanks)] == [
+        assert [(n, m.starts[0].rank) for n, m in led.messages if isinstance(m, StartRanks)] == [
             ("u", 1),
             ("v", 2),
         ]
-        proof = led.told[0][1].proof
+        proof = led.messages[0][1].proof
         [file] = tmp_path.iterdir()
         assert (str(file), file.read_text()) == (proof, led.life.name)
         frame = RANK_EVENTS.encode(Done(4))
-        led.hear("v", RankFrame("another life", 2, RANK_EVENTS.encode(Done(3))))
-        led.hear("u", RankFrame(led.life.name, 2, RANK_EVENTS.encode(Done(3))))  # not its own
-        led.hear("v", RankFrame(led.life.name, 2, frame))
+        led.receive("v", RankFrame("another life", 2, RANK_EVENTS.encode(Done(3))))
+        led.receive("u", RankFrame(led.life.name, 2, RANK_EVENTS.encode(Done(3))))  # not its own
+        led.receive("v", RankFrame(led.life.name, 2, frame))
         assert await led.life.ranks[1].receive() == Done(4)
         await led.life.end(is_orderly=True)
-        assert [m for _, m in led.told[2:]] == [EndRanks(led.life.name, True)] * 2
+        assert [m for _, m in led.messages[2:]] == [EndRanks(led.life.name, True)] * 2
         assert not list(tmp_path.iterdir())
 
     asyncio.run(scenario())
@@ -80,8 +80,8 @@ def test_each_node_starts_its_ranks_and_what_they_say_is_heard_of_this_life_only
             "trainer node v lost",
         ),
         (lambda led: led.followers.disconnect(), RanksLost, "lost touch with the other"),
-        (lambda led: led.hear("u", RanksGone(led.life.name, "x")), RanksLost, "^u: x$"),
-        (lambda led: led.hear("u", RanksGone(led.life.name, "x", True)), TrainerError, "^u: x$"),
+        (lambda led: led.receive("u", RanksGone(led.life.name, "x")), RanksLost, "^u: x$"),
+        (lambda led: led.receive("u", RanksGone(led.life.name, "x", True)), TrainerError, "^u: x$"),
     ],
 )
 def test_what_ends_a_life(happens, kind, why):
@@ -99,7 +99,7 @@ def test_what_ends_no_life():
     async def scenario():
         led = Led()
         led.followers.set_members(MEMBERS)
-        led.hear("u", RanksGone("another life", "x"))
+        led.receive("u", RanksGone("another life", "x"))
         led.followers.receive(TrainerRelay("u", b"of another release"))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):

@@ -2,7 +2,6 @@
 same checkpoints."""
 
 import asyncio
-import os
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from tests.trainer.test_sharding import assert_close
 
 SHARED = {"rollout": {"placement": "shared"}}
 MOVED = 1e-3
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -71,10 +71,10 @@ def test_a_mini_batch_that_is_computed_at_its_end_gives_signs_of_life(new_rank, 
     rank = new_rank(algorithm={"name": "reinforce++"})
     batches = tuple((sample,) for sample in samples[:20])
     assert list(rank.perform(Accumulate(0, batches))) == [Done(0)]
-    assert rank.said == []
+    assert rank.events == []
     tokens = sum(len(s.token_ids) // 4 for s in samples[:20])
     list(rank.perform(Update(0, 20, tokens, 1)))
-    assert rank.said == [Progress(0)] * 3
+    assert rank.events == [Progress(0)] * 3
 
 
 class Failing:

@@ -12,16 +12,16 @@ from tests.support.trainer_coordinator import turns
 
 
 class Exporting:
-    """All ranks, which copy at once. What comes of it a test says."""
+    """All ranks, which have copied immediately. The test reports what becomes of it."""
 
     def __init__(self):
-        self.told = []
+        self.sent = []
 
     def send_all(self, command):
-        self.told.append(command)
+        self.sent.append(command)
 
     async def replies(self, kind):
-        return [kind(self.told[-1].step)]
+        return [kind(self.sent[-1].step)]
 
 
 @pytest.fixture
@@ -42,20 +42,20 @@ def test_with_an_export_of_every_checkpoint_training_waits_for_it_and_says_so(
             await turns()
             assert going_on.done() == (step == 1)
             if step > 1:
-                assert len(ranks.told) == step - 1
+                assert len(ranks.sent) == step - 1
                 saves.handle(Exported(path(step - 1)))
                 await going_on
-            assert ranks.told[-1] == Save(step, path(step), export=True)
+            assert ranks.sent[-1] == Save(step, path(step), export=True)
             saves.handle(Saved(path(step)))
         stopped = asyncio.create_task(saves.after_step(ranks, 4))
         await turns()
         saves.stop()
         await stopped
-        assert len(ranks.told) == 3
+        assert len(ranks.sent) == 3
 
     asyncio.run(scenario())
-    [told] = [line for line in caplog.messages if "waits until" in line]
-    assert told.startswith(f"training waits until {path(1)} is exported: checkpoint.export")
+    [warning] = [line for line in caplog.messages if "waits until" in line]
+    assert warning.startswith(f"training waits until {path(1)} is exported: checkpoint.export")
 
 
 @pytest.mark.parametrize("export", ["last", "every", "never"])
@@ -68,7 +68,7 @@ def test_only_the_end_of_a_run_has_time_for_an_export(config, tmp_path, path, ex
         await turns()
         saves.handle(Saved(path(5)))
         assert await last == ""
-        return ranks.told
+        return ranks.sent
 
     has_export = is_end and export != "never"
     assert asyncio.run(scenario()) == [Save(5, path(5), has_export)]
@@ -82,11 +82,11 @@ def test_an_export_that_its_ranks_did_not_live_to_write_is_said(
         saves = Saves(tmp_path, config(checkpoint={"export": export}), lambda _: None)
         saves.begin_life(5)  # of others, which had saved this step
         await saves.exported()
-        said = list(caplog.messages)
+        messages = list(caplog.messages)
         (tmp_path / "step_5" / EXPORT).mkdir(parents=True)
         await saves.exported()
-        assert caplog.messages == said
-        return said
+        assert caplog.messages == messages
+        return messages
 
     missing = f"{path(5)} has no export; lightrl export makes one"
     assert asyncio.run(lives()) == ([missing] if export == "last" else [])

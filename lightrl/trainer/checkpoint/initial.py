@@ -35,7 +35,7 @@ from lightrl.wire import from_json, to_json
 logger = logging.getLogger(__name__)
 
 GONE = {errno.ENOENT, errno.ENOTDIR}
-# Another file system, one without links, files of somebody else, too many links.
+# Another file system, one without links, files of another user, too many links.
 NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -67,8 +67,8 @@ async def where_to_start(config: Config, checkpoints: Path, is_wanted: Callable[
 
 
 def take_over(source: Path, checkpoints: Path, find_corruption: Callable[[Path], str]) -> Path:
-    """Make `checkpoints`/step_0 of the state in `source`, or nothing if that fails. Call when
-    nobody writes a checkpoint.
+    """Make `checkpoints`/step_0 of the state in `source`, or nothing if that fails. Call while
+    no rank writes a checkpoint.
 
     Steps count from 0; the schedule continues. Raises TrainerError, one line, or OSError if a later
     try may succeed.

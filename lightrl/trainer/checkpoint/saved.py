@@ -132,7 +132,7 @@ def newest_sound(
     checkpoints: Path, find_corruption: Callable[[Path], str], report: Callable[[str], None]
 ) -> Path | None:
     """Return the newest complete checkpoint without corruption. Move others aside and `report` each
-    in one line. Call when nobody writes a checkpoint.
+    in one line. Call while no rank writes a checkpoint.
 
     Raises TrainerError if one cannot be moved.
     """
@@ -211,7 +211,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def tidy(checkpoints: Path) -> None:
-    """Remove leftovers of killed saves. Call when nobody writes a checkpoint."""
+    """Remove leftovers of killed saves. Call while no rank writes a checkpoint."""
     for left in [p for p in checkpoints.glob(".step_*") if p.is_dir()]:
         name, _, state = left.name.removeprefix(".").partition(".")
         path = left.with_name(name)

@@ -170,7 +170,7 @@ class Saver:
 class _Stager(DefaultStager):
     """Copies to the processor's memory; fails on all ranks if on one of them."""
 
-    _synchronize_after_execute = False  # it has
+    _synchronize_after_execute = False  # `stage` does
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._is_cuda = device.type == "cuda"

@@ -31,7 +31,7 @@ from lightrl.trainer.model.collate import Batch, collate, num_tokens_read
 from lightrl.trainer.model.flops import TrainingFlops, peak_flops
 from lightrl.trainer.model.lora import adapters_off
 from lightrl.trainer.model.policy import Policy, load_policy, load_reference, response_logprobs
-from lightrl.trainer.protocol import AT_ONCE, MicroBatch, Update
+from lightrl.trainer.protocol import MAX_BATCHES, MicroBatch, Update
 
 
 class Learner:
@@ -110,8 +110,8 @@ class Learner:
         # a replica that holds nothing takes part in the sums
         if self.held or (self.algorithm.is_whitened and self.config.train.replicas > 1):
             batches = self._whitened()
-            for first in range(0, len(batches), AT_ONCE):
-                self._accumulate(batches[first : first + AT_ONCE])
+            for first in range(0, len(batches), MAX_BATCHES):
+                self._accumulate(batches[first : first + MAX_BATCHES])
                 self._still_computing()
         if self.late is not None:
             self.late.reduce()

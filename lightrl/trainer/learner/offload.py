@@ -21,7 +21,7 @@ PART_VALUES = 1 << 26  # parameters of a rank with state on the device concurren
 @dataclass(eq=False)
 class HostedState:
     """Steps an optimizer whose state lies on the host, on the device, for a part of the parameters
-    at a time. Without a `host` nothing moves: on a processor that shares its memory with nobody."""
+    at a time. Without a `host` nothing moves: on a processor whose memory is not shared."""
 
     _optimizer: Optimizer
     _parameters: Sequence[Tensor]

@@ -1,8 +1,8 @@
 """The other trainer nodes as the leading node sees them, and their ranks.
 
 Their ranks are used as those of this machine are (rank_processes.py), by way of the coordinator. A
-message that may be lost on that way ends the life of all ranks. Must not import torch: the daemon
-imports this file.
+message that may be lost on that way ends all ranks. Must not import torch: the daemon imports this
+file.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class RemoteRank:
 
 
 class Life:
-    """One life of the ranks on other nodes. `begin` once, always `end`."""
+    """The ranks on other nodes, from one start to their end. `begin` once, always `end`."""
 
     def __init__(self, members: tuple[Follower, ...], send: Callable[[Message], None]) -> None:
         self.name = secrets.token_hex(16)

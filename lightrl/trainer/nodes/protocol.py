@@ -1,7 +1,7 @@
 """Messages between the leading trainer node and the nodes that follow it, inside TrainerRelay.
 
-Each belongs to one life of the ranks: messages of another life are dropped. Must not import torch:
-the daemon imports this file.
+Each belongs to one life of the ranks, the time from one start of all ranks to their end: messages
+of another life are dropped. Must not import torch: the daemon imports this file.
 
     leader -> follower   StartRanks RankFrame EndRanks
     follower -> leader   RankFrame RanksGone

@@ -40,6 +40,7 @@ from lightrl.rollout.fetched import (
 )
 from lightrl.system.addresses import not_everywhere
 from lightrl.system.child import is_for_lack
+from lightrl.system.threads import cancel
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
 from lightrl.weights.pull.fetch import Wanted
@@ -195,9 +196,7 @@ class NodeWeights:
             self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
 
     async def close(self) -> None:
-        for task in self._chores:
-            task.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        await cancel(*self._chores)
         for version in self._held_versions():
             await run_in_thread(version.close)
         for announced in (self._next, self._loading):
@@ -249,8 +248,7 @@ class NodeWeights:
             raise
         finally:
             self._fetching = None
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
+            await cancel(fetching)
 
     def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
         """Whether what is being fetched is still of use: the coordinator takes the newest version

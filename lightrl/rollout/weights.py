@@ -29,7 +29,7 @@ from lightrl.messages.weights import (
     WeightsSource,
 )
 from lightrl.rollout.base import BaseVersion
-from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas
+from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, find_chain
 from lightrl.rollout.fetched import (
     Announced,
     Fetched,
@@ -257,7 +257,7 @@ class NodeWeights:
             return False
         if (pull := self._pull) is not None:
             missing, held = pull.missing_bytes, self._held_versions()
-            if not self._uses_deltas and self._deltas.is_faster(newer, missing, held):
+            if not self._uses_deltas and find_chain(newer, missing, held) is not None:
                 return False
             pull.add_sources(self._reachable(newer.sources))
         return True
@@ -274,11 +274,10 @@ class NodeWeights:
         async def pull_to(path: Path) -> VersionFile:
             newest = self.wanted if self.wanted and are_same(self.wanted, offer) else offer
             pull = self._make_pull(newest, wanted_of(newest), path, self._note_progress)
-            held = self._held_versions()
-            self._pull = pull
-            self._uses_deltas = self._deltas.is_faster(newest, newest.num_bytes, held)
+            chain = find_chain(newest, newest.num_bytes, self._held_versions())
+            self._pull, self._uses_deltas = pull, chain is not None
             try:
-                async with self._deltas.patch(newest, held, delta_pulls) as patch:
+                async with self._deltas.patch(newest, chain, delta_pulls) as patch:
                     pulls.append(await pull.run(patch))
             finally:
                 self._pull = None

@@ -252,4 +252,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value

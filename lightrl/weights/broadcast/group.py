@@ -68,6 +68,10 @@ class Group:
         self._thread = threading.Thread(target=self._run, daemon=True, name="broadcast")
         self._thread.start()
 
+    @property
+    def name(self) -> str:
+        return self._membership.group.name
+
     def submit(self, operation: Callable[[], Result]) -> "Future[Result]":
         """Run `operation` in the group's thread, after those before it."""
         result: Future[Result] = Future()

@@ -101,9 +101,9 @@ class Pull:
         self._server = server
         self._on_bad = on_bad
         self._on_progress = on_progress
-        self._num_streams = max(1, min(limits.streams, num_buckets(wanted.num_bytes)))
-        seed = hashlib.blake2b(node.encode(), digest_size=4).digest()
         buckets = num_buckets(wanted.num_bytes)
+        self._num_streams = max(1, min(limits.streams, buckets))
+        seed = hashlib.blake2b(node.encode(), digest_size=4).digest()
         swarm = Swarm(buckets, int.from_bytes(seed, "little"), self._num_streams)
         self._fetch = Fetch(swarm, wanted, node, limits.timeout_s)
         self._follower = Follower(self._fetch)

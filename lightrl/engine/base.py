@@ -78,8 +78,8 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Load the version in `file`, which has been proved, and drop the prefix cache. `base`: the
-    base model of adapters; proved, too, and loaded unless it is there already.
+    """Load the version in `file`, which is verified, and drop the prefix cache. `base`: the base
+    model of adapters; verified, too, and loaded unless it is there already.
 
     The sender holds the file's lock until the answer has come.
     """
@@ -232,7 +232,7 @@ class Engine(Protocol):
         """Replace all weights in place; running responses continue under the new ones with their KV
         recomputed. Loads adapters alone if their `base` is there already.
 
-        The file's bytes have been proved, its manifest is proved here. Raises WeightsError if names
+        The file's bytes are verified, its manifest is verified here. Raises WeightsError if names
         or shapes do not match; the engine then keeps or loses its old weights but must not be
         served from until a load succeeds.
         """
@@ -243,8 +243,8 @@ class Engine(Protocol):
         ...
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> None:
-        """Do the same by a broadcast, in which all workers are members. Raises WeightsError as well
-        when the group fails, and where it can, as soon as `is_unwanted`."""
+        """As `load_weights`, by a broadcast, in which all workers are members. Raises WeightsError
+        also when the group fails, and where it can, as soon as `is_unwanted`."""
         ...
 
     def sleep(self) -> int:

@@ -115,8 +115,8 @@ class Layouts:
         self._tensors: tuple[TensorSpec, ...] = ()
 
     def read(self, file: VersionFile, base: str = "") -> tuple[TensorSpec, ...]:
-        """Return the tensors of the version, whose manifest is proved. Raises WeightsError if they
-        do not fit, or are adapters of another base than that with the digest `base`."""
+        """Verify the manifest of the version and return its tensors. Raises WeightsError if they do
+        not fit, or are adapters of another base than that with the digest `base`."""
         encoded = read_encoded(file)
         if self._head and encoded.startswith(self._head):
             require_digest(encoded, file.digest)

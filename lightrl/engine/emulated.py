@@ -72,7 +72,7 @@ class _Cache:
 
 
 class EmulatedEngine:
-    """Implement `base.Engine`. The digest of the weights determines which responses change."""
+    """Implements `base.Engine`. The digest of the weights determines which responses change."""
 
     device = "emulated"
     dtype = "float32"
@@ -201,7 +201,8 @@ class EmulatedEngine:
         return seed, _branch(r.seed, self._token(uniform(seed, at), r.stop))
 
     def _ends(self, r: Running, branch: int) -> bool:
-        """Return a draw with a constant hazard: lengths are geometric, wherever it was resumed."""
+        """Whether the response ends here, with a constant hazard: its length is geometric, wherever
+        it was resumed."""
         if not self._mean_length or uniform(branch ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
         return uniform(branch ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length

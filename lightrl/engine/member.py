@@ -20,7 +20,6 @@ from lightrl.weights.version.manifest import read_manifest
 class Member:
     def __init__(self) -> None:
         self._group: Group | None = None
-        self._name = ""
 
     def leave(self, why: str) -> None:
         if self._group is not None:
@@ -40,11 +39,11 @@ class Member:
         is over; which tensors the file must have, the caller has checked.
         """
         place = command.membership.group
-        if self._group is None or self._name != place.name:
+        if self._group is None or self._group.name != place.name:
             self.leave("another group forms")
             mine = replace(command.membership, group=replace(place, rank=place.rank + worker))
             on = device if place.backend == "nccl" else "cpu"
-            self._group, self._name = form(mine, on, is_unwanted=is_unwanted), place.name
+            self._group = form(mine, on, is_unwanted=is_unwanted)
         if self._group.over is not None:
             raise WeightsError(f"broadcast: {self._group.over}")
         yield from receive(self._group, read_manifest(command.file), is_unwanted)

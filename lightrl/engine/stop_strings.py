@@ -24,7 +24,7 @@ UNDECIDED = "\N{REPLACEMENT CHARACTER}"  # a token that is a part of a character
 
 
 class StopStrings:
-    """Find the token of a response that completes one of some texts."""
+    """Finds the token of a response that completes one of some texts."""
 
     def __init__(self, stop: tuple[str, ...], decode: Decode) -> None:
         self._stop = stop

@@ -46,7 +46,7 @@ UNEVEN = (
 
 
 class TorchEngine:
-    """Implement `base.Engine`. One step = one prefill of new responses + one decode of the
+    """Implements `base.Engine`. One step = one prefill of new responses + one decode of the
     others."""
 
     notes: tuple[str, ...] = ()
@@ -329,8 +329,8 @@ class TorchEngine:
         width: int,
         num_logits: int = 1,
     ) -> torch.Tensor:
-        """Run int64 [b, q] each, for the rows from `first` on; returns the last logits, [b,
-        num_logits, vocabulary]."""
+        """One pass over `tokens`, `positions` and `columns`, int64 [b, q] each, of the rows from
+        `first` on. Returns the last logits, [b, num_logits, vocabulary]."""
         rows = torch.arange(first, first + len(tokens), device=self.device)
         position_ids = torch.from_numpy(positions).to(self.device)
         column_ids = (

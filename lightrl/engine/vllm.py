@@ -68,7 +68,7 @@ CPU_ENVIRONMENT = {
 
 
 class VllmEngine:
-    """Implement `base.Engine`. Build it in a process of its own: vLLM keeps state in globals."""
+    """Implements `base.Engine`. Build it in a process of its own: vLLM keeps state in globals."""
 
     def __init__(self, spec: EngineSpec) -> None:
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
@@ -349,7 +349,7 @@ class Api:
             from vllm import __version__ as version
 
             self.version_note = outside(version)
-            if self.version_note and is_too_old(version):
+            if is_too_old(version):
                 raise EngineUnusable(f"{self.version_note}{INSTEAD}")
             import torch
             from vllm import SamplingParams

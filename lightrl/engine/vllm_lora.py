@@ -73,11 +73,8 @@ def load(runner: Any, tensors: "Iterable[tuple[str, torch.Tensor]]", lora: LoraS
         target_modules=list(lora.targets) or "all-linear",
     )
     mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-    rename = getattr(mapper, "get_rename_mapper", None) or getattr(
-        mapper,
-        "get_unstacked_mapper",
-        None,  # in 0.26
-    )
+    older = getattr(mapper, "get_unstacked_mapper", None)  # its name in 0.26
+    rename = getattr(mapper, "get_rename_mapper", older)
     # It scales what it is given in place.
     copied = {name: tensor.clone() for name, tensor in tensors}
     model = LoRAModel.from_lora_tensors(

@@ -1,11 +1,10 @@
 """Speculation in vLLM: all that depends on how vLLM verifies drafted tokens is in this file.
 
-Owns which parts of vLLM that needs, how drafts reach the scheduler, and which of the tokens that
-the sampler drew become part of a response. vLLM is built without a `speculative_config`. Its
-scheduler takes drafts all the same, and the model runner learns for each step whether there are
-any; so a step without is what it would be without speculation, CUDA graphs included, which a window
-for the whole engine would cost several percent. The parts of vLLM that it needs are in
-`vllm_versions.py`; on CUDA it has been read, not run.
+Owns how drafts reach the scheduler, and which of the tokens that the sampler drew become part of a
+response. vLLM is built without a `speculative_config`. Its scheduler takes drafts all the same, and
+the model runner learns for each step whether there are any; so a step without is what it would be
+without speculation, CUDA graphs included, which a window for the whole engine would cost several
+percent. On CUDA it has been read, not run.
 """
 
 import inspect

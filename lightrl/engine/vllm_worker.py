@@ -116,7 +116,7 @@ class WorkerExtension:
         base: VersionFile | None = None,
         lora: LoraSpec | None = None,
     ) -> None:
-        """Replace all weights in place from a file that has been proved and fits the model; or the
+        """Replace all weights in place from a file that is verified and fits the model; or the
         adapters, and their base if it is another one than before.
 
         vLLM keeps what it is given until a layer is complete: views into the file, which stay as
@@ -165,7 +165,6 @@ class WorkerExtension:
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             try:
-                _layouts.read(command.file)
                 yield from _member.receive(command, self.rank, self.device, is_unwanted)
             except (WeightsError, OSError) as e:
                 failures.append(str(e))

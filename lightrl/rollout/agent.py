@@ -41,6 +41,7 @@ from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
+from lightrl.system.threads import cancel
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 
@@ -156,9 +157,7 @@ class RolloutAgent:
                 if task.done():
                     task.result()
         finally:
-            for task in (serving, fetching):
-                task.cancel()
-            await asyncio.gather(serving, fetching, return_exceptions=True)
+            await cancel(serving, fetching)
             await self._weights.close()
 
     async def _serve_always(self) -> None:

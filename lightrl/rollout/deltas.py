@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from lightrl.core.weights.weight_sources import MAX_CHAIN, MAX_SHARE
 from lightrl.errors import WeightsError
 from lightrl.messages.weights import DeltaOffer, PublishWeights
 from lightrl.rollout.fetched import obtain, run_in_thread
-from lightrl.weights.machine.local import LocalVersion, close_version
+from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
 from lightrl.weights.pull.fetch import Wanted
 from lightrl.weights.pull.transfer import Pull, PullStats
@@ -37,6 +37,18 @@ DELTA_TIMEOUT_S = 5.0  # without a byte of a delta, after which the version is p
 MakePull = Callable[[PublishWeights, Wanted, Path], Pull]
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Deltas, oldest first, that lead from a version that is held to another one."""
+
+    base: LocalVersion
+    links: tuple[DeltaOffer, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(link.num_bytes + link.manifest_bytes for link in self.links)
+
+
 class Deltas:
     """`patch` for each version; `await close()` at the end."""
 
@@ -46,33 +58,24 @@ class Deltas:
         self._make_pull = make_pull
         self._kept: dict[str, LocalVersion] = {}  # by digest, oldest first
 
-    def is_faster(
-        self, offer: PublishWeights, missing_bytes: int, held: Sequence[LocalVersion]
-    ) -> bool:
-        """Whether the deltas offered lead from a held version to this one, and have few bytes
-        beside those that are missing of it."""
-        chain, _ = _chain(offer, held)
-        num_bytes = sum(link.num_bytes + link.manifest_bytes for link in chain)
-        return bool(chain) and num_bytes < MAX_SHARE * missing_bytes
-
     @contextlib.asynccontextmanager
     async def patch(
-        self, offer: PublishWeights, held: Sequence[LocalVersion], pulls: list[PullStats]
+        self, offer: PublishWeights, chain: Chain | None, pulls: list[PullStats]
     ) -> AsyncIterator["Patch | None"]:
         """What makes the version of one that is held, with all deltas here; None if the version is
         to be pulled. `pulls` gets the stats of each delta."""
         self._serve_kept(offer.policy_version)
-        if not self.is_faster(offer, offer.num_bytes, held):
+        if chain is None:
             yield None
             return
-        chain, base = _chain(offer, held)
-        assert base is not None
-        descriptor = os.dup(base.descriptor)
+        descriptor = os.dup(chain.base.descriptor)
         try:
             patch: Patch | None = None
             try:
-                files = [await self._get(link, offer, pulls) for link in chain]
-                patch = await run_in_thread(_open_patch, descriptor, chain, files, offer.num_bytes)
+                files = [await self._get(link, offer, pulls) for link in chain.links]
+                patch = await run_in_thread(
+                    _open_patch, descriptor, chain.links, files, offer.num_bytes
+                )
             except (WeightsError, OSError) as e:
                 version = offer.policy_version
                 logger.warning("version %d: pulled whole, not by deltas: %s", version, e)
@@ -108,7 +111,7 @@ class Deltas:
         while len(self._kept) > MAX_CHAIN and (digest := next(iter(self._kept))) not in used:
             version = self._kept.pop(digest)
             await self._server.retire(digest)
-            await run_in_thread(close_version, version)
+            await run_in_thread(version.close)
 
     def _serve_kept(self, policy_version: int) -> None:
         """To nodes whose tickets are for this version."""
@@ -119,10 +122,11 @@ class Deltas:
                 logger.warning("a delta is not served here: %s", e)
 
 
-def _chain(
-    offer: PublishWeights, held: Sequence[LocalVersion]
-) -> tuple[tuple[DeltaOffer, ...], LocalVersion | None]:
-    """The shortest chain of deltas to the version, and the held version that it starts from."""
+def find_chain(
+    offer: PublishWeights, missing_bytes: int, held: Sequence[LocalVersion]
+) -> Chain | None:
+    """The shortest chain to the version offered; None if there is none, or it has too many bytes
+    beside those that are missing of the version."""
     links = offer.deltas
     if links and links[-1].target == offer.digest:
         for first in reversed(range(len(links))):
@@ -130,8 +134,9 @@ def _chain(
                 break
             for version in held:
                 if version.file.digest == links[first].base:
-                    return links[first:], version
-    return (), None
+                    chain = Chain(version, links[first:])
+                    return chain if chain.num_bytes < MAX_SHARE * missing_bytes else None
+    return None
 
 
 def _open_patch(

@@ -29,7 +29,7 @@ from lightrl.messages.weights import (
     WeightsSource,
 )
 from lightrl.rollout.base import BaseVersion
-from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas
+from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, find_chain
 from lightrl.rollout.fetched import (
     Announced,
     Fetched,
@@ -40,6 +40,7 @@ from lightrl.rollout.fetched import (
 )
 from lightrl.system.addresses import not_everywhere
 from lightrl.system.child import is_for_lack
+from lightrl.system.threads import cancel
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
 from lightrl.weights.pull.fetch import Wanted
@@ -195,9 +196,7 @@ class NodeWeights:
             self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
 
     async def close(self) -> None:
-        for task in self._chores:
-            task.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        await cancel(*self._chores)
         for version in self._held_versions():
             await run_in_thread(version.close)
         for announced in (self._next, self._loading):
@@ -249,8 +248,7 @@ class NodeWeights:
             raise
         finally:
             self._fetching = None
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
+            await cancel(fetching)
 
     def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
         """Whether what is being fetched is still of use: the coordinator takes the newest version
@@ -259,7 +257,7 @@ class NodeWeights:
             return False
         if (pull := self._pull) is not None:
             missing, held = pull.missing_bytes, self._held_versions()
-            if not self._uses_deltas and self._deltas.is_faster(newer, missing, held):
+            if not self._uses_deltas and find_chain(newer, missing, held) is not None:
                 return False
             pull.add_sources(self._reachable(newer.sources))
         return True
@@ -276,11 +274,10 @@ class NodeWeights:
         async def pull_to(path: Path) -> VersionFile:
             newest = self.wanted if self.wanted and are_same(self.wanted, offer) else offer
             pull = self._make_pull(newest, wanted_of(newest), path, self._note_progress)
-            held = self._held_versions()
-            self._pull = pull
-            self._uses_deltas = self._deltas.is_faster(newest, newest.num_bytes, held)
+            chain = find_chain(newest, newest.num_bytes, self._held_versions())
+            self._pull, self._uses_deltas = pull, chain is not None
             try:
-                async with self._deltas.patch(newest, held, delta_pulls) as patch:
+                async with self._deltas.patch(newest, chain, delta_pulls) as patch:
                     pulls.append(await pull.run(patch))
             finally:
                 self._pull = None

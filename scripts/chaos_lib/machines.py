@@ -27,7 +27,7 @@ from tests.support.lines import Star
 # ranks, to one node
 LINE = 16e6
 LINES: dict[str, float] = {"pull": 1.5e6, "delta": 6e6, "broadcast": 6e6}
-DIFFERENCE_BYTES = 4 << 20  # no version is smaller whose differences nodes ask for
+DIFFERENCE_BYTES = 4 << 20  # a version has more, a difference between two has less
 CLONE_NEWNET = 0x40000000
 LOOK_S, LOOK_SOON_S = 0.1, 0.003
 JUST_S = 1.0

@@ -43,7 +43,7 @@ WAYS: dict[Way, tuple[str, ...]] = {
     "delta": ("weights.broadcast=off", "train.optim={lr=1e-11}", "algorithm.name=grpo"),
     "broadcast": ("weights.broadcast=auto", "algorithm.name=grpo"),
 }
-# Of 8 MB: more than the buffers of a line take, and than is worth a difference. In float32, so that
+# Of 8 MB: more than the buffers of a line take, and than a difference has. In float32, so that
 # batches of all sizes give the same tokens.
 MODEL = """
 import sys

@@ -1,8 +1,8 @@
 """Which events a seed gives to those who publish, send, relay, receive, pull and load versions, and
 in which phase of that.
 
-Pure: lists the faults that weights must survive. world.py and machines.py carry them out, by
-what a phase is seen in watch.py.
+Pure: lists the faults that weights must survive. world.py and machines.py carry them out, watch.py
+sees the phases.
 """
 
 import random

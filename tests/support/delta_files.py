@@ -12,7 +12,7 @@ from lightrl.weights.delta.file import (
     PackedDelta,
     encode_buckets,
     header,
-    is_faster,
+    may_be_small,
     seal,
 )
 from lightrl.weights.delta.patch import Patch
@@ -36,7 +36,7 @@ def write_delta(
     """
     size = num_bytes(tensors)
     before, after = (memoryview(Path(file.path).read_bytes()) for file in (base, target))
-    if not is_faster(before, after, tensors):
+    if not may_be_small(before, after, tensors):
         return None
     parts: list[bytes] = []
     total = 0

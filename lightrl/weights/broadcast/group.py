@@ -68,6 +68,10 @@ class Group:
         self._thread = threading.Thread(target=self._run, daemon=True, name="broadcast")
         self._thread.start()
 
+    @property
+    def name(self) -> str:
+        return self._membership.group.name
+
     def submit(self, operation: Callable[[], Result]) -> "Future[Result]":
         """Run `operation` in the group's thread, after those before it."""
         result: Future[Result] = Future()
@@ -252,4 +256,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value

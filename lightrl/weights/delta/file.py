@@ -160,8 +160,8 @@ def encode_buckets(
         yield from pool.map(encode_one, buckets)  # cancelled when this generator is closed
 
 
-def is_faster(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) -> bool:
-    """Whether a delta may be small enough, by some slices of the versions.
+def may_be_small(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) -> bool:
+    """Whether a delta may be within MAX_DELTA_RATIO, by some slices of the versions.
 
     Takes milliseconds, whatever the versions' size. True for small versions, which are encoded as
     fast.

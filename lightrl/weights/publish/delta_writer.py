@@ -21,7 +21,7 @@ from lightrl.weights.delta.file import (
     DeltaManifest,
     encode_buckets,
     header,
-    is_faster,
+    may_be_small,
     seal,
 )
 from lightrl.weights.version.layout import TensorSpec, num_buckets
@@ -52,7 +52,7 @@ class DeltaWriter:
     ) -> VersionFile | None:
         """`files`, on rank 0: the versions in `base` and `target`. Rank 0 returns the delta, as a
         file of the newer version; None if it is too large, or there is no room for it."""
-        if not is_faster(base, target, tensors):
+        if not may_be_small(base, target, tensors):
             return None  # on all ranks: they probe the same bytes
         count = num_buckets(len(target))
         share = range(count * self._rank // self._world, count * (self._rank + 1) // self._world)

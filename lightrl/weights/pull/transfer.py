@@ -19,12 +19,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.messages.fields import MAX_SOURCES
 from lightrl.messages.weights import WeightsProgress, WeightsSource
-from lightrl.system.threads import in_thread, taken_in_thread
-from lightrl.weights.machine.local import (
-    open_partial,
-    partial_path,
-    verify_buckets,
-)
+from lightrl.system.threads import cancel, in_thread, taken_in_thread
+from lightrl.weights.machine.local import open_partial, partial_path, verify_buckets
 from lightrl.weights.pull.fetch import Fetch, Wanted, parse_address
 from lightrl.weights.pull.follow import Follower
 from lightrl.weights.pull.swarm import Source, Swarm
@@ -105,9 +101,9 @@ class Pull:
         self._server = server
         self._on_bad = on_bad
         self._on_progress = on_progress
-        self._num_streams = max(1, min(limits.streams, num_buckets(wanted.num_bytes)))
-        seed = hashlib.blake2b(node.encode(), digest_size=4).digest()
         buckets = num_buckets(wanted.num_bytes)
+        self._num_streams = max(1, min(limits.streams, buckets))
+        seed = hashlib.blake2b(node.encode(), digest_size=4).digest()
         swarm = Swarm(buckets, int.from_bytes(seed, "little"), self._num_streams)
         self._fetch = Fetch(swarm, wanted, node, limits.timeout_s)
         self._follower = Follower(self._fetch)
@@ -295,10 +291,7 @@ class Pull:
             )
 
     async def _stop(self, work: asyncio.Task[Any]) -> None:
-        tasks = [work, *self._following.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(work, *self._following.values())
         self._fetch.close()
         self._look_after()
 

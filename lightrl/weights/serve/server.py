@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.system.addresses import join_address
+from lightrl.system.threads import cancel
 from lightrl.tickets import pull_ticket
 from lightrl.weights.serve.held import Held, Partial
 from lightrl.weights.serve.request import (
@@ -70,7 +71,7 @@ class WeightServer:
         self._changed = asyncio.Event()  # of what is held; replaced after each change
         self._max_connections = max_connections
         self._sender = Sender(max_bytes_per_s)
-        self._acceptors: list[Acceptor] = []
+        self._acceptor: Acceptor | None = None
         self._num_of = Counter[bytes]()  # connections of each node, with a ticket
         self._sending: dict[asyncio.Task[None], Held] = {}
         self._turns, self._shared_turns = Turns(TURNS_AT_ONCE), Turns(SHARED_TURNS)
@@ -99,7 +100,7 @@ class WeightServer:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = min(self._max_connections, limit // 2)
         most = min(MAX_STRANGERS, limit // 4)
-        self._acceptors = [Acceptor(each, most, self._serve) for each in listeners.values()]
+        self._acceptor = Acceptor(tuple(listeners.values()), most, self._serve)
         ports = ((host, sock.getsockname()[1]) for host, sock in listeners.items())
         self._addresses = tuple(join_address(host, port) for host, port in ports)
         return self._addresses
@@ -138,8 +139,9 @@ class WeightServer:
 
     async def close(self) -> None:
         """Stop serving; transfers in progress are cut."""
-        while self._acceptors:
-            await self._acceptors.pop().close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
+            self._acceptor = None
         await asyncio.gather(*(self.retire(digest.hex()) for digest in list(self._held)))
         self._sender.close()
 
@@ -253,35 +255,34 @@ class Acceptor:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         most: int,
         serve: Callable[[socket.socket, Request], Awaitable[None]],
     ) -> None:
-        self._listener = listener
+        self._listeners = listeners
         self._serve = serve
         self._most = most
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent: dict[asyncio.Task[None], None] = {}  # without a request, the oldest first
         self._loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        self._loop.add_reader(listener, self._accept)
+        for listener in listeners:
+            self._loop.add_reader(listener, self._accept, listener)
 
     async def close(self) -> None:
-        """Close the listener and all connections."""
-        self._loop.remove_reader(self._listener)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._listener.close()
+        """Close the listeners and all connections."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+        await cancel(*self._tasks)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError:  # the node has gone, or no descriptor is free
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(PAUSE_S, self._accept_again)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(PAUSE_S, self._accept_again, listener)
             return
         sock.setblocking(False)
         if len(self._silent) >= self._most:
@@ -293,9 +294,9 @@ class Acceptor:
         self._silent[task] = None
         task.add_done_callback(lambda task: self._end(task, sock))
 
-    def _accept_again(self) -> None:
-        if self._listener.fileno() >= 0:  # not closed
-            self._loop.add_reader(self._listener, self._accept)
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:  # not closed
+            self._loop.add_reader(listener, self._accept, listener)
 
     async def _handle(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError, ProtocolError, TimeoutError):

@@ -99,7 +99,7 @@ class Puller(Idle):
             self._store,
             self._server,
             HOST,
-            Callbacks(self._hear, lambda: None, lambda *_: None),
+            Callbacks(self._receive, lambda: None, lambda *_: None),
         )
         self._running = asyncio.create_task(self._weights.run())
 
@@ -124,7 +124,7 @@ class Puller(Idle):
         await self._server.close()
         await in_thread(self._store.close)
 
-    def _hear(self, message: object) -> None:
+    def _receive(self, message: object) -> None:
         if isinstance(message, WeightsFailed):
             print(message.reason, file=sys.stderr, flush=True)
 

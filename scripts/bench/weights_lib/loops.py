@@ -30,7 +30,7 @@ class Node:
             text=True,
             cwd=ROOT,
         )
-        self.about = self._hear()
+        self.about = self._receive()
 
     def do(self, what: str, **order: Any) -> None:
         """Waits until it is done."""
@@ -51,9 +51,9 @@ class Node:
         self._process.wait()
 
     def _note(self, what: str) -> None:
-        self.worst[what] = max(self.worst.get(what, 0.0), self._hear()["late_ms"])
+        self.worst[what] = max(self.worst.get(what, 0.0), self._receive()["late_ms"])
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -22,7 +22,7 @@ from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 
 
-def say(**words: Any) -> None:
+def report(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
@@ -36,7 +36,7 @@ async def pull(name: str, server: WeightServer, order: dict[str, Any]) -> None:
 
     def note(now: WeightsProgress) -> None:
         if not progress or progress[-1].num_bytes != now.num_bytes:
-            say(proved=now.num_bytes)
+            report(proved=now.num_bytes)
         progress.append(now)
 
     one = Pull(
@@ -48,20 +48,20 @@ async def pull(name: str, server: WeightServer, order: dict[str, Any]) -> None:
     )
     begun, used = time.monotonic(), cpu_s()
     stats = await one.run()
-    say(stats=asdict(stats), wall_s=time.monotonic() - begun, cpu_s=cpu_s() - used)
+    report(stats=asdict(stats), wall_s=time.monotonic() - begun, cpu_s=cpu_s() - used)
 
 
 async def main(name: str, host: str) -> None:
     server, loop, tasks = WeightServer(), asyncio.get_running_loop(), set[asyncio.Task[None]]()
-    say(addresses=await server.start(host), secret=server.secret)
+    report(addresses=await server.start(host), secret=server.secret)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         if "publish" in order:
             server.publish(VersionFile(**order["publish"]))
-            say(published=True)
+            report(published=True)
         elif "retire" in order:
             await server.retire(order["retire"])
-            say(retired=True)
+            report(retired=True)
         else:
             tasks.add(loop.create_task(pull(name, server, order)))
     await server.close()

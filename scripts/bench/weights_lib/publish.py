@@ -32,7 +32,7 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def measured(mb: int, dtype: str, repeat: int) -> dict:
-    """What rank 0 has to say."""
+    """The report of rank 0."""
     with files.folder() as folder:
         words = [str(WORLD), str(folder), str(mb), dtype, str(repeat)]
         ranks = [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.errors import ConfigError
+from lightrl.model_files import is_target
 
 ADAPTER = "default"  # peft's name for the only one
 PREFIX = "base_model.model."  # of names in peft's files, before the name of the module
@@ -100,7 +101,7 @@ def _peft_config(module: nn.Module, settings: AdapterSettings) -> Any:
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType] - any number
         # Names in full: of a part of one, the head could have it, too.
-        target_modules=[n for n in names if any(_ends_with(n, t) for t in targets)],
+        target_modules=[n for n in names if any(is_target(n, t) for t in targets)],
         task_type="CAUSAL_LM",
     )
 
@@ -111,13 +112,9 @@ def require_layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
     if not names:
         raise ConfigError(f"model.lora.rank: {type(module).__name__} has no linear layers")
     for target in targets:
-        if not any(_ends_with(name, target) for name in names):
+        if not any(is_target(name, target) for name in names):
             _refuse(module, target, names)
     return names
-
-
-def _ends_with(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def _refuse(module: nn.Module, target: str, names: list[str]) -> None:

@@ -346,8 +346,7 @@ def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> 
         raise typer.BadParameter("--dry-run needs a CONFIG")
     setup = Setup(config, roles, slots)
     notes = [found.text for found in judge(setup, "up") if found.is_note]
-    assert setup.config is not None
-    config = setup.config
+    config = setup.required
     devices = describe_devices(config, roles, slots)
     local = here(config, roles, slots)
     lines = describe(local, devices, describe_weights(local, setup.machine), roles)

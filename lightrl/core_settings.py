@@ -22,7 +22,7 @@ def settings_of(
     stop_ids: tuple[int, ...] = (),
 ) -> Settings:
     """What is not in the config is given; without tokens of a model there is neither vocabulary nor
-    stop. `eval_sizes`: prompts of each set to evaluate on; None = nobody evaluates."""
+    stop. `eval_sizes`: prompts of each set to evaluate on; None = no evaluation."""
     r = config.rollout
     eta_prompts, eta_responses = config.round.etas
     on_failure = config.reward.on_failure

@@ -34,6 +34,21 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")  # how such classes are called
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
+def is_target(layer: str, target: str) -> bool:
+    """Whether one of model.lora.targets is the name of this layer, or its end."""
+    return layer == target or layer.endswith(f".{target}")
+
+
+def folder_here(model_path: str) -> Path | None:
+    """The directory itself, or for a hub id its copy on this machine, if there is one."""
+    if (folder := Path(model_path)).is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model_path, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def load_tokenizer(model_path: str) -> Any:
     """The tokenizer of a model directory or hub id. Raises ConfigError, one line, naming
     model.path."""

@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help='folders of tests/ whose tests marked "e2e" run, too; "all" for all of them',
     )
     parser.addoption(
-        "--record-durations", action="store_true", help=f"write tests/{DURATIONS.name} anew"
+        "--record-durations", action="store_true", help=f"rewrite tests/{DURATIONS.name}"
     )
 
 

@@ -44,7 +44,7 @@ class Spool:
 class JsonlRows:
     """Implements `rows.Rows`. Reads the file once when it is opened: every row must be JSON."""
 
-    def __init__(self, file: Path, prompt_key: str, spool: "Spool") -> None:
+    def __init__(self, file: Path, prompt_key: str, spool: Spool) -> None:
         self._file = file
         self._spool = spool
         self._starts = array("q")

@@ -50,7 +50,7 @@ class Finding:
     subject: str
     verdict: Verdict
     text: str
-    # about what was found before
+    # `up` prints these alone
     is_note: bool = False
 
 
@@ -68,6 +68,11 @@ class Setup:
     starts: bool = False
     is_resumed: bool = False
     gpus: Assignment = NO_GPUS
+
+    @property
+    def required(self) -> Config:
+        assert self.config is not None, "checks of a config run with one only"
+        return self.config
 
     @cached_property
     def machine(self) -> Machine:
@@ -105,7 +110,7 @@ def required(config: Config, roles: Sequence[Role], slots: int, is_resumed: bool
     """The settled config of a coordinator's daemon that starts here. Raises LightRLError."""
     setup = Setup(config, roles, slots, starts=True, is_resumed=is_resumed)
     list(judge(setup, "up"))
-    return _config(setup)
+    return setup.required
 
 
 def _python(_: Setup) -> Iterator[Finding]:
@@ -202,11 +207,11 @@ def _clock(_: Setup) -> Iterator[Finding]:
 
 
 def _memory(setup: Setup) -> Iterator[Finding]:
-    config = _config(setup)
+    config = setup.required
     if config.train.engine == "emulated":
         text = "train.engine = emulated: nothing is learnt, there is no model"
         yield Finding("training", "warn", text)
-    if (found := weights_plan.room(config)) is not None:
+    if (found := weights_plan.room(config, setup.machine)) is not None:
         yield Finding("weights", "ok" if found.is_enough else "fail", found.text)
     if (parked := weights_plan.room_to_park(config, setup.machine)) is not None:
         yield Finding("host memory", "ok" if parked.is_enough else "warn", parked.text)
@@ -214,7 +219,7 @@ def _memory(setup: Setup) -> Iterator[Finding]:
 
 def _files(setup: Setup) -> Iterator[Finding]:
     """Files, names and ports of the config. Settles it, unless a resumed run has done so."""
-    config = _config(setup)
+    config = setup.required
     if not setup.is_resumed:
         require_files(config)
         setup.config = config = settled(config)
@@ -226,7 +231,7 @@ def _files(setup: Setup) -> Iterator[Finding]:
 
 def _devices(setup: Setup) -> Iterator[Finding]:
     """Assign GPUs. A start waits a moment for memory that an earlier process still holds."""
-    config = _config(setup)
+    config = setup.required
     if not setup.starts:
         setup.gpus = assigned(config, setup.machine, setup.roles, setup.slots)
     elif setup.roles:
@@ -238,7 +243,7 @@ def _devices(setup: Setup) -> Iterator[Finding]:
 
 def _notes(setup: Setup) -> Iterator[Finding]:
     """What daemons cannot do here, and keys that have no effect."""
-    config, gpus = _config(setup), setup.gpus
+    config, gpus = setup.required, setup.gpus
     for subject, notes in (
         ("weights", weights_plan.notes(config, gpus)),
         ("config", (*key_notes(config), *device_notes(config, gpus, setup.roles))),
@@ -252,16 +257,11 @@ def _rewards(setup: Setup) -> Iterator[Finding]:
         return
     from lightrl.launch.first_rows import try_rewards
 
-    tried, notes = try_rewards(_config(setup))
+    tried, notes = try_rewards(setup.required)
     yield from (Finding("rewards", each.verdict, each.line) for each in tried)
     yield from (Finding("data", "warn", note, is_note=True) for note in notes)
     noted = (each for each in tried if each.note)
     yield from (Finding("rewards", each.verdict, each.note, is_note=True) for each in noted)
-
-
-def _config(setup: Setup) -> Config:
-    assert setup.config is not None, "checks of a config run with one only"
-    return setup.config
 
 
 def _version(name: str) -> str | None:

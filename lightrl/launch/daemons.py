@@ -159,7 +159,7 @@ class Daemons:
         crashes = CrashCounter(self._restarts)
         while True:
             began = time.monotonic()
-            await self.unless_over(daemon.ended)
+            await self._unless_over(daemon.ended)
             if self.over.is_set() or not await may_restart(daemon):
                 return daemon
             if progressed():
@@ -167,9 +167,9 @@ class Daemons:
             if (pause_s := crashes.crashed(time.monotonic() - began)) is None:
                 return daemon
             self.report(f"{daemon.exit_reason()}; starting it again")
-            await self.unless_over(asyncio.create_task(asyncio.sleep(pause_s)))
+            await self._unless_over(asyncio.create_task(asyncio.sleep(pause_s)))
             starting = asyncio.create_task(restart())
-            await self.unless_over(starting)
+            await self._unless_over(starting)
             if not starting.done():
                 starting.cancel()
                 await asyncio.wait([starting])
@@ -177,7 +177,7 @@ class Daemons:
                 return daemon
             daemon = starting.result()
 
-    async def unless_over(self, task: "asyncio.Task[Any]") -> None:
+    async def _unless_over(self, task: "asyncio.Task[Any]") -> None:
         """Return when the task is done, or when all is over."""
         over = asyncio.create_task(self.over.wait())
         try:

@@ -54,8 +54,7 @@ async def evaluate(checkpoint: str, options: EvalOptions) -> int:
             evaluation(target, options.config, options.overrides, options.sets, folder), starts=True
         )
         found = await judged(setup, report)
-        config = setup.config
-        assert config is not None
+        config = setup.required
         gpus = [finding.text for finding in found if finding.is_note and finding.subject == "gpu"]
         try:
             run_dir, _ = await run_to_end(setup, [*_notes(target, config), *gpus], report)

@@ -15,6 +15,7 @@ from lightrl.data.template import DATE
 from lightrl.errors import ConfigError, ProtocolError
 from lightrl.launch.eval_target import Adapters, read_table, saved_adapters
 from lightrl.launch.folder import CONFIG_FILE
+from lightrl.model_files import folder_here, is_target
 from lightrl.trainer.checkpoint.saved import (
     LAYOUT_FILE,
     MODEL,
@@ -68,7 +69,7 @@ def settled(config: Config) -> Config:
 
 def _writes_date(model_path: str) -> bool:
     """Of a model that is here."""
-    folder = Path(model_path) if Path(model_path).is_dir() else _cached(model_path)
+    folder = folder_here(model_path)
     files = [folder / name for name in TEMPLATE_FILES] if folder is not None else []
     return any(DATE.encode() in file.read_bytes() for file in files if file.is_file())
 
@@ -151,7 +152,8 @@ def _require_same(config: Config, adapters: Adapters, what: str) -> None:
     for key in ("rank", "alpha"):
         if (value := getattr(adapters, key)) != getattr(lora, key):
             raise ConfigError(f"{config.key_value(f'model.lora.{key}')}: in {what} it is {value:g}")
-    if lora.targets and not all(_ends_with(n, lora.targets) for n in adapters.targets):
+    targets = lora.targets
+    if targets and not all(any(is_target(n, t) for t in targets) for n in adapters.targets):
         leaves = sorted({name.rpartition(".")[2] for name in adapters.targets})
         raise ConfigError(
             f"{config.key_value('model.lora.targets')}: in {what} these have adapters: "
@@ -159,13 +161,9 @@ def _require_same(config: Config, adapters: Adapters, what: str) -> None:
         )
 
 
-def _ends_with(name: str, targets: tuple[str, ...]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
 def _require_shapes(model_path: str, checkpoint: Path, what: str) -> None:
     """Raises ConfigError, OSError. What is not here yet, ranks compare when they load it."""
-    folder = Path(model_path) if Path(model_path).is_dir() else _cached(model_path)
+    folder = folder_here(model_path)
     if folder is None or not (checkpoint / MODEL / "config.json").is_file():
         return
     then, now = (read_table(f / "config.json") for f in (checkpoint / MODEL, folder))
@@ -175,10 +173,3 @@ def _require_shapes(model_path: str, checkpoint: Path, what: str) -> None:
                 f"model.path = {model_path}: its {key} is {now.get(key)}, and {then.get(key)} in "
                 f"{what}: both must be of the same model"
             )
-
-
-def _cached(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found).parent if isinstance(found, str) else None

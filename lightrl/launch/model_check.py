@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.errors import ConfigError
+from lightrl.model_files import is_target
 from lightrl.weight_files import stored_tensors
 
 # As safetensors names them; those of quantised weights are others.
@@ -42,7 +43,7 @@ def require_targets(folder: Path, targets: Sequence[str]) -> None:
     }
     layers = {name for name in names if _is_layer(name)}
     is_plain = not any(name.endswith(".c_attn") for name in names)  # GPT-2's own kind of layer
-    if not is_plain or not all(any(_is(name, t) for name in layers) for t in targets):
+    if not is_plain or not all(any(is_target(name, t) for name in layers) for t in targets):
         _ask("lightrl.trainer.model.lora", folder, *targets)
 
 
@@ -52,10 +53,6 @@ def _is_layer(name: str) -> bool:
     leaf = name.rpartition(".")[2]
     is_other = "embed" in leaf or leaf in {"lm_head", "wte", "wpe", "gate"}
     return not is_other and ".experts." not in name
-
-
-def _is(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -27,7 +27,7 @@ from lightrl.launch.folder import is_new
 from lightrl.launch.model_check import require_dtypes, require_engine, require_targets
 from lightrl.messages.nodes import Role
 from lightrl.metrics.sinks import require_installed
-from lightrl.model_files import HUB_ID, require_no_code, require_trainable
+from lightrl.model_files import HUB_ID, folder_here, require_no_code, require_trainable
 from lightrl.rewards.kept import FOLDER
 from lightrl.system.threads import num_cores
 from lightrl.trainer.checkpoint.saved import MODEL
@@ -181,16 +181,15 @@ def _require_directory(path: str, folder: Path, has_weights: bool) -> None:
 
 def _require_on_hub(name: str) -> Path | None:
     """Where its files are, if this machine has some. Raises ConfigError."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     # Which HTTP library the hub client uses differs between its versions: a failed connection is
     # the class that its own HTTP errors derive from.
     http_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
-        cached = try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str):
-            return Path(cached).parent
+        if (folder := folder_here(name)) is not None:
+            return folder
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
         return None
     except (http_error, HFValidationError, OSError) as e:

@@ -62,7 +62,7 @@ class Progress:
     """What has been printed already."""
 
     def __init__(self) -> None:
-        self._said_at = self._eval_said_at = float("-inf")
+        self._printed_at = self._eval_printed_at = float("-inf")
         self._step = 0
         self._num_evals = 0
         self._state = ""
@@ -84,14 +84,14 @@ class Progress:
                 self._warned.add(of)
                 yield f"{WARNING}{warning_text(row)}"
         yield from self._waits.lines(s.wait, now)
-        if s.round_kind == "eval" and now - self._eval_said_at >= EVAL_LINE_EVERY_S:
-            self._eval_said_at = now
+        if s.round_kind == "eval" and now - self._eval_printed_at >= EVAL_LINE_EVERY_S:
+            self._eval_printed_at = now
             yield f"evaluating: {_evaluated(s)}"
         evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
-        if s.step > self._step and s.rewards and (over or now - self._said_at >= LINE_EVERY_S):
-            self._step, self._said_at = s.step, now
+        if s.step > self._step and s.rewards and (over or now - self._printed_at >= LINE_EVERY_S):
+            self._step, self._printed_at = s.step, now
             yield (
                 f"step {s.step:>5}/{s.num_steps}  reward {s.rewards[-1]:.3f}"
                 + (f"  length {s.lengths[-1]:6.1f}" if s.lengths else "")

@@ -41,8 +41,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
         raise ConfigError("eval.checkpoint: is for lightrl eval CHECKPOINT CONFIG; leave it out")
     setup = Setup(config, starts=True, is_resumed=resume)
     notes = [finding.text for finding in await judged(setup, print_lines) if finding.is_note]
-    assert setup.config is not None
-    if not resume and (lines := list(begins_with(setup.config))):
+    if not resume and (lines := list(begins_with(setup.required))):
         notes.append("; ".join([f"begins with {lines[0]}", *lines[1:]]))
     run_dir, interrupted = await run_to_end(setup, notes, print_lines, tui)
     return _conclude(run_dir, interrupted)
@@ -61,9 +60,8 @@ async def run_to_end(
 ) -> tuple[Path, bool]:
     """Start a run that was judged, and watch it until it is over, or until a signal. Returns its
     directory, and whether it was interrupted. Raises RunFailed."""
-    config = setup.config
-    assert config is not None
-    configure_log(config)
+    config = setup.required
+    _configure_log(config)
     for note in notes:
         report(note)
     later: list[str] = []  # lines that would tear the screen
@@ -107,7 +105,7 @@ async def _to_its_end(
     return reason == "interrupted"
 
 
-def configure_log(config: Config) -> None:
+def _configure_log(config: Config) -> None:
     """The log of this process: which daemons were started. The user sees plain lines instead."""
     level, as_json = config.logging.level, config.logging.json_
     file = config.run_dir.resolve() / "logs" / "launcher.log"

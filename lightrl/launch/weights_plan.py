@@ -10,7 +10,7 @@ from pathlib import Path
 from lightrl.config.schema import Config
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment
-from lightrl.devices.driver import Machine, look
+from lightrl.devices.driver import Machine
 from lightrl.devices.plan import training
 from lightrl.weights.machine import scratch
 
@@ -147,9 +147,9 @@ def _broadcast_seconds(size: memory.VersionSize) -> str:
     return f"by broadcast at {gbit} Gbit/s: {seconds}, once over each line"
 
 
-def room(config: Config) -> Room | None:
+def room(config: Config, machine: Machine) -> Room | None:
     """In shared memory or on disk, for the versions of a run; None where the model is not here."""
-    size = version_size(config, look())
+    size = version_size(config, machine)
     if size is None:
         return None
     needed = scratch.needed_bytes(size.num_bytes)

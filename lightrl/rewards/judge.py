@@ -123,10 +123,9 @@ class JudgeReward:
 def is_direct(host: str, port: int | None) -> bool:
     """Whether the proxy of the environment is not used: for this machine, and hosts in no_proxy."""
     name = host.lower().rstrip(".")
-    if name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower()):
-        return True
-    is_local = name.startswith("127.") or name.endswith(".localhost")
-    if is_local or proxy_bypass(f"{host}:{port}" if port else host):
+    is_here = name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower())
+    is_here = is_here or name.startswith("127.") or name.endswith(".localhost")
+    if is_here or proxy_bypass(f"{host}:{port}" if port else host):
         return True
     networks = getproxies_environment().get("no", "").split(",")
     with contextlib.suppress(ValueError):  # a name

@@ -33,14 +33,13 @@ CONFIG = {
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(tmp_path):
     """Of a run whose model has 7.6e9 parameters, as the header of its file says."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     header = json.dumps({"w": {"dtype": "BF16", "shape": [PARAMETERS], "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(
         len(header).to_bytes(8, "little") + header.encode()
     )
-    monkeypatch.setattr(weights_plan, "look", lambda: NO_DRIVER)
     return load_config(QUICKSTART, [f"model.path={tmp_path}"])
 
 
@@ -162,7 +161,7 @@ def test_memory_and_disk_are_held_against_the_model(
     monkeypatch.setattr(scratch, "free_bytes", lambda root: int(free[root] * 1e9))
     for root in roots.values():
         root.mkdir()
-    found = weights_plan.room(config)
+    found = weights_plan.room(config, NO_DRIVER)
     assert found is not None
     assert found.is_enough == (folder is not None)
     assert text.format(**roots) in found.text
@@ -201,4 +200,4 @@ def test_nothing_is_said_where_nothing_is_known(config):
         update={"model": config.model.model_copy(update={"path": "org/name"})}
     )
     assert weights_plan.describe(elsewhere, NO_DRIVER) == []
-    assert weights_plan.room(elsewhere) is None
+    assert weights_plan.room(elsewhere, NO_DRIVER) is None

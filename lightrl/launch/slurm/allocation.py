@@ -79,11 +79,11 @@ def task_number() -> int:
 async def return_to_queue() -> int:
     """The exit status of a job that has to leave. One that was cancelled stays cancelled."""
     if await decision() == "runs":
-        code, said = await _ask_slurm("scontrol", "requeue", job_id())
+        code, text = await _ask_slurm("scontrol", "requeue", job_id())
         if code == 0:
             logger.info("back to the queue")
         else:
-            logger.error("cannot return to the queue: %s", said)
+            logger.error("cannot return to the queue: %s", text)
     return 0
 
 
@@ -116,10 +116,11 @@ async def _ask_slurm(*command: str) -> tuple[int, str]:
     )
     code, text = -1, ""
     for _ in range(ASKS):
-        if code < 0:  # killed
-            try:
-                done = await in_thread(run)
-            except (OSError, subprocess.TimeoutExpired) as e:
-                return 127, str(e)
-            code, text = done.returncode, (done.stdout + done.stderr).strip()
+        try:
+            done = await in_thread(run)
+        except (OSError, subprocess.TimeoutExpired) as e:
+            return 127, str(e)
+        code, text = done.returncode, (done.stdout + done.stderr).strip()
+        if code >= 0:  # else it was killed
+            break
     return code, text

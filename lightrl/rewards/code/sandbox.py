@@ -87,11 +87,16 @@ class Sandbox:
         self._is_isolated = is_isolated
         self._packages = packages
         self._walls = _walls(limits, packages) if is_isolated else []
-        self._is_tried = False
         tried = self.run({"mode": "input", "program": ""}, 30.0)
-        self._is_tried = True
+        errors = tried.errors.strip()
+        if not tried.has_finished and errors.startswith("bwrap: "):
+            raise RewardError(
+                f"code: bubblewrap (0.7 or newer) makes no sandbox ({errors}): allow user "
+                "namespaces (user.max_user_namespaces, "
+                f"kernel.apparmor_restrict_unprivileged_userns), {UNISOLATED}"
+            )
         if not tried.has_finished:
-            raise RewardError(f"code: no program runs: {tried.errors.strip() or tried.status}")
+            raise RewardError(f"code: no program runs: {errors or tried.status}")
 
     def run(
         self,
@@ -124,13 +129,6 @@ class Sandbox:
             if len(output) > self._limits.output_bytes:
                 status, output = "output", output[:-1]
             errors = _tail(err, STDERR_BYTES)
-        # later a program could print that line itself
-        if code and errors.startswith("bwrap: ") and not self._is_tried:
-            raise RewardError(
-                f"code: bubblewrap (0.7 or newer) makes no sandbox ({errors.strip()}): allow user "
-                "namespaces (user.max_user_namespaces, "
-                f"kernel.apparmor_restrict_unprivileged_userns), {UNISOLATED}"
-            )
         return Outcome(status, code, output, errors, wall_s)
 
     def _start(

@@ -40,8 +40,8 @@ def groups_of(vocabulary: int) -> list[TrainGroup]:
         responses = []
         for j in range(RESPONSES):
             ids = [rng.randrange(2, vocabulary) for _ in range(round(most * rng.uniform(0.7, 1)))]
-            reported = pack_f32([-1.0] * len(ids))
-            responses.append(TrainResponse(f"p{i}#{j}", pack_i32(ids), reported, float(j), "stop"))
+            logprobs = pack_f32([-1.0] * len(ids))
+            responses.append(TrainResponse(f"p{i}#{j}", pack_i32(ids), logprobs, float(j), "stop"))
         prompt = [rng.randrange(2, vocabulary) for _ in range(PROMPT)]
         made.append(TrainGroup(f"p{i}", pack_i32(prompt), tuple(responses)))
     return made

@@ -122,8 +122,8 @@ def version_size(shape: Shape, stored: bytes, dtype: str, on_gpu: bool) -> Versi
     Without torch, what `weights.version.tensors.served_dtype` decides there."""
     if dtype == "auto":
         config = _parsed(stored) or {}
-        said = "bfloat16" if on_gpu else config.get("dtype") or config.get("torch_dtype")
-        dtype = said if said in BYTES_OF else "float32"
+        named = "bfloat16" if on_gpu else config.get("dtype") or config.get("torch_dtype")
+        dtype = named if named in BYTES_OF else "float32"
     return VersionSize(shape.num_parameters * BYTES_OF[dtype], dtype)
 
 

@@ -10,7 +10,7 @@ from lightrl.adapters import is_adapter
 from lightrl.engine.base import ReceiveWeights
 from lightrl.engine.checkpoint import Layouts, tensor_targets
 from lightrl.engine.member import Member
-from lightrl.system import pages
+from lightrl.system.process import trim
 from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile
@@ -74,7 +74,7 @@ def _return_to_system() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    pages.trim()
+    trim()
 
 
 class VersionLayouts:

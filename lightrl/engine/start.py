@@ -14,8 +14,8 @@ from lightrl.config.sections import EngineKind
 from lightrl.engine.base import EngineCommand, EngineEvent, EngineSpec, Kind
 from lightrl.errors import EngineError
 from lightrl.log import environment as log_environment
-from lightrl.system import pages
 from lightrl.system.child import Child
+from lightrl.system.process import huge_pages
 from lightrl.wire import Codec
 
 EVERY_DEVICE: Mapping[str, str] = MappingProxyType({})
@@ -67,5 +67,5 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **log_environment("engine"),
-        **(pages.huge_pages(environ) if gives_back else {}),
+        **(huge_pages(environ) if gives_back else {}),
     }

@@ -213,7 +213,7 @@ class SentShards:
         self._places: list[tuple[Path, int]] = []  # segment, offset of the record
         self._is_last = False
         self._wrong_index: int | None = None
-        self._said_groups = 0
+        self._stated_groups = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -225,7 +225,7 @@ class SentShards:
             self._wrong_index = len(self._places)
         self._places.append((path, offset))
         self.num_groups += len(shard.groups)
-        self._is_last, self._said_groups = shard.last, shard.num_groups
+        self._is_last, self._stated_groups = shard.last, shard.num_groups
 
     @property
     def missing(self) -> str:
@@ -234,8 +234,8 @@ class SentShards:
             return f"shard {self._wrong_index} is missing"
         if not self._is_last:
             return f"shard {len(self._places)} is missing"
-        if self.num_groups != self._said_groups:
-            return f"its shards do not hold {self._said_groups} groups"
+        if self.num_groups != self._stated_groups:
+            return f"its shards do not hold {self._stated_groups} groups"
         return ""
 
     def __iter__(self) -> Iterator[TrainShard]:

@@ -28,7 +28,7 @@ class Membership:
     def start(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         """Schedule when the trainer and these nodes join, and the events of the trace."""
         world = self._world
-        world.at(0.0, lambda: self._greet(hello(TRAINER, 1, "trainer", TRAINER)))
+        world.at(0.0, lambda: self._announce(hello(TRAINER, 1, "trainer", TRAINER)))
         world.at(0.0, lambda: self._transfers.publish(0))
         for spec in nodes:
             world.at(0.0, lambda name=spec.name: self.join(world.machines[name]))
@@ -62,9 +62,9 @@ class Membership:
         machine.join(self._world.now)
         self._observer.fleet_changes(machine, 1)
         message = self._colocation.hello(machine)
-        self._greet(message, self._transfers.num_workers(machine), machine.load())
+        self._announce(message, self._transfers.num_workers(machine), machine.load())
 
-    def _greet(self, message: Hello, num_workers: int = 0, load: Load = IDLE) -> None:
+    def _announce(self, message: Hello, num_workers: int = 0, load: Load = IDLE) -> None:
         for event in arrival(message, num_workers, load):
             self._world.feed(event)
 

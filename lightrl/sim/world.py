@@ -47,7 +47,6 @@ from lightrl.messages.sharing import (
     WakeEngine,
 )
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
-from lightrl.sim import invariants
 from lightrl.sim.colocation import Colocation, settings_in
 from lightrl.sim.fleet.engine import Attempt
 from lightrl.sim.fleet.machines import SimMachine, new_machine
@@ -76,17 +75,14 @@ class World:
         nodes: Sequence[NodeSpec],
         trace: Sequence[TraceEvent] = (),
         switches: Switches = DEFAULT,
-        check: bool = False,
         changes: NodeChanges | None = None,
     ) -> None:
-        """`changes`: when nodes join and leave, beside the trace. `check`: the invariants hold
-        after every event, else InvariantViolation."""
+        """`changes`: when nodes join and leave, beside the trace."""
         if not (nodes or trace or changes):
             raise SimError("a simulation needs nodes: --nodes, --trace or rollout.nodes")
         self.settings = settings_in(scenario, settings, switches, nodes)
         self.scenario = scenario
         self.switches = switches
-        self.check = check
         self.now = 0.0
         self.core = Coordinator(self.settings, now=0.0)
         self.handle = self.core.handle
@@ -170,12 +166,8 @@ class World:
 
     def feed(self, event: Event) -> None:
         todo: deque[Event] = deque((event,))
-        core, now = self.core, self.now
         while todo:
-            commands = self.handle(todo.popleft(), now)
-            if self.check:
-                invariants.check(core)
-            for command in commands:
+            for command in self.handle(todo.popleft(), self.now):
                 self._perform(command, todo)
         self._transfers.begin()
 

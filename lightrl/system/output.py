@@ -31,12 +31,12 @@ def plain(text: str) -> str:
     """`text` on one line, without what could move the cursor, colour the terminal or reverse the
     reading.
 
-    White space becomes blanks; every other character that is not printable is spelled as JSON does
+    White space becomes blanks; every other character that is not printable is escaped as JSON does
     it, so that JSON stays the same JSON. Example: plain("a\\x1b[31m") is "a\\\\u001b[31m".
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else _spelled(c) for c in text)
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def print_lines(text: str) -> None:
@@ -118,7 +118,7 @@ class _Lossy(io.FileIO):
             self.write(b"\n")
 
 
-def _spelled(character: str) -> str:
+def _escaped(character: str) -> str:
     if character in _WHITE:
         return " "
     units = character.encode("utf-16-be", "surrogatepass")
@@ -225,7 +225,7 @@ class _Writer:
 
 codecs.register_error(
     ESCAPE,
-    lambda e: ("".join(map(_spelled, e.object[e.start : e.end])), e.end),  # pyright: ignore
+    lambda e: ("".join(map(_escaped, e.object[e.start : e.end])), e.end),  # pyright: ignore
 )
 _take: Callable[[str, str], None] | None = None
 _writers: dict[int, _Writer] = {}  # by descriptor

@@ -19,8 +19,8 @@ from lightrl.config.schema import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
-from lightrl.system import pages
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.process import huge_pages
 from lightrl.system.timeouts import patient_timeout
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
@@ -309,7 +309,7 @@ def rank_environment(
         # Micro-batches differ in shape: blocks that can grow leave fewer holes between them.
         added["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if config.rollout.placement == "shared":
-        added |= pages.huge_pages(environ)
+        added |= huge_pages(environ)
     threads = {"OMP_NUM_THREADS": str(config.train.threads)}
     return {**threads, **log_environment("rank"), **added}
 

@@ -185,13 +185,13 @@ async def _open_screen() -> AsyncIterator[Screen]:
     with _single_keys() as terminal, Live(console=console, screen=True, auto_refresh=False) as live:
         screen = Screen(live)
 
-        def heed(terminal: int) -> None:
+        def on_input(terminal: int) -> None:
             if not (data := _read(terminal)):
-                loop.remove_reader(terminal)  # one that is gone would be ready for ever
+                loop.remove_reader(terminal)  # a closed one would be ready for ever
             screen.press(data)
 
         if terminal is not None:
-            loop.add_reader(terminal, heed, terminal)
+            loop.add_reader(terminal, on_input, terminal)
         redraw = asyncio.create_task(_redraw(screen))
         screen.draw()
         try:

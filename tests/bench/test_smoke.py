@@ -21,7 +21,7 @@ SMALL = {
     "bare_grpo.py": "--steps 2 --eval-every 0",
     "broadcast": "--mb 4 --turns 1",
     "checkpoint": "--millions 2 --repeat 1",
-    "core": "--responses 1000 --repeat 1 --told 64",
+    "core": "--responses 1000 --repeat 1 --notify 64",
     "coupling": "--quick --vocabulary 4096",
     "data": "--rows 20000 --group 5000 --steps 3 --step-s 0.1",
     "evaluation": "--steps 2 --fleets 4x64",

@@ -37,7 +37,7 @@ from lightrl.messages.responses import (
 )
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsReady
-from lightrl.sim import invariants
+from tests.support import invariants
 
 SETTINGS = Settings(
     run_seed=0,

@@ -17,10 +17,10 @@ from lightrl.journal.codec import LOG
 from lightrl.journal.merge import merge
 from lightrl.messages.responses import Generate
 from lightrl.messages.training import TrainShard
-from lightrl.sim import invariants
 from tests.core.conftest import Driver, ids, of_kind, sent
 from tests.core.test_worlds import check_against_oracle, check_end, settings, sharing
 from tests.core.world import MAX_TOKENS, World
+from tests.support import invariants
 from tests.support.tiers import e2e
 
 

@@ -16,10 +16,10 @@ from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
-from lightrl.sim import invariants
 from tests.core.conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
 from tests.core.test_worlds import settings
 from tests.core.world import World
+from tests.support import invariants
 
 
 def test_running_responses_continue_from_their_tokens(driver: Driver):

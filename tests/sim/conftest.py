@@ -1,8 +1,12 @@
 """Small worlds: 16 prompts x 4 responses of at most 600 tokens, on a few nodes."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lightrl.core.commands import Command
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import Event
 from lightrl.core.settings import Settings
 from lightrl.messages.responses import Sampling
 from lightrl.sim.inputs.hardware import EngineProfile
@@ -11,6 +15,7 @@ from lightrl.sim.inputs.scenario import Scenario, Switches, Training, Transfer
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.inputs.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
 from lightrl.sim.world import World
+from tests.support import invariants
 
 LIMIT = 600
 SETTINGS = Settings(
@@ -53,7 +58,15 @@ def world(
     check: bool = False,
     **changes: Any,
 ) -> World:
+    """With `check` the invariants must hold after every event."""
     fleet = nodes(4) if fleet is None else fleet
-    return World(
-        replace(SETTINGS, **changes), scenario, fleet, trace, switches or Switches(), check
-    )
+    made = World(replace(SETTINGS, **changes), scenario, fleet, trace, switches or Switches())
+    if check:
+        made.handle = partial(_checked, made.core)
+    return made
+
+
+def _checked(core: Coordinator, event: Event, now: float) -> list[Command]:
+    commands = core.handle(event, now)
+    invariants.check(core)
+    return commands

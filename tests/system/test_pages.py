@@ -10,7 +10,7 @@ import pytest
 from lightrl.config.schema import Config
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.start import engine_environment
-from lightrl.system import pages
+from lightrl.system.process import huge_pages
 from lightrl.trainer.rank_processes import rank_environment
 
 HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -18,9 +18,9 @@ HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 def test_what_the_user_has_set_stays():
     def added(text):
-        return pages.huge_pages({"GLIBC_TUNABLES": text})
+        return huge_pages({"GLIBC_TUNABLES": text})
 
-    assert pages.huge_pages({}) == added("") == HUGE
+    assert huge_pages({}) == added("") == HUGE
     other = "glibc.malloc.arena_max=2"
     assert added(other) == {"GLIBC_TUNABLES": f"{other}:glibc.malloc.hugetlb=1"}
     assert added(f"{other}:glibc.malloc.hugetlb=0") == {}
@@ -63,5 +63,5 @@ def test_a_process_that_is_told_so_asks_the_kernel_for_huge_pages():
         words = [sys.executable, "-I", "-S", "-c", ASKS]
         return subprocess.check_output(words, env=environment, text=True).split()
 
-    told = pages.huge_pages({})
+    told = huge_pages({})
     assert (asks({}), asks(told)) == (["False"] * 2, ["True"] * 2)

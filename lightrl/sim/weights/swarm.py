@@ -195,7 +195,7 @@ class Swarm:
         self._is_stale, self._shared_at = False, self._now
         for pull in self._pulls.values():
             self._new.setdefault(pull.parcel, 0.0)
-        flows = [(s, node) for node, p in self._pulls.items() for s in self._sources(node, p)]
+        flows = [(s, node) for node, p in self._pulls.items() for s in self._sources(p)]
         down = dict(self._down)
         can_be_new = self._from_whole(flows, [self._up[source] for source, _ in flows], once=True)
         for node, pull in self._pulls.items():
@@ -217,7 +217,7 @@ class Swarm:
         for pull in self._pulls.values():
             self._new_rates.setdefault(pull.parcel, 0.0)
 
-    def _sources(self, node: str, pull: _Pull) -> list[str]:
+    def _sources(self, pull: _Pull) -> list[str]:
         """Return the nodes that send to it: peers that have something, and the last resort while no
         peer has everything."""
         senders: list[str] = []

@@ -163,9 +163,9 @@ def run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 up.wait(30.0)
         left = processes.end()
-    reported = (folder / "out").read_text(errors="replace")[-1500:]
+    output = (folder / "out").read_text(errors="replace")[-1500:]
     if up.wait() != 0:
-        raise HarvestFailed(f"`lightrl up` ended with {up.returncode}:\n{reported}")
+        raise HarvestFailed(f"`lightrl up` ended with {up.returncode}:\n{output}")
     if left:
         raise HarvestFailed(f"outlived the run: {[' '.join(p.words)[:150] for p in left]}")
     summary = json.loads((folder / "run" / "summary.json").read_bytes())
@@ -216,8 +216,8 @@ async def _address(run_dir: Path, up: "subprocess.Popen[bytes]") -> str:
     deadline = time.monotonic() + LISTENS_S
     while (address := listening(run_dir)) is None:
         if up.poll() is not None or time.monotonic() > deadline:
-            reported = (run_dir.parent / "out").read_text(errors="replace")[-1500:]
-            raise HarvestFailed(f"the coordinator did not come up:\n{reported}")
+            output = (run_dir.parent / "out").read_text(errors="replace")[-1500:]
+            raise HarvestFailed(f"the coordinator did not come up:\n{output}")
         await asyncio.sleep(LOOK_S)
     return reachable(address)
 

@@ -1,4 +1,4 @@
-"""What must hold after every event. Reads the whole state: for tests, in production on demand."""
+"""What must hold in a core after every event."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.DEFERRED, GroupStat
 
 
 def check(core: "Coordinator") -> None:
-    """Raises InvariantViolation naming the first broken invariant. O(responses + nodes)."""
+    """Raise InvariantViolation naming the first broken invariant. O(responses + nodes)."""
     _nodes(core)
     _sources(core)
     _broadcast(core)

@@ -8,19 +8,22 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from typing import Any
 
-from gpu_lib.parts import RUN, TESTS, Part
+from gpu_lib.parts import ROOT, RUN, TESTS, Part
 
 LIMIT_S = 120.0
 LEAST_FREE_GIB = 4.0
 # that are not named as their module
 DISTRIBUTIONS = {"zmq": "pyzmq", "pytest_timeout": "pytest-timeout"}
-# What pip would bring along, but `pip download --no-deps` does not.
-COMPANIONS = {"pydantic": ("pydantic-core", "annotated-types", "typing-inspection")}
+# They need torch, which the machine has; pip would download it again.
+WITHOUT_DEPENDENCIES = ("peft", "safetensors", "torch", "transformers", "vllm")
 NAMED = (
     "torch",
     "transformers",
@@ -113,18 +116,39 @@ def refusal(part: Part, machine: dict[str, Any], device: str) -> str | None:
 
 
 def advice(missing: list[str]) -> str:
-    """What to carry to a machine without a network. Example: advice(["zmq"])."""
+    """Return how to bring `missing` modules to a machine without a network, in one line.
+
+    The versions are those that pyproject.toml requires. Example: advice(["zmq"]).
+    """
     names = [DISTRIBUTIONS.get(name, name) for name in missing]
-    names += [companion for name in missing for companion in COMPANIONS.get(name, ())]
+    alone = [name for name in names if name in WITHOUT_DEPENDENCIES]
+    others = [name for name in names if name not in WITHOUT_DEPENDENCIES]
+    downloads = [_download("", others)] * bool(others) + [_download(" --no-deps", alone)] * bool(
+        alone
+    )
+    return (
+        f"not installed: {', '.join(names)}; without a network carry their wheels: "
+        f"{' && '.join(downloads)}, then pip install --no-index --no-deps --target DIR *.whl and "
+        "PYTHONPATH=DIR"
+    )
+
+
+def _download(options: str, names: list[str]) -> str:
+    required = _required()
+    wanted = " ".join(shlex.quote(required.get(name, name)) for name in names)
     tag = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"not installed: {', '.join(names)}; without a network carry their wheels: pip "
-        "download --no-deps "
-        f"--only-binary=:all: --python-version {tag} --platform manylinux_2_28_x86_64 --platform "
-        f"manylinux2014_x86_64 {' '.join(names)}, then pip install --no-index --no-deps "
-        "--target DIR *.whl "
-        "and PYTHONPATH=DIR"
+        f"pip download{options} --only-binary=:all: --python-version {tag} --platform "
+        f"manylinux_2_28_x86_64 --platform manylinux2014_x86_64 {wanted}"
     )
+
+
+def _required() -> dict[str, str]:
+    """By name, the requirements of LightRL with all extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = (project["dependencies"], *project["optional-dependencies"].values())
+    requirements = [text.partition(";")[0].strip() for some in lists for text in some]
+    return {re.split(r"[\[<>=~!]", text)[0]: text for text in requirements}
 
 
 def _version(name: str) -> str | None:

@@ -22,6 +22,7 @@ from lightrl.errors import EngineError
 from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.weights.canary import arbitrary_text
 from tests.engine.conftest import VLLM, Origins
+from tests.support.paths import python_path
 from tests.support.warm import CHILD_CODE
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 4, 4, 512, 32
@@ -156,7 +157,7 @@ def remote(tiny: Any, origin_of_engines: Origins) -> Iterator[Remote]:
     here, there = multiprocessing.Pipe()
     target = "tests.support.warm_vllm:run_file"
     words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[2])}
     with origin_of_engines.forking("vllm"):
         child = subprocess.Popen(
             (sys.executable, *words), pass_fds=(there.fileno(),), env=environment

@@ -170,9 +170,13 @@ def test_every_test_for_a_gpu_is_in_a_part():
     assert run == there - without_gpu
 
 
-def test_what_to_carry_is_said_in_one_line():
-    line = advice(["pydantic", "zmq"])
-    assert "pydantic, pyzmq, pydantic-core, annotated-types, typing-inspection" in line
+def test_advice_downloads_the_versions_that_lightrl_requires():
+    line = advice(["pydantic", "zmq", "peft"])
+    assert line.startswith("not installed: pydantic, pyzmq, peft; ")
+    first, second = line.split(" && ")
+    # pydantic with what it pins, peft without the torch that it would bring
+    assert "--no-deps" not in first and "'pydantic>=2.12' 'pyzmq>=26'" in first
+    assert "pip download --no-deps" in second and "'peft>=0.21,<0.23'" in second
     assert "\n" not in line
 
 

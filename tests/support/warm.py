@@ -41,7 +41,7 @@ import uvloop
 CLONE_PARENT = 0x00008000
 SIGCHLD = 17
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # the number of the system call
-READY = b"ready"  # the first that an origin says
+READY, HAS_THREADS = b"ready", b"threads"  # one of them is the first that an origin sends
 ROOM = 500  # characters of a command line, which a child writes over that of its origin
 REQUEST_BYTES = 1 << 17
 MAX_DESCRIPTORS = 16
@@ -111,7 +111,7 @@ class Origin:
     """A process that has imported these modules."""
 
     def __init__(self, *modules: str) -> None:
-        self._is_ready = False
+        self._answer = b""  # READY or HAS_THREADS
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._forks = Forks(requests, modules)
         code = "from tests.support.warm import serve; serve()()"
@@ -129,18 +129,20 @@ class Origin:
 
     @contextlib.contextmanager
     def forks(self) -> Iterator[None]:
-        """Until the end, children that it can fork are forked."""
+        """Until the end, children that it can fork are forked.
+
+        None is where the imports have started threads, as pyarrow does: a fork would not have them.
+        """
         self._wait_for_imports()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "_fork_exec", self._forks.fork_exec)
+            if self._answer == READY:
+                patch.setattr(subprocess, "_fork_exec", self._forks.fork_exec)
             yield
 
     def _wait_for_imports(self) -> None:
-        """Now, not when the first child is to be forked: that happens in an event loop, in which
-        whoever answers others would be silent for as long."""
-        if not self._is_ready:
-            self._forks.receive()
-            self._is_ready = True
+        """Now, not when the first child is to be forked: that happens in an event loop, which
+        answers nobody meanwhile."""
+        self._answer = self._answer or self._forks.receive()
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,10 @@ def serve() -> Callable[[], None]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    if len(os.listdir("/proc/self/task")) > 1:
-        sys.exit("the imports have started threads, which a fork would not have")
     requests = socket.socket(fileno=int(number))
+    if len(os.listdir("/proc/self/task")) > 1:
+        requests.send(HAS_THREADS)
+        sys.exit()
     requests.send(READY)
     return _serve(requests, modules)
 

@@ -105,6 +105,20 @@ def test_a_forked_child_is_what_a_started_one_is(probe: str, tmp_path: Path):
     asyncio.run(both())
 
 
+def test_children_are_started_where_the_imports_have_started_threads(probe: str, tmp_path: Path):
+    """As pyarrow does: a fork would lack them."""
+    thread = (
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    (tmp_path / "lib" / "threads.py").write_text(thread)
+    (tmp_path / "a").mkdir()
+    with origin("probe", "threads") as warm:
+        assert warm
+        with warm.forks():
+            found, _ = asyncio.run(facts(probe, tmp_path / "a"))
+    assert found["is forked"] is False
+
+
 def test_it_has_its_pipe_whatever_number_that_has(probe: str, tmp_path: Path):
     """As in a test's process that has many descriptors open."""
 

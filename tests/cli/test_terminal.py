@@ -133,9 +133,10 @@ def test_a_node_and_a_run_leave_in_order_when_their_terminals_are_gone(tmp_path)
     assert [text for _, text in events if " drains (SIGHUP)" in text]
 
 
-def test_who_was_told_to_outlive_its_terminal_does(monkeypatch):
+def test_after_nohup_the_end_of_the_terminal_is_no_signal_to_stop(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: signal.SIG_DFL}.get)
     assert signal.SIGHUP in stop_signals()
-    monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: signal.SIG_IGN}.get)  # as after nohup
+    monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: signal.SIG_IGN}.get)
     assert set(stop_signals()) == {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 
 

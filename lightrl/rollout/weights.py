@@ -43,7 +43,7 @@ from lightrl.system.child import is_for_lack
 from lightrl.system.threads import cancel
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
-from lightrl.weights.pull.fetch import Wanted
+from lightrl.weights.pull.connection import Wanted
 from lightrl.weights.pull.transfer import Pull, PullLimits, PullStats
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile

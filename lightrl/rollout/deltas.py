@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # numpy is loaded with the first delta, in a thread
 
 logger = logging.getLogger(__name__)
 
+# after a version is offered, within which deltas to it are mostly offered, too
+DELTA_WAIT_S = 15.0
 DELTA_TIMEOUT_S = 5.0  # without a byte of a delta, after which the version is pulled instead
 
 # a pull from the sources of the offer
@@ -120,6 +122,11 @@ class Deltas:
                 self._server.publish(replace(version.file, policy_version=policy_version))
             except WeightsError as e:  # peers have it from elsewhere
                 logger.warning("a delta is not served here: %s", e)
+
+
+def leads_from(digest: str, offer: PublishWeights) -> bool:
+    """Return whether deltas of the offer lead from the version with this digest."""
+    return any(link.base == digest for link in offer.deltas)
 
 
 def find_chain(

@@ -5,9 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from lightrl.messages.message import Message
 from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 from lightrl.messages.weights import WeightsReady
+from lightrl.rollout import weights
 from lightrl.rollout.agent import RolloutAgent
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
@@ -78,8 +81,9 @@ async def pulling(tmp_path: Path, shares: str = "", **settings: float) -> AsyncI
         store.close()
 
 
-def test_pulls_that_are_overtaken_leave_nothing(tmp_path: Path):
+def test_pulls_that_are_overtaken_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of the last of them nothing either, when its successor is what the node serves already."""
+    monkeypatch.setattr(weights, "DELTA_WAIT_S", 0.0)
     files = {v: make_version(tmp_path / f"v{v}.bin", v, *SIZE) for v in range(1, 6)}
 
     async def scenario() -> None:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -29,16 +29,12 @@ class LocalVersion:
 
     file: VersionFile
     descriptor: int
-    # called by `close`
-    on_close: list[Callable[[], None]] = field(default_factory=list["Callable[[], None]"])
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        while self.on_close:
-            self.on_close.pop()()
 
 
 def open_version(file: VersionFile) -> LocalVersion | None:

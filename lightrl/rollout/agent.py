@@ -34,7 +34,7 @@ from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.engine_spec import engine_spec
 from lightrl.rollout.orders import EngineOrders
 from lightrl.rollout.resend_buffer import ResendBuffer
-from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
+from lightrl.rollout.state import EDGES, EngineChange, EngineState
 from lightrl.rollout.turns import Turns
 from lightrl.rollout.weights import Callbacks, NodeWeights
 from lightrl.state_machine import next_state
@@ -101,6 +101,9 @@ class RolloutAgent:
         # the process; `state` is whether it takes commands
         self._engine: EngineChild | None = None
         self._crashes = CrashCounter(RESTARTS)
+        # This process was useful, so the next one may be, too. Deaths of sleeping ones are counted
+        # in turns.py.
+        self._was_useful = False
         self._running: dict[str, int] = {}  # response -> attempt
         self._unacked = ResendBuffer(config.async_.max_staleness)
         self._drained = asyncio.Event()  # set while nothing runs here
@@ -275,12 +278,13 @@ class RolloutAgent:
     def _give_up_engine(self, reason: str) -> None:
         """The engine has died with all that it ran. A version that is wanted is reported as failed,
         unless other processes have the devices."""
-        if self.state in HAS_SERVED:
+        if self._was_useful:
             self._crashes.progressed()
         else:
             self._crashes.crashed()
         was_ours = self._turns.ours.is_set()
         self._turns.died(reason)
+        self._was_useful = False
         self.move(EngineChange.DIED)
         self._forget_running()
         self.num_workers, self.device = 0, ""
@@ -298,7 +302,7 @@ class RolloutAgent:
     def _is_reply_due(self) -> bool:
         """Whether the engine sends tokens or loads a version. Not during a broadcast, which has
         other deadlines."""
-        if self.state in IS_LOADING:
+        if self.state is EngineState.LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
         return self.state is EngineState.SERVING and bool(self._running)
 
@@ -347,11 +351,13 @@ class RolloutAgent:
                     started.set()
                 case EngineLoaded(version, digest) as loaded:
                     self.move(EngineChange.LOADED)
+                    self._was_useful = True
                     self._loaded = version, digest
                     self._unacked.loaded(version, self._is_connected)
                     orders.answers.put_nowait(loaded)
                 case EngineSlept() as slept:
                     self.move(EngineChange.SLEPT)
+                    self._was_useful = True
                     orders.answers.put_nowait(slept)
                 case EngineWoken(seconds):
                     logger.debug("the engine woke in %.2f s", seconds)

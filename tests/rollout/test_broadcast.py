@@ -118,7 +118,7 @@ class Member:
         return self.rollout._engine.pid
 
     async def until_receiving(self) -> None:
-        await until(lambda: self.rollout.state in {EngineState.LOADING, EngineState.RELOADING})
+        await until(lambda: self.rollout.state is EngineState.LOADING)
 
     def here(self) -> set[str]:
         """Digests of which something lies here."""

@@ -109,7 +109,7 @@ def test_an_engine_dies_or_hangs_while_it_loads(tmp_path: Path, how: str):
             assert engine is not None
             os.kill(engine.pid, signal.SIGSTOP)
             node.offer(two, trainer)
-            await until(lambda: node.rollout.state is EngineState.RELOADING)
+            await until(lambda: node.rollout.state is EngineState.LOADING)
             if how == "killed":
                 os.kill(engine.pid, signal.SIGKILL)
             failed = await node.said.get()

@@ -85,11 +85,11 @@ def build_engine(spec: EngineSpec) -> Engine:
             return EmulatedEngine(spec)
         case "torch":
             with importing():
-                from lightrl.engine.torch import TorchEngine
+                from lightrl.engine.torch.engine import TorchEngine
 
             return TorchEngine(spec)
         case "vllm":
-            from lightrl.engine.vllm import VllmEngine
+            from lightrl.engine.vllm.engine import VllmEngine
 
             return VllmEngine(spec)
         case _:

@@ -93,7 +93,7 @@ class Deltas:
     async def _get(
         self, link: DeltaOffer, offer: PublishWeights, pulls: list[PullStats]
     ) -> VersionFile:
-        """A delta from this machine, or from those who have it."""
+        """A delta from this machine, or from a source."""
         wanted = Wanted(offer.policy_version, link.digest, link.num_bytes, link.manifest_bytes)
 
         async def pull_to(path: Path) -> VersionFile:

@@ -22,7 +22,7 @@ DEADLINE_S = 60
 @pytest.mark.parametrize(
     ("sources", "reason"),
     [
-        ((), "nobody holds it"),
+        ((), "no node holds it"),
         ((WeightsSource("a", ("host",), "t"),), "host:port"),
         ((WeightsSource("a", (), "t"),), "no address"),
         ((WeightsSource("a", ("a:1",), ""),), "not a ticket"),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 NO_SLEEP = "vLLM sets no memory free on a CPU while it sleeps; it generates nothing then"
 NOT_INVARIANT = (
-    "run.deterministic: vLLM knows VLLM_BATCH_INVARIANT, but its workers do not report such "
+    "run.deterministic: vLLM has VLLM_BATCH_INVARIANT, but its workers do not report such "
     "kernels: tokens may depend on what runs beside them"
 )
 INSTEAD = ', or set rollout.engine = "torch"'
@@ -118,7 +118,7 @@ class VllmEngine:
         self.num_workers = int(self._core.vllm_config.parallel_config.world_size)
         cache = self._core.vllm_config.cache_config
         sizes = (getattr(cache, name, None) or 0 for name in ("num_gpu_blocks", "block_size"))
-        self._kv_tokens = math.prod(sizes)  # also on a CPU; 0 in a vLLM that does not say it there
+        self._kv_tokens = math.prod(sizes)  # 0 if vLLM does not report it on a CPU
         self._sleeps = False  # until there is room for the KV cache again
         no_sleep = NO_SLEEP if spec.can_sleep and self.device == "cpu" else None
         notes = self._api.version_note, no_sleep, rope_note  # the daemon logs them

@@ -64,7 +64,7 @@ def verify_version(version: LocalVersion, is_ended: threading.Event) -> None:
     `is_ended` is set."""
     manifest = read_manifest(version.file)
     if manifest.num_bytes != version.file.num_bytes:
-        raise WeightsError(f"{version.file.path}: not of the size that its manifest says")
+        raise WeightsError(f"{version.file.path}: not of the size in its manifest")
     buckets = range(manifest.num_buckets)
     right = verify_buckets(version.descriptor, manifest, buckets, lambda: not is_ended.is_set())
     if is_ended.is_set():

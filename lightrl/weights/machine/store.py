@@ -190,8 +190,8 @@ class Store:
                         path.unlink()
 
     def _place(self, name: str, num_bytes: int) -> Path:
-        """Return a path at which a version can grow, or go on growing. Raises WeightsError if there
-        is no room."""
+        """Return a path at which a version, maybe begun before, can grow. Raises WeightsError if
+        there is no room."""
         lacking: list[str] = []
         for i, root in enumerate(scratch.roots()):
             folder = self._folder(root)

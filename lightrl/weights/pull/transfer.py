@@ -493,7 +493,7 @@ class Pull:
         self._news.set()  # pauses end
         last = f"; last {self._trouble}" if self._trouble else ""
         if all(s.is_dropped for s in choice.sources) and not choice.in_flight:
-            why = f"no source serves it{last}" if choice.sources else "nobody holds it"
+            why = f"no source serves it{last}" if choice.sources else "no node holds it"
             raise WeightsError(f"{self._about}: {why}")
         if now - self._progress_at > self._timeout_s:
             raise WeightsError(f"{self._about}: nothing arrived for {self._timeout_s:g} s{last}")

@@ -120,7 +120,7 @@ def _open(file: VersionFile) -> tuple[int, int]:
         fcntl.flock(opened[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
         size = os.fstat(opened[0]).st_size
         if size != file.num_bytes:
-            raise WeightsError(f"{file.path}: has {size} bytes, its manifest says {file.num_bytes}")
+            raise WeightsError(f"{file.path}: has {size} bytes, not {file.num_bytes}")
     except (OSError, WeightsError) as e:
         _close(*opened)
         if isinstance(e, BlockingIOError):

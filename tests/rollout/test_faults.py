@@ -163,7 +163,7 @@ def test_shared_memory_that_is_filled_during_a_pull_is_left_for_the_disk(
     with memory_of(4 * file.num_bytes, tmp_path / "shm") as memory:
         monkeypatch.setattr(scratch, "_shared", lambda: memory)
         asyncio.run(scenario(memory))
-    assert len([line for line in caplog.messages if "lie on disk" in line]) == 1
+    assert len([line for line in caplog.messages if "are on disk" in line]) == 1
 
 
 def test_a_disk_that_is_full_too_is_a_failed_version_and_the_engine_serves_on(

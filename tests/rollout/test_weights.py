@@ -341,7 +341,7 @@ def test_full_shared_memory_is_left_for_the_disk(
             assert Path((await a.got(files[2])).file.path).is_relative_to(roots[0])
 
     asyncio.run(scenario())
-    lines = [line for line in caplog.messages if "lie on disk" in line]
+    lines = [line for line in caplog.messages if "are on disk" in line]
     assert len(lines) == has_disk
 
 

@@ -335,7 +335,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("keys", "arithmetic 1", only(1), "the noise of a token does not depend on its position"),
         ("_sample", "if 2", never, "the temperature is ignored"),
     ],
-    ("engine.torch", "engine/test_speculation.py"): [
+    ("engine.torch.engine", "engine/test_speculation.py"): [
         ("TorchEngine._accept", "assign 8", only(2), "drafted tokens are accepted unverified"),
     ],
     ("weights.broadcast.transfer", "weights/test_broadcast.py"): [

@@ -24,6 +24,7 @@ from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.rollout.engine_spec import RolloutOptions
 from lightrl.system.addresses import WILDCARD, own_host, split_address
 from lightrl.trainer.nodes.node import Follower, TrainerNode
 from lightrl.trainer.rank_processes import Place
@@ -101,20 +102,18 @@ class Roles:
             require_size(config, self._parallel)
             model_dir = scratch / "model"
             write_model_files(model_dir, model_files)
-            self._rollout = RolloutAgent(
+            options = RolloutOptions(
                 self._node,
-                config,
                 slots,
                 model_dir,
-                self._engine_log(),
                 self._coordinator,
-                self._send,
-                weights.store,
-                weights.server,
+                self._engine_log(),
                 gpus.engines[0] if gpus.engines else CPU,
                 self._shares,
-                self._rejoin,
                 self._parallel,
+            )
+            self._rollout = RolloutAgent(
+                options, config, self._send, weights.store, weights.server, self._rejoin
             )
             self._tasks["rollout"] = tasks.create_task(self._rollout.run(), name="rollout")
         if "trainer" in self._names:

@@ -67,8 +67,7 @@ class EngineSpec:
     canary: float | None = None
     # versions are adapters, each beside the same base
     lora: LoraSpec | None = None
-    # training ranks, or engines of other sizes, use its devices in turn with it: it can give them
-    # back and go on
+    # training ranks, or engines of other sizes, use its devices in turn with it: it can sleep
     can_sleep: bool = False
     # texts that end a response, beside the stop tokens
     stop: tuple[str, ...] = ()
@@ -104,7 +103,7 @@ class ReceiveWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveGroup:
+class DropBroadcast:
     """Leave the broadcast group, and drop a version that is being received: that then fails."""
 
 
@@ -173,7 +172,7 @@ class EngineFailed:
 
 
 EngineCommand: TypeAlias = (
-    EngineSpec | Generate | Abort | LoadWeights | ReceiveWeights | LeaveGroup | Sleep | Wake
+    EngineSpec | Generate | Abort | LoadWeights | ReceiveWeights | DropBroadcast | Sleep | Wake
 )
 EngineEvent: TypeAlias = (
     EngineStarted | TokenChunk | EngineLoaded | EngineFailed | Load | EngineSlept | EngineWoken

@@ -151,7 +151,7 @@ def attention_windows(config: object) -> dict[str, int | None]:
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise EngineError(
-            f'the torch engine knows no {sorted(unknown)[0]} layers; use engine = "vllm"'
+            f'the torch engine has no {sorted(unknown)[0]} layers; use engine = "vllm"'
         )
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from lightrl.engine.base import (
+    DropBroadcast,
     EngineCommand,
     EngineEvent,
-    LeaveGroup,
     LoadWeights,
     ReceiveWeights,
 )
@@ -39,5 +39,5 @@ class Inbox:
         """Return whether the version that is being received is obsolete: a command is here to drop
         it, or to load another one."""
         self.wait(0.0)
-        ending = LoadWeights | ReceiveWeights | LeaveGroup
+        ending = LoadWeights | ReceiveWeights | DropBroadcast
         return any(isinstance(command, ending) for command in self._commands)

@@ -11,7 +11,7 @@ import torch
 
 from lightrl.engine.base import ReceiveWeights
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast.group import Group, form
+from lightrl.weights.broadcast.group import WorkerGroup, form
 from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.broadcast.transfer import receive
 from lightrl.weights.version.manifest import read_manifest
@@ -19,7 +19,7 @@ from lightrl.weights.version.manifest import read_manifest
 
 class Member:
     def __init__(self) -> None:
-        self._group: Group | None = None
+        self._group: WorkerGroup | None = None
 
     def leave(self, why: str) -> None:
         if self._group is not None:

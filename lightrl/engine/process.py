@@ -16,6 +16,7 @@ from typing import assert_never
 
 from lightrl.engine.base import (
     Delta,
+    DropBroadcast,
     Engine,
     EngineCommand,
     EngineEvent,
@@ -25,7 +26,6 @@ from lightrl.engine.base import (
     EngineSpec,
     EngineStarted,
     EngineWoken,
-    LeaveGroup,
     LoadWeights,
     ReceiveWeights,
     Sleep,
@@ -85,11 +85,11 @@ def build_engine(spec: EngineSpec) -> Engine:
             return EmulatedEngine(spec)
         case "torch":
             with importing():
-                from lightrl.engine.torch import TorchEngine
+                from lightrl.engine.torch.engine import TorchEngine
 
             return TorchEngine(spec)
         case "vllm":
-            from lightrl.engine.vllm import VllmEngine
+            from lightrl.engine.vllm.engine import VllmEngine
 
             return VllmEngine(spec)
         case _:
@@ -159,7 +159,7 @@ class Server:
                 self._load_weights(command)
             case ReceiveWeights():
                 self._receive_weights(command)
-            case LeaveGroup():
+            case DropBroadcast():
                 self._engine.leave_group(UNWANTED)
             case Sleep():
                 self._sleep()
@@ -249,7 +249,7 @@ class Server:
         begun_at = time.perf_counter()
         try:
             self._engine.wake()
-        except (LightRLError, RuntimeError, MemoryError) as e:  # whose memory is whose is not known
+        except (LightRLError, RuntimeError, MemoryError) as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             logger.error("the engine cannot wake: %s", reason)
             raise SystemExit(1) from None

@@ -24,7 +24,7 @@ from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.devices.driver import Machine, look
 from lightrl.devices.plan import assigned, for_run, require_room
 from lightrl.devices.visible import visible
-from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
+from lightrl.engine.vllm.versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, DataError, LightRLError
 from lightrl.launch import weights_plan
 from lightrl.launch.initial import settled

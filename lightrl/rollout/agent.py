@@ -9,10 +9,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from lightrl.config.schema import Config
-from lightrl.devices.assign import CPU, Part, environment
+from lightrl.devices.assign import environment
 from lightrl.engine.base import (
     EngineFailed,
     EngineLoaded,
@@ -31,10 +30,10 @@ from lightrl.messages.responses import Abort, Generate, TokenChunk
 from lightrl.messages.sharing import SleepEngine, WakeEngine
 from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsProgress
 from lightrl.rollout.broadcast import BroadcastMember
-from lightrl.rollout.engine_spec import engine_spec
+from lightrl.rollout.engine_spec import RolloutOptions, engine_spec
 from lightrl.rollout.orders import EngineOrders
 from lightrl.rollout.resend_buffer import ResendBuffer
-from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
+from lightrl.rollout.state import EDGES, EngineChange, EngineState
 from lightrl.rollout.turns import Turns
 from lightrl.rollout.weights import Callbacks, NodeWeights
 from lightrl.state_machine import next_state
@@ -55,52 +54,42 @@ FLUSH_S = 2.0  # for the last tokens of what runs here
 class RolloutAgent:
     def __init__(
         self,
-        node: str,
+        options: RolloutOptions,
         config: Config,
-        slots: int,
-        model_dir: Path,
-        log: Path | None,
-        coordinator: str,
         send: Callable[[Message], None],
         store: Store,
         server: WeightServer,
-        gpus: Part = CPU,
-        shares: str = "",
         rejoin: Callable[[], None] = lambda: None,
-        parallel: int = 0,
     ) -> None:
-        """`coordinator`: its address. `store` and `server`: this daemon's, open. Messages given to
-        `send` may be lost if `on_disconnect` is called; `resend` sends them again. `shares`: the
-        trainer node whose devices these are. `parallel`: the number of devices, if engines of other
-        sizes use them, too. `rejoin`: see turns.py.
+        """`store` and `server`: this daemon's, open. Messages given to `send` may be lost if
+        `on_disconnect` is called; `resend` sends them again. `rejoin`: see turns.py.
         """
         self.load = Load()
         self.device = ""
         self.num_workers = 0  # of the engine, once it has started
-        self._node = node
+        self._options = options
         self._config = config
-        self._slots = slots
-        self._model_dir = model_dir
-        self._log = log
-        self._gpus = gpus
         self._kind: Kind | None = None  # of the engine, once it is chosen
         self._send = send
-        host, _ = host_and_port(coordinator)
+        host, _ = host_and_port(options.address)
         self._member = BroadcastMember(send, host, config.weights.timeout_s)
         self._weights = NodeWeights(
-            node,
+            options.node,
             config.weights,
             store,
             server,
             host,
             Callbacks(send, lambda: self.serves, self._member.fail),
         )
-        self._takes_turns, self._parallel = bool(shares or parallel), parallel
-        self._turns = Turns(self._takes_turns, send, rejoin, self._weights.again, bool(parallel))
+        takes_turns, has_sizes = options.takes_turns, bool(options.parallel)
+        self._turns = Turns(takes_turns, send, rejoin, self._weights.again, has_sizes)
         self.state = EngineState.STARTING
         # the process; `state` is whether it takes commands
         self._engine: EngineChild | None = None
         self._crashes = CrashCounter(RESTARTS)
+        # This process was useful, so the next one may be, too. Deaths of sleeping ones are counted
+        # in turns.py.
+        self._was_useful = False
         self._running: dict[str, int] = {}  # response -> attempt
         self._unacked = ResendBuffer(config.async_.max_staleness)
         self._drained = asyncio.Event()  # set while nothing runs here
@@ -177,7 +166,7 @@ class RolloutAgent:
                 logger.warning("the torch engine takes over: %s", reason)
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
-                why = self._turns.refusal if self._parallel else ""  # others do its work
+                why = self._turns.refusal if self._options.parallel else ""  # others do its work
                 if why or self._crashes.is_given_up:
                     raise EngineError(why or reason) from None
                 logger.warning("starting the engine again: %s", reason)
@@ -246,10 +235,7 @@ class RolloutAgent:
 
     async def _serve(self) -> None:
         self._kind = self._kind or resolve_engine(self._config.rollout.engine)
-        spec = engine_spec(
-            *(self._config, self._kind, self._model_dir, self._slots, self._gpus),
-            *(self._takes_turns, self._parallel),
-        )
+        spec = engine_spec(self._config, self._kind, self._options)
         engine = self._engine = await self._start(spec)
         started = asyncio.Event()
         orders = EngineOrders(self, engine, self._weights, self._member, self._turns, self._send)
@@ -275,12 +261,13 @@ class RolloutAgent:
     def _give_up_engine(self, reason: str) -> None:
         """The engine has died with all that it ran. A version that is wanted is reported as failed,
         unless other processes have the devices."""
-        if self.state in HAS_SERVED:
+        if self._was_useful:
             self._crashes.progressed()
         else:
             self._crashes.crashed()
         was_ours = self._turns.ours.is_set()
         self._turns.died(reason)
+        self._was_useful = False
         self.move(EngineChange.DIED)
         self._forget_running()
         self.num_workers, self.device = 0, ""
@@ -298,7 +285,7 @@ class RolloutAgent:
     def _is_reply_due(self) -> bool:
         """Whether the engine sends tokens or loads a version. Not during a broadcast, which has
         other deadlines."""
-        if self.state in IS_LOADING:
+        if self.state is EngineState.LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
         return self.state is EngineState.SERVING and bool(self._running)
 
@@ -314,10 +301,10 @@ class RolloutAgent:
         """Try again while this machine lacks descriptors, processes or memory. Raises
         EngineError."""
         threads = self._config.rollout.threads
-        devices = environment(self._gpus.tokens, os.environ)
+        devices = environment(self._options.gpus.tokens, os.environ)
         try:
             return await retry_on_resource_limit(
-                lambda: start_engine(spec, threads, self._log, devices),
+                lambda: start_engine(spec, threads, self._options.log, devices),
                 "the engine",
                 logger.warning,
             )
@@ -340,18 +327,20 @@ class RolloutAgent:
                     for note in notes:
                         logger.warning("engine: %s", note)
                     self.device = device
-                    if not self._takes_turns:  # two on a device are in no group together
+                    if not self._options.takes_turns:  # two on a device are in no group together
                         self.num_workers = num_workers
                         self._member.started(engine.send)
                     self.move(EngineChange.STARTED)
                     started.set()
                 case EngineLoaded(version, digest) as loaded:
                     self.move(EngineChange.LOADED)
+                    self._was_useful = True
                     self._loaded = version, digest
                     self._unacked.loaded(version, self._is_connected)
                     orders.answers.put_nowait(loaded)
                 case EngineSlept() as slept:
                     self.move(EngineChange.SLEPT)
+                    self._was_useful = True
                     orders.answers.put_nowait(slept)
                 case EngineWoken(seconds):
                     logger.debug("the engine woke in %.2f s", seconds)

@@ -15,7 +15,7 @@ from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.fetched import obtain, run_in_thread
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
-from lightrl.weights.pull.fetch import Wanted
+from lightrl.weights.pull.connection import Wanted
 from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightrl.engine.base import EngineCommand, LeaveGroup, ReceiveWeights
+from lightrl.engine.base import DropBroadcast, EngineCommand, ReceiveWeights
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.message import Message
@@ -72,7 +72,7 @@ class BroadcastMember:
             logger.info("version %d: not wanted by broadcast any more", receiving.policy_version)
             self._is_withdrawn = True
             if self._order is not None:
-                self._order(LeaveGroup())
+                self._order(DropBroadcast())
         self._announced = message if message.group and not is_same else None
 
     def receive(self, file: VersionFile, offer: PublishWeights) -> bool:
@@ -97,7 +97,7 @@ class BroadcastMember:
         return is_wanted
 
     def fail(self, offer: PublishWeights, reason: str) -> None:
-        """The version cannot be received here: report it, so that nobody waits for this node."""
+        """The version cannot be received here: report it, so that no member waits for it."""
         if self._announced is not None and are_same(self._announced, offer):
             self._announced = None
         if offer.group is not None:

@@ -21,7 +21,7 @@ from lightrl.messages.weights import DeltaOffer, PublishWeights
 from lightrl.rollout.fetched import obtain, run_in_thread
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
-from lightrl.weights.pull.fetch import Wanted
+from lightrl.weights.pull.connection import Wanted
 from lightrl.weights.pull.transfer import Pull, PullStats
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # numpy is loaded with the first delta, in a thread
 
 logger = logging.getLogger(__name__)
 
+# after a version is offered, within which deltas to it are mostly offered, too
+DELTA_WAIT_S = 15.0
 DELTA_TIMEOUT_S = 5.0  # without a byte of a delta, after which the version is pulled instead
 
 # a pull from the sources of the offer
@@ -91,7 +93,7 @@ class Deltas:
     async def _get(
         self, link: DeltaOffer, offer: PublishWeights, pulls: list[PullStats]
     ) -> VersionFile:
-        """A delta from this machine, or from those who have it."""
+        """A delta from this machine, or from a source."""
         wanted = Wanted(offer.policy_version, link.digest, link.num_bytes, link.manifest_bytes)
 
         async def pull_to(path: Path) -> VersionFile:
@@ -120,6 +122,11 @@ class Deltas:
                 self._server.publish(replace(version.file, policy_version=policy_version))
             except WeightsError as e:  # peers have it from elsewhere
                 logger.warning("a delta is not served here: %s", e)
+
+
+def leads_from(digest: str, offer: PublishWeights) -> bool:
+    """Return whether deltas of the offer lead from the version with this digest."""
+    return any(link.base == digest for link in offer.deltas)
 
 
 def find_chain(

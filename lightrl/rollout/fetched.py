@@ -16,7 +16,7 @@ from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import taken_in_thread
 from lightrl.weights.machine.local import LocalVersion, close_version, open_version
 from lightrl.weights.machine.store import Store
-from lightrl.weights.pull.fetch import Wanted
+from lightrl.weights.pull.connection import Wanted
 from lightrl.weights.pull.transfer import PullStats
 from lightrl.weights.version.manifest import VersionFile
 

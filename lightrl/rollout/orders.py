@@ -93,7 +93,7 @@ class EngineOrders:
             if wanted is not None and are_same(wanted, offer):  # else a newer one is on its way
                 self._member.fail(offer, "no engine waits for it any more")
             return
-        self._owner.move(EngineChange.WAKE_ORDERED if sleeps else EngineChange.LOAD_ORDERED)
+        self._owner.move(EngineChange.LOAD_ORDERED)
         answer = await self._answer(offer)
         is_wanted = self._member.answered()
         match answer:

@@ -29,7 +29,7 @@ from lightrl.messages.weights import (
     WeightsSource,
 )
 from lightrl.rollout.base import BaseVersion
-from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, find_chain
+from lightrl.rollout.deltas import DELTA_TIMEOUT_S, DELTA_WAIT_S, Deltas, find_chain, leads_from
 from lightrl.rollout.fetched import (
     Announced,
     Fetched,
@@ -43,7 +43,7 @@ from lightrl.system.child import is_for_lack
 from lightrl.system.threads import cancel
 from lightrl.weights.machine.local import LocalVersion
 from lightrl.weights.machine.store import Store
-from lightrl.weights.pull.fetch import Wanted
+from lightrl.weights.pull.connection import Wanted
 from lightrl.weights.pull.transfer import Pull, PullLimits, PullStats
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
@@ -176,6 +176,8 @@ class NodeWeights:
                 continue
             finally:
                 self.progress = None
+                if self.wanted is not None and not are_same(self.wanted, offer):
+                    self._is_offered.set()
             if fetched is not None and not self._was_taken(fetched):
                 self._put(fetched)
             self._start(self._sweep())
@@ -226,22 +228,28 @@ class NodeWeights:
 
     async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | Announced | None:
         """None if another version was offered before this one was here, or this one has come by
-        broadcast."""
+        broadcast. A running pull is finished all the same if deltas lead from its version to the
+        newer one, which are published a moment later."""
         fetch = self._announce(offer) if offer.group else self._fetch(offer)
         fetching = self._fetching = asyncio.create_task(fetch, name="fetch weights")
+        limit_s = None
         try:
             while True:
                 newer = asyncio.create_task(self._is_offered.wait(), name="newer weights")
                 try:
-                    await asyncio.wait({fetching, newer}, return_when=asyncio.FIRST_COMPLETED)
+                    first = asyncio.FIRST_COMPLETED
+                    await asyncio.wait({fetching, newer}, timeout=limit_s, return_when=first)
                 finally:
                     newer.cancel()
                 if fetching.done():
                     return None if fetching.cancelled() else fetching.result()
                 assert self.wanted is not None
-                if not self._goes_on(offer, self.wanted):
+                if not self._is_offered.is_set() or not self._continues(offer, self.wanted):
+                    self._is_offered.set()
                     return None
                 self._is_offered.clear()
+                is_used = are_same(offer, self.wanted) or leads_from(offer.digest, self.wanted)
+                limit_s = None if is_used else DELTA_WAIT_S
         except asyncio.CancelledError:
             if fetching.done() and not fetching.cancelled() and fetching.exception() is None:
                 self._put(fetching.result())  # `close` gives it back
@@ -250,19 +258,22 @@ class NodeWeights:
             self._fetching = None
             await cancel(fetching)
 
-    def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
-        """Whether what is being fetched is still of use: the coordinator takes the newest version
-        only. A pull for which deltas are offered, and worth it, starts again with them."""
+    def _continues(self, offer: PublishWeights, newer: PublishWeights) -> bool:
+        """Return whether what is being fetched is still of use. A pull for which deltas are
+        offered, and worth it, starts again with them."""
+        pull, held = self._pull, self._held_versions()
         if not are_same(newer, offer):
-            return False
-        if (pull := self._pull) is not None:
-            missing, held = pull.missing_bytes, self._held_versions()
-            if not self._uses_deltas and find_chain(newer, missing, held) is not None:
+            is_pull = not (offer.group or newer.group or offer.base or self._uses_deltas)
+            chain = find_chain(newer, newer.num_bytes, held)
+            return is_pull and self._settings.delta == "auto" and chain is None
+        if pull is not None:
+            if not self._uses_deltas and find_chain(newer, pull.missing_bytes, held) is not None:
                 return False
             pull.add_sources(self._reachable(newer.sources))
         return True
 
     async def _fetch(self, offer: PublishWeights) -> Fetched:
+        self._uses_deltas = False
         begin, base = time.monotonic(), await self._base.get(offer)
         for known in self._fetched():
             if known.offer.digest == offer.digest:

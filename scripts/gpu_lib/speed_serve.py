@@ -93,7 +93,7 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
 
 
 def wanted(file: Any) -> Any:
-    from lightrl.weights.pull.transfer import Wanted
+    from lightrl.weights.pull.connection import Wanted
 
     manifest_bytes = file.manifest_bytes()
     return Wanted(file.policy_version, file.digest, file.num_bytes, manifest_bytes)

@@ -10,7 +10,7 @@ from lightrl.core.settings import EvalSet, Settings, Tail
 from lightrl.devices.assign import Part
 from lightrl.errors import ConfigError, DataError
 from lightrl.messages.responses import Sampling
-from lightrl.rollout.engine_spec import engine_spec
+from lightrl.rollout.engine_spec import RolloutOptions, engine_spec
 from tests.support.daemons import make_config
 
 
@@ -70,7 +70,8 @@ def test_the_data_must_hold_as_many_prompts_as_a_round_launches(tmp_path):
 )
 def test_an_engine_is_told_what_it_may_take_and_how_far_it_may_draft(tmp_path, changes, window):
     config = make_config(tmp_path, **changes)
-    spec = engine_spec(config, "torch", tmp_path, 3, Part(("0",), 0.26))
+    options = RolloutOptions("a", 3, tmp_path, "tcp://127.0.0.1:1", gpus=Part(("0",), 0.26))
+    spec = engine_spec(config, "torch", options)
     assert (spec.slots, spec.gpu_memory, spec.max_window) == (3, 0.26, window)
     assert spec.is_deterministic == config.run.deterministic
     assert spec.max_model_length == config.max_model_length

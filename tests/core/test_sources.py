@@ -1,9 +1,11 @@
 """From whom a node pulls: the assignment itself, and which differences lead where."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from lightrl.core.events import HeartbeatArrived, WeightsPublished
 from lightrl.core.weights.weight_sources import (
     MAX_CHAIN,
     MAX_PEERS,
@@ -12,7 +14,9 @@ from lightrl.core.weights.weight_sources import (
     PeerRing,
     choose,
 )
-from lightrl.messages.weights import DeltaOffer
+from lightrl.messages.nodes import Heartbeat
+from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsProgress
+from tests.core.conftest import Driver, publication, sent
 
 
 def names(count: int, prefix: str = "n") -> list[str]:
@@ -134,3 +138,20 @@ def test_what_leads_elsewhere_or_in_a_circle_is_not_passed_on():
     deltas.add("a", [DeltaOffer("b", "a", "x", 1, 1)])
     deltas.add("b", [DeltaOffer("a", "b", "y", 1, 1)])
     assert deltas.between("c", "b", 1 << 30) == ()
+
+
+def test_a_node_that_pulls_longer_than_a_step_gets_the_delta_from_its_version():
+    d = Driver(num_steps=9)
+    d.start("a", slots=9)
+    d.decode(lambda _: 2)
+    d.train(0)
+    d.confirm("a", 1)
+    d.join("late")  # and pulls version 1
+    d.feed(HeartbeatArrived("late", Heartbeat(weights=WeightsProgress(1, 10, 1000, 1))))
+    d.decode(lambda _: 2)
+    assert dict(sent(d.train(1), PublishWeights))["late"].deltas == ()
+    delta = DeltaOffer("digest-1", "digest-2", "delta", 10, 20)
+    offered = d.feed(WeightsPublished("t", replace(publication(2), deltas=(delta,))))
+    assert dict(sent(offered, PublishWeights))["late"].deltas == (delta,)
+    d.feed(HeartbeatArrived("late", Heartbeat()))
+    assert dict(sent(d.confirm("late", 1), PublishWeights))["late"].deltas == (delta,)

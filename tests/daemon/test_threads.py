@@ -12,7 +12,7 @@ import pytest
 from lightrl.coordinator.history_sync import Histories
 from lightrl.daemon.main import DaemonOptions
 from lightrl.daemon.worker import Worker
-from lightrl.errors import LightRLError, WeightsError
+from lightrl.errors import LightRLError
 from lightrl.history.saved import SavedHistory
 from lightrl.history.store import History
 from lightrl.launch import run
@@ -24,7 +24,7 @@ from lightrl.model_files import model_files
 from lightrl.system import child
 from tests.rollout.test_pulls import pulling
 from tests.support.daemons import DEADLINE_S, a_run, make_config
-from tests.support.versions import make_version, pull, serving, source
+from tests.support.versions import make_version, serving
 
 pytestmark = pytest.mark.usefixtures("warm_daemons")
 
@@ -66,23 +66,6 @@ def test_a_node_that_has_no_thread_for_a_while_serves_all_versions(tmp_path: Pat
                     said = await node.said.get()
                 assert said.policy_version == file.policy_version
                 assert len(refused) == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_pull_without_threads_is_a_failed_pull(tmp_path: Path, lack):
-    file = make_version(tmp_path / "v1.bin")
-
-    async def scenario() -> None:
-        async with serving(file) as trainer:
-            sources = [source(trainer)]
-            for num_given in (0, 2):
-                refused = lack(*(f"weights-pull_{k}" for k in range(num_given, 9)))
-                with pytest.raises(WeightsError, match=NO_THREAD):
-                    await pull(file, sources, tmp_path / "got.bin")
-                assert refused
-                lack("nothing")
-            await pull(file, sources, tmp_path / "got.bin")
 
     asyncio.run(scenario())
 

@@ -8,11 +8,11 @@ CODE = """
 import sys
 for name in ("zmq", "uvloop", "rich", "typer", "jinja2", "vllm", "pynvml"):
     sys.modules[name] = None
-import lightrl.engine.process, lightrl.engine.torch, lightrl.trainer.rank.rank
+import lightrl.engine.process, lightrl.engine.torch.engine, lightrl.trainer.rank.rank
 """
 DAEMON = """
 import sys
-import lightrl.devices.plan, lightrl.engine.vllm_versions, lightrl.launch.checks
+import lightrl.devices.plan, lightrl.engine.vllm.versions, lightrl.launch.checks
 assert not {"torch", "vllm", "transformers"} & {*sys.modules}
 """
 

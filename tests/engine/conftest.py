@@ -241,7 +241,7 @@ class Origins:
         is_vllm = kind == "vllm"
         if is_vllm not in self._known:
             vllm = ["tests.support.warm_vllm"] if is_vllm else []
-            modules = ("lightrl.engine.process", "lightrl.engine.torch", *vllm)
+            modules = ("lightrl.engine.process", "lightrl.engine.torch.engine", *vllm)
             self._known[is_vllm] = self._stack.enter_context(origin(*modules))
         return forking(self._known[is_vllm])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.engine.base import EngineFailed, EngineLoaded, LeaveGroup, ReceiveWeights
+from lightrl.engine.base import DropBroadcast, EngineFailed, EngineLoaded, ReceiveWeights
 from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.messages.responses import Sampling
 from lightrl.messages.weights import Canary
@@ -131,7 +131,7 @@ def test_a_rank_that_is_stopped_is_waited_for_so_long(real_engine, tiny):
         # whoever notices it first: we, or gloo
         words = "no progress for 1 s", "timeout", "Timed out"
         assert any(word in failed.reason for word in words), failed.reason
-    real_engine.child.send(LeaveGroup())  # came too late: answered already
+    real_engine.child.send(DropBroadcast())  # came too late: answered already
     real_engine.load(2)
 
 
@@ -155,7 +155,7 @@ def test_what_is_not_wanted_any_more_is_dropped(real_engine, tiny, ask, how):
         one.send(tiny.files[2], waits=True)
         assert one.says() == "waits"
         if how == "leaves":
-            real_engine.child.send(LeaveGroup())
+            real_engine.child.send(DropBroadcast())
             failed = answer(real_engine)  # though the rank still waits
         else:
             failed = real_engine.load_file(tiny.files[1])  # the first answer is to the broadcast

@@ -10,11 +10,12 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.memory import GIB
-from lightrl.engine import vllm, vllm_memory
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.checkpoint import build_model, kv_bytes_per_token, read_config, tensor_targets
-from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
-from lightrl.engine.vllm_speculation import MAX_LOGITS, max_drafted_rows
+from lightrl.engine.torch.gpu_room import DRAFT_LOGITS, fitting
+from lightrl.engine.vllm import engine as vllm
+from lightrl.engine.vllm import memory as vllm_memory
+from lightrl.engine.vllm.speculation import MAX_LOGITS, max_drafted_rows
 from lightrl.errors import EngineError, EngineUnusable
 
 QWEN = {  # Qwen2.5-7B: 28 heads share 4 heads of keys and values

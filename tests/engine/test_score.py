@@ -82,7 +82,7 @@ def cached(engine: Any, text: list[int], request: ResponseRequest) -> tuple[int,
 
 def load_with_stale_head(engine: Any, *version: Any) -> None:
     """In the child: what vLLM does on a CPU if nobody sees to it."""
-    from lightrl.engine.vllm_worker import WorkerExtension
+    from lightrl.engine.vllm.worker import WorkerExtension
 
     refresh = WorkerExtension._refresh_tied_head
     WorkerExtension._refresh_tied_head = lambda self: None

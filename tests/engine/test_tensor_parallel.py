@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.engine.base import EngineSpec, LeaveGroup
+from lightrl.engine.base import DropBroadcast, EngineSpec
 from lightrl.system.child import ChildDied
 from tests.engine.conftest import MAX_LENGTH, EngineClient, Origins, TinyModel
 from tests.engine.test_broadcast import (
@@ -68,7 +68,7 @@ def test_what_is_not_wanted_ends_with_the_group_or_when_nothing_moves(two, ask, 
         else:
             one.send(tiny.files[2], waits=True)
             assert one.says() == "waits"
-        two.child.send(LeaveGroup())
+        two.child.send(DropBroadcast())
         if how == "rank goes":
             one.process.kill()
         failed = answer(two)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.checkpoint import check_fits, tensor_targets
 from lightrl.engine.sampling import keys, sample
-from lightrl.engine.torch import TorchEngine
+from lightrl.engine.torch.engine import TorchEngine
 from lightrl.errors import EngineError, WeightsError
 from lightrl.history.gate import Gate
 from lightrl.messages.responses import PromptHistory, Sampling

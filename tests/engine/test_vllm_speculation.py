@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightrl.engine.base import EngineSpec
-from lightrl.engine.vllm_speculation import Rows
+from lightrl.engine.vllm.speculation import DraftRows
 from lightrl.history.gate import Gate
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.wire import pack_i32
@@ -145,7 +145,7 @@ def load(engine: Any, file: Any) -> None:
 
 def serve(connection: Any, spec: EngineSpec) -> None:
     """The child: calls functions of this file by name until the connection closes."""
-    from lightrl.engine.vllm import VllmEngine
+    from lightrl.engine.vllm.engine import VllmEngine
 
     engine = VllmEngine(spec)
     assert engine.notes == ()
@@ -369,7 +369,7 @@ def test_rows_accept_what_a_loop_over_requests_accepts():
         counts = random.integers(0, 5, random.integers(1, 7)).tolist()
         drafted = random.integers(0, 2, sum(counts))
         drawn = random.integers(0, 2, sum(counts) + len(counts))
-        rows = Rows(
+        rows = DraftRows(
             SimpleNamespace(num_draft_tokens=counts, draft_token_ids=torch.from_numpy(drafted))
         )
         assert rows.request.tolist() == [i for i, n in enumerate(counts) for _ in range(n + 1)]

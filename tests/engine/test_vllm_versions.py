@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrl.engine import vllm_lora
-from lightrl.engine.vllm_versions import (
+from lightrl.engine.vllm import lora as vllm_lora
+from lightrl.engine.vllm.versions import (
     BATCH_INVARIANT,
     has_batch_invariant_kernels,
     is_too_old,
@@ -40,7 +40,7 @@ def test_versions_outside_the_window_have_a_warning(version, said):
 
 def test_an_older_release_is_refused_in_one_line(monkeypatch):
     vllm = pytest.importorskip("vllm")
-    from lightrl.engine.vllm import Api
+    from lightrl.engine.vllm.engine import Api
     from lightrl.errors import EngineUnusable
 
     monkeypatch.setattr(vllm, "__version__", "0.25.1")

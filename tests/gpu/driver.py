@@ -113,17 +113,17 @@ class Driven:
     def __init__(self, spec: EngineSpec) -> None:
         self._window, self._is_padded = spec.max_window, spec.kind == "torch"
         if spec.kind == "torch":
-            from lightrl.engine.torch import TorchEngine
+            from lightrl.engine.torch.engine import TorchEngine
 
             self.engine: Any = TorchEngine(spec)
             self._drafter = self.engine._drafter
-            self._watch = Watch.at("lightrl.engine.torch")
+            self._watch = Watch.at("lightrl.engine.torch.engine")
         else:
-            from lightrl.engine.vllm import VllmEngine
+            from lightrl.engine.vllm.engine import VllmEngine
 
             self.engine = VllmEngine(spec)
             self._drafter = self.engine._speculation.drafter if self.engine._speculation else None
-            self._watch = Watch.at("lightrl.engine.vllm_worker")
+            self._watch = Watch.at("lightrl.engine.vllm.worker")
 
     def load(self, file: Any) -> None:
         self.engine.load_weights(file)

@@ -20,6 +20,7 @@ from lightrl.messages.responses import Generate, ResponseRequest, Sampling, Toke
 from lightrl.messages.weights import BadSource, WeightsFailed, WeightsReady
 from lightrl.rollout.agent import RolloutAgent
 from lightrl.rollout.broadcast import BroadcastMember
+from lightrl.rollout.engine_spec import RolloutOptions
 from lightrl.rollout.fetched import Announced
 from lightrl.rollout.state import EngineState
 from lightrl.system.timeouts import CHECKS
@@ -88,9 +89,8 @@ class Member:
             weights={"timeout_s": timeout_s},
             node={"patience_s": patience_s},
         )
-        self.rollout = RolloutAgent(
-            "a", config, 4, MODEL, None, "tcp://127.0.0.1:1", self.said.put_nowait, store, server
-        )
+        options = RolloutOptions("a", 4, MODEL, "tcp://127.0.0.1:1")
+        self.rollout = RolloutAgent(options, config, self.said.put_nowait, store, server)
 
     def offer(
         self, file: VersionFile, trainer: WeightServer, group: BroadcastGroup | None = None
@@ -118,7 +118,7 @@ class Member:
         return self.rollout._engine.pid
 
     async def until_receiving(self) -> None:
-        await until(lambda: self.rollout.state in {EngineState.LOADING, EngineState.RELOADING})
+        await until(lambda: self.rollout.state is EngineState.LOADING)
 
     def here(self) -> set[str]:
         """Digests of which something lies here."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.rollout.agent import RolloutAgent
+from lightrl.rollout.engine_spec import RolloutOptions
 from lightrl.system.child import ChildDied
 from lightrl.weights.machine import store
 from lightrl.weights.machine.local import LocalVersion
@@ -37,14 +38,11 @@ class Dying(RolloutAgent):
 
 
 def test_a_cancel_in_the_turn_in_which_the_engine_dies_is_not_lost(tmp_path: Path):
-    places = (QUICKSTART / "model", None)
-    address = "tcp://127.0.0.1:1"
+    options = RolloutOptions("a", 4, QUICKSTART / "model", "tcp://127.0.0.1:1")
 
     async def scenario() -> int:
         weights = (Store(b"unused"), WeightServer())
-        role = Dying(
-            "a", make_config(tmp_path), 4, *places, address, lambda message: None, *weights
-        )
+        role = Dying(options, make_config(tmp_path), lambda message: None, *weights)
         async with asyncio.timeout(DEADLINE_S):
             role.task = asyncio.create_task(role.run())
             with pytest.raises(asyncio.CancelledError):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.messages.weights import BadSource, PublishWeights
+from lightrl.rollout import weights
 from lightrl.weights.delta.encoding import ZSTD
 from lightrl.weights.delta.file import DeltaManifest
 from lightrl.weights.serve.server import WeightServer
@@ -245,6 +246,45 @@ def test_a_pull_starts_again_with_deltas_that_are_offered_early_and_keeps_what_i
             offer_to(a, target, slow, quick, deltas=(delta,))
             fetched = await a.got(target)
             assert fetched.stats.num_bytes == fetched.delta_bytes == delta.num_bytes
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_that_takes_longer_than_a_step_is_finished_for_the_deltas_from_it(tmp_path, larger):
+    older, newer = larger[:2]
+    delta = delta_of(older, newer, tmp_path / "delta.bin")
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            trainer_of(older, max_bytes_per_s=BUCKETS_A_S) as slow,
+            trainer_of(newer, delta) as trainer,
+        ):
+            offer_to(a, older, slow)
+            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            offer_to(a, newer, trainer)
+            await asyncio.sleep(0)
+            assert a.weights.progress is not None
+            offer_to(a, newer, trainer, deltas=(delta,))
+            assert (await a.got(older)).stats.num_bytes == older.num_bytes
+            assert (await a.got(newer)).stats.num_bytes == delta.num_bytes
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_without_deltas_to_the_newer_version_is_cancelled(tmp_path, larger, monkeypatch):
+    monkeypatch.setattr(weights, "DELTA_WAIT_S", 0.1)
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            trainer_of(larger[0], max_bytes_per_s=BUCKET_BYTES // 8) as slow,
+            trainer_of(larger[1]) as trainer,
+        ):
+            offer_to(a, larger[0], slow)
+            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            offer_to(a, larger[1], trainer)
+            assert (await a.got(larger[1])).stats.num_bytes == larger[1].num_bytes
 
     asyncio.run(scenario())
 

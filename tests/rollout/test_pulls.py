@@ -5,10 +5,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from lightrl.messages.message import Message
 from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
 from lightrl.messages.weights import WeightsReady
+from lightrl.rollout import weights
 from lightrl.rollout.agent import RolloutAgent
+from lightrl.rollout.engine_spec import RolloutOptions
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
@@ -28,20 +32,10 @@ class Pulling:
     ) -> None:
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self.store, self.server = store, server
-        config, model_dir = make_config(tmp_path, node=node), QUICKSTART / "model"
-        address = "tcp://127.0.0.1:1"
-        self.rollout = RolloutAgent(
-            "a",
-            config,
-            4,
-            model_dir,
-            None,
-            address,
-            self.said.put_nowait,
-            store,
-            server,
-            shares=shares,
-        )
+        model_dir, address = QUICKSTART / "model", "tcp://127.0.0.1:1"
+        options = RolloutOptions("a", 4, model_dir, address, shares=shares)
+        config = make_config(tmp_path, node=node)
+        self.rollout = RolloutAgent(options, config, self.said.put_nowait, store, server)
 
     def offer(self, file: VersionFile, holder: WeightServer) -> None:
         self.rollout.handle(published(file, (source(holder, "a", file.policy_version),)))
@@ -78,8 +72,9 @@ async def pulling(tmp_path: Path, shares: str = "", **settings: float) -> AsyncI
         store.close()
 
 
-def test_pulls_that_are_overtaken_leave_nothing(tmp_path: Path):
+def test_pulls_that_are_overtaken_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of the last of them nothing either, when its successor is what the node serves already."""
+    monkeypatch.setattr(weights, "DELTA_WAIT_S", 0.0)
     files = {v: make_version(tmp_path / f"v{v}.bin", v, *SIZE) for v in range(1, 6)}
 
     async def scenario() -> None:

@@ -39,8 +39,8 @@ from lightrl.transport.link import Link
 from lightrl.transport.router import Router
 from lightrl.transport.validate import check_bounds, require_allowed
 from lightrl.transport.zeromq import HANDSHAKE_MS
-from lightrl.weights.pull.fetch import parse_address
-from lightrl.weights.pull.transfer import Pull, Wanted
+from lightrl.weights.pull.connection import Wanted, parse_address
+from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import DIGEST_BYTES, Manifest, decode, digest_version, encode
 from lightrl.wire import MESSAGES

@@ -8,7 +8,8 @@ from typing import Any
 
 from lightrl.messages.weights import WeightsSource
 from lightrl.tickets import pull_ticket
-from lightrl.weights.pull.transfer import Pull, PullLimits, PullStats, Wanted
+from lightrl.weights.pull.connection import Wanted
+from lightrl.weights.pull.transfer import Pull, PullLimits, PullStats
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES, bucket_range
 from lightrl.weights.version.manifest import Manifest, VersionFile, hash_bucket

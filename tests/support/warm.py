@@ -52,7 +52,7 @@ DAEMONS = (CLI, "lightrl.daemon.main")
 CHILDREN = (
     "lightrl.engine.checkpoint",
     "lightrl.engine.process",
-    "lightrl.engine.torch",
+    "lightrl.engine.torch.engine",
     "lightrl.trainer.rank.rank",
     "lightrl.trainer.rank.emulated",
     "lightrl.trainer.rank.evaluated",

@@ -10,7 +10,7 @@ import socket
 from multiprocessing.connection import Connection
 
 import lightrl.engine.checkpoint  # noqa: F401
-from lightrl.engine.vllm import CPU_ENVIRONMENT, ENVIRONMENT
+from lightrl.engine.vllm.engine import CPU_ENVIRONMENT, ENVIRONMENT
 
 os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)  # each child has its own instead
 for name in (

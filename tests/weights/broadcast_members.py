@@ -18,7 +18,7 @@ import torch
 from lightrl.errors import WeightsError
 from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.system.addresses import join_address
-from lightrl.weights.broadcast.group import Group, form, listen
+from lightrl.weights.broadcast.group import WorkerGroup, form, listen
 from lightrl.weights.broadcast.membership import Membership
 from lightrl.weights.broadcast.transfer import receive, send
 from lightrl.weights.version.layout import num_bytes, plan
@@ -102,7 +102,7 @@ def be_member(rank: int, what: Plan, address: str, name: str, pipe: Connection) 
         pass
 
 
-def _take_part(group: Group, what: Plan, rank: int, number: int, so_far: Report) -> Report:
+def _take_part(group: WorkerGroup, what: Plan, rank: int, number: int, so_far: Report) -> Report:
     manifest, data = version(what.entries, number)
     if rank == 0:
         _fail(what, rank, 0)

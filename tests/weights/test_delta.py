@@ -101,14 +101,14 @@ def test_a_trained_model_costs_little_more_than_its_entropy():
 
 
 @pytest.mark.parametrize("share", [1e-5, 1e-4, 1e-3, 1e-2, 0.1])
-def test_random_changes_cost_their_entropy(share):
+def test_random_changes_cost_little_more_than_their_entropy(share):
     """However far they lie apart."""
     random = np.random.default_rng(0)
     base = random.integers(0, 1 << 16, BUCKET_BYTES // 2, np.uint16)
     chosen = random.random(len(base)) < share
     target = base + chosen * random.choice([1, 65535], len(base)).astype(np.uint16)
     found = measure(memoryview(base).cast("B"), memoryview(target).cast("B"), itemsize=2)
-    assert found.delta_bytes < 1.08 * found.entropy_bytes + 60
+    assert found.delta_bytes < 1.15 * found.entropy_bytes + 300
 
 
 @given(st.integers(0, 3), st.binary(max_size=200))
@@ -136,12 +136,10 @@ def test_a_truncated_delta_is_refused(itemsize):
             applied(BASE, delta[:length])
 
 
-def sparse(itemsize=2, split=0, count=1, num_gaps=1, stored=(0, 0, 0, 0), streams=b"") -> bytes:
-    """As an encoder would write it who lies."""
+def sparse(itemsize=2, count=1, stored=(0,) * 6, streams=b"") -> bytes:
+    """A delta that no encoder writes."""
     sizes = b"".join(struct.pack("<I", n) for n in stored)
-    return (
-        bytes((SPARSE,)) + struct.pack("<BBII", itemsize, split, count, num_gaps) + sizes + streams
-    )
+    return bytes((SPARSE,)) + struct.pack("<BI", itemsize, count) + sizes + streams
 
 
 def frame(length: int, **options) -> bytes:
@@ -155,32 +153,21 @@ def wide_frame(length: int) -> bytes:
 
 
 HUGE = 1 << 24
-EIGHT = b"\xff" * 8
 LIES = [
     ("of unknown kind 9", b"\x09"),
     ("is cut short", sparse()[:5]),
     ("is cut short", sparse(stored=())),
     ("of elements of 3 bytes", sparse(itemsize=3)),
-    ("of elements of 2 bytes", sparse(stored=(0, 0, 0, 0)) + sparse()[1:]),  # two such blocks
-    ("split at 3", sparse(split=3)),
-    ("of 0 elements", sparse(count=0, num_gaps=0)),
-    ("of 4294967295 elements", sparse(count=2**32 - 1, num_gaps=2**32 - 1)),
-    ("of 1 elements of 2048", sparse(num_gaps=2**32 - 1)),
-    ("of 1 elements of 2048", sparse(num_gaps=10)),
-    ("of 5 elements of 2048", sparse(count=5, num_gaps=4)),
-    ("stores 2 bytes for 1", sparse(stored=(2, 0, 0, 0), streams=b"11")),
-    ("stores 1 bytes for 1, has 0", sparse(stored=(1, 0, 0, 0))),
-    ("are not those of 1", sparse(num_gaps=2, stored=(2, 0, 0, 0), streams=b"\0\0")),
-    ("are not those of 1", sparse(num_gaps=1, stored=(1, 0, 0, 0), streams=b"\xff")),
-    ("beyond the end of 2048", sparse(num_gaps=9, stored=(9, 0, 0, 0), streams=EIGHT + b"\x08")),
-    ("beyond the end of 2048", sparse(split=8, stored=(1, 0, 0, 0, 0), streams=b"\x08")),
-    (
-        "beyond the end of 2048",
-        sparse(count=2, num_gaps=9, stored=(9, 0, 0, 0), streams=EIGHT[1:] + b"\xfe\xfe"),
-    ),
+    ("of elements of 2 bytes", sparse() + sparse()[1:]),  # two such blocks
+    ("of 0 elements", sparse(count=0)),
+    ("of 4294967295 elements", sparse(count=2**32 - 1)),
+    ("stores 2 bytes for 1", sparse(stored=(2, 0, 0, 0, 0, 0), streams=b"11")),
+    ("stores 1 bytes for 1, has 0", sparse(stored=(1, 0, 0, 0, 0, 0))),
+    ("beyond the end of 2048", sparse(stored=(0, 1, 0, 0, 0, 0), streams=b"\x08")),
+    ("beyond the end of 2048", sparse(stored=(1, 1, 1, 1, 0, 0), streams=b"\xff" * 4)),
     (
         "is not one of 2048 bytes",
-        sparse(count=2048, num_gaps=2048, stored=(400, 0, 0, 0), streams=frame(HUGE)[:400]),
+        sparse(count=2048, stored=(400, 0, 0, 0, 0, 0), streams=frame(HUGE)[:400]),
     ),
     ("is not one of 4096 bytes", bytes((ZSTD,)) + frame(HUGE // 4)[:4000]),
     ("is not one of 4096 bytes", bytes((ZSTD,)) + frame(4096, write_content_size=False)),
@@ -209,7 +196,8 @@ def test_lies_are_refused_before_memory_is_taken(reason, delta):
 def test_the_smallest_delta_that_changes_most_takes_little_memory():
     """Everything by 1: some hundred bytes that become a bucket."""
     n = BUCKET_BYTES
-    delta = sparse(itemsize=1, count=n, num_gaps=n, stored=(0, 0, 0))
+    values = zstandard.ZstdCompressor().compress(b"\2" * n)
+    delta = sparse(itemsize=1, count=n, stored=(0, 0, 0, 0, len(values)), streams=values)
     out = bytearray(n)
     tracemalloc.start()
     try:

@@ -14,7 +14,8 @@ import pytest
 from lightrl.messages.weights import WeightsSource
 from lightrl.weights.pull.transfer import Pull, PullStats
 from lightrl.weights.serve.request import ASK_DATA, ASK_SHARED, DATA, MISSING, QUEUED, Request
-from lightrl.weights.serve.server import SHARED_TURNS, WeightServer
+from lightrl.weights.serve.send import SHARED_TURNS
+from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
 from tests.support.holder import Answer, holder, of, part

@@ -20,7 +20,7 @@ from lightrl.weights.machine.local import partial_path
 from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.serve.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
 from lightrl.weights.serve.send import IDLE_LIMIT_S
-from lightrl.weights.serve.server import MAX_HELD, MAX_OF_A_NODE, TURNS_AT_ONCE, WeightServer
+from lightrl.weights.serve.server import MAX_HELD, MAX_OF_A_NODE, WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from tests.support.relay import EVERYTHING, Relay, address_of, bound_socket
@@ -89,13 +89,12 @@ def test_a_bucket_on_a_connection_that_is_cut_is_asked_for_again(tmp_path):
     async def scenario() -> None:
         version = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
-            # the first two are for what it has, and the manifest
-            relay = Relay(server.addresses[0], lambda n: 300_000 if n < 4 else EVERYTHING)
+            relay = Relay(server.addresses[0], lambda n: 300_000 if n < 2 else EVERYTHING)
             async with relay as address:
                 sources = [source(server, via=address)]
                 stats = await pull(version, sources, tmp_path / "pulled")
-        assert relay.num_connections == 5
-        assert stats.num_bytes == version.num_bytes + 2 * 300_000 - 2  # and two signs
+        assert relay.num_connections == 3
+        assert 500_000 < stats.num_bytes - version.num_bytes < 600_000
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
     asyncio.run(scenario())
@@ -369,8 +368,7 @@ def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
             host, _, port = server.addresses[0].rpartition(":")
             with contextlib.ExitStack() as stack:
-                # more than are sent to at once, and than threads
-                for k in range(TURNS_AT_ONCE + 8):
+                for k in range(72):
                     sock = stack.enter_context(socket.create_connection((host, int(port))))
                     sock.sendall(ask(server, version, 0, version.num_bytes, node=f"bad-{k}"))
                 stats = await pull(version, [source(server)], tmp_path / "pulled")
@@ -475,7 +473,7 @@ def test_publishing_a_file_that_is_not_the_version_is_refused(tmp_path):
         version = make_version(tmp_path / "v1")
         server = WeightServer()
         os.truncate(tmp_path / "v1", 5)
-        with pytest.raises(WeightsError, match="has 5 bytes, its manifest says"):
+        with pytest.raises(WeightsError, match="has 5 bytes, not "):
             server.publish(version)
         with pytest.raises(WeightsError, match="nowhere: cannot be served: No such"):
             server.publish(replace(version, path=str(tmp_path / "nowhere")))

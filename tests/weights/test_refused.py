@@ -9,7 +9,7 @@ import pytest
 from lightrl.errors import WeightsError
 from lightrl.messages.weights import WeightsSource
 from lightrl.weights.machine.local import partial_path
-from lightrl.weights.pull.fetch import parse_address
+from lightrl.weights.pull.connection import parse_address
 from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import decode, digest_version, encode, manifest_path
@@ -22,7 +22,7 @@ DEADLINE_S = 60
 @pytest.mark.parametrize(
     ("sources", "reason"),
     [
-        ((), "nobody holds it"),
+        ((), "no node holds it"),
         ((WeightsSource("a", ("host",), "t"),), "host:port"),
         ((WeightsSource("a", (), "t"),), "no address"),
         ((WeightsSource("a", ("a:1",), ""),), "not a ticket"),

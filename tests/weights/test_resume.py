@@ -23,7 +23,8 @@ PULLER = """
 import asyncio, sys
 from pathlib import Path
 from lightrl.messages.weights import WeightsSource
-from lightrl.weights.pull.transfer import Pull, Wanted
+from lightrl.weights.pull.connection import Wanted
+from lightrl.weights.pull.transfer import Pull
 digest, num_bytes, manifest_bytes, path, address, ticket = sys.argv[1:]
 wanted = Wanted(1, digest, int(num_bytes), int(manifest_bytes))
 said = lambda progress: print(progress.num_bytes >> 23, flush=True)

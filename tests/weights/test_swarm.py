@@ -8,30 +8,30 @@ from lightrl.weights.pull.swarm import (
     EVERYTHING,
     MAX_REFUSALS,
     STALL_S,
-    Source,
-    Swarm,
-    Transfer,
+    BucketTransfer,
+    PullSource,
+    SourceChoice,
 )
 
 NUM = 40
 SIZE = 8 << 20
 
 
-def a_source(node: str, has: int = 0, *, is_known: bool = True) -> Source:
-    return Source(node, (("h", 1),), b"t", has=has, is_known=is_known)
+def a_source(node: str, has: int = 0, *, is_known: bool = True) -> PullSource:
+    return PullSource(node, (("h", 1),), b"t", has=has, is_known=is_known)
 
 
 def bits(*buckets: int) -> int:
     return sum(1 << b for b in buckets)
 
 
-def a_swarm(*sources: Source, seed: int = 0, streams: int = 4, num: int = NUM) -> Swarm:
-    swarm = Swarm(num, seed, streams)
+def a_swarm(*sources: PullSource, seed: int = 0, streams: int = 4, num: int = NUM) -> SourceChoice:
+    swarm = SourceChoice(num, seed, streams)
     swarm.sources = list(sources)
     return swarm
 
 
-def take(swarm: Swarm, now: float = 0.0) -> Transfer | None:
+def take(swarm: SourceChoice, now: float = 0.0) -> BucketTransfer | None:
     chosen = swarm.choose(now)
     return None if chosen is None else swarm.begin(*chosen, SIZE, now)
 
@@ -56,7 +56,7 @@ def test_what_a_peer_has_is_not_asked_of_the_origin():
 
 def test_what_a_peer_is_getting_is_waited_for_but_not_for_ever():
     peer, origin = a_source("a"), a_source("trainer", EVERYTHING)
-    peer.getting = dict.fromkeys(range(NUM), 10.0)
+    peer.getting = bits(*range(NUM))
     peer.news_at = 10.0
     swarm = a_swarm(peer, origin)
     assert take(swarm, now=10.5) is None
@@ -168,7 +168,7 @@ def test_many_pullers_ask_the_origin_for_little_more_than_one_version(seed: int,
     while any(s.todo for s in swarms):
         rounds += 1
         now = float(rounds)
-        transfers: list[tuple[int, Transfer]] = []
+        transfers: list[tuple[int, BucketTransfer]] = []
         for k in rng.sample(range(num_pullers), num_pullers):
             while len([1 for j, _ in transfers if j == k]) < 4 and (t := take(swarms[k], now)):
                 transfers.append((k, t))
@@ -184,11 +184,13 @@ def test_many_pullers_ask_the_origin_for_little_more_than_one_version(seed: int,
     assert origin_sent <= 1.25 * NUM
 
 
-def tell(swarms: list[Swarm], k: int, *, has: int = 0, getting: int = -1, now: float) -> None:
+def tell(
+    swarms: list[SourceChoice], k: int, *, has: int = 0, getting: int = -1, now: float
+) -> None:
     for swarm in swarms:
         for s in swarm.sources[:-1]:
             if s.node == f"n{k}":
                 s.news_at, s.has = now, s.has | has
                 if getting >= 0:
-                    s.getting[getting] = now
-                s.getting = {b: t for b, t in s.getting.items() if not s.has >> b & 1}
+                    s.getting |= 1 << getting
+                s.getting &= ~s.has

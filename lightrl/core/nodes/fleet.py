@@ -405,8 +405,12 @@ class Fleet:
         node, published = self.nodes.get(name), self.published
         if node is None or published is None or node.state not in {*PULLING, *RESTING}:
             return
-        if ready.policy_version != published.policy_version:
-            return  # the newer one was sent
+        if ready.policy_version != published.policy_version:  # the newer one was sent
+            if ready.digest in self.digests.get(ready.policy_version, ()) and not node.base:
+                node.base = ready.digest
+                if self.sources.deltas_for(node):
+                    self._send_sources(node)
+            return
         if ready.digest != published.digest:
             if ready.digest in self.digests[ready.policy_version]:
                 return  # replaced meanwhile: the current one was sent

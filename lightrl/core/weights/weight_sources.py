@@ -103,9 +103,9 @@ class WeightSources:
         return None if self._published is None else self._published.policy_version
 
     def can_use_delta(self, node: Node) -> bool:
-        """Return whether the node can use a delta to the published version: it holds the version
-        before, or one from which deltas lead to the version before."""
-        published, at, before = self._published, node.base, self._before
+        """Return whether the node can use a delta to the published version: it holds or pulls the
+        version before, or one from which deltas lead to the version before."""
+        published, at, before = self._published, self._start_of_deltas(node), self._before
         return (
             self._has_deltas
             and published is not None
@@ -114,11 +114,21 @@ class WeightSources:
         )
 
     def deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
-        """Return the deltas from the version that the node holds to the published version."""
+        """Return the deltas from the version that the node holds, or else pulls, to the published
+        version."""
         published = self._published
         if published is None or not self._has_deltas:
             return ()
-        return self._deltas.between(node.base, published.digest, published.num_bytes)
+        at = self._start_of_deltas(node)
+        return self._deltas.between(at, published.digest, published.num_bytes)
+
+    def _start_of_deltas(self, node: Node) -> str:
+        """Return the digest of the version that the node holds. Of a node that holds none, that of
+        the older version which it pulled at its last heartbeat; "" if that is not known."""
+        if node.base or node.weights is None or self._published is None:
+            return node.base
+        steps = self._published.policy_version - node.weights.policy_version
+        return self._deltas.base_of(self._before, steps - 1) if steps > 0 else ""
 
     # Nodes
 
@@ -382,6 +392,13 @@ class DeltaChain:
         while len(self._leading_to) > MAX_CHAIN:
             del self._leading_to[next(iter(self._leading_to))]
         return is_new
+
+    def base_of(self, version: str, steps: int) -> str:
+        """Return the version from which so many deltas lead to this one; "" if one is missing."""
+        for _ in range(steps):
+            link = self._leading_to.get(version)
+            version = link.base if link is not None else ""
+        return version
 
     def between(self, base: str, version: str, num_bytes: int) -> tuple[DeltaOffer, ...]:
         """Return the chain from one version to another, oldest first; empty if a delta is missing

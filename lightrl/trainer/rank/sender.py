@@ -14,7 +14,7 @@ import torch
 from lightrl.errors import LightRLError, WeightsError, first_line
 from lightrl.system.addresses import join_address
 from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
-from lightrl.weights.broadcast.group import Group, form, listen
+from lightrl.weights.broadcast.group import WorkerGroup, form, listen
 from lightrl.weights.broadcast.membership import IsUnwanted, Membership
 from lightrl.weights.broadcast.transfer import send
 from lightrl.weights.version.layout import TensorSpec
@@ -30,7 +30,7 @@ class Sender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._opened: tuple[Membership, Any] | None = None  # the next group, and its store
-        self._group: Group | None = None
+        self._group: WorkerGroup | None = None
         self._name = ""
 
     def perform(

@@ -33,26 +33,24 @@ from torch.distributed import (
 
 from lightrl.errors import WeightsError, first_line
 from lightrl.system.addresses import WILDCARD, interface_of, is_loopback, own_host, split_known
-from lightrl.weights.broadcast.membership import UNWANTED, IsUnwanted, Membership
+from lightrl.weights.broadcast.membership import (
+    IN_FLIGHT,
+    NCCL_SETTINGS,
+    UNWANTED,
+    IsUnwanted,
+    Membership,
+)
 
 Result = TypeVar("Result")
 
 # At the end of a process: a thread that ends gloo just then would abort the process.
 JOIN_S = 1.0
 LOOK_S = 0.1  # between two looks at whether the transfer is still wanted
-IN_FLIGHT = 4  # buckets that are passed on while the next ones arrive
-# Without these NCCL's threads end the process when an operation fails or takes too long.
-NCCL_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-}
 FAILURES = (WeightsError, RuntimeError, OSError, MemoryError)
 _aborted: list[object] = []  # NCCL groups, whose destruction could block
 
 
-class Group:
+class WorkerGroup:
     """One member's end of a group, made by `form`. After any failure it is over: every call raises
     WeightsError, and the caller leaves the rest to the other members' limits."""
 
@@ -210,14 +208,14 @@ def form(
     device: torch.device | str,
     store: TCPStore | None = None,
     is_unwanted: IsUnwanted | None = None,
-) -> Group:
+) -> WorkerGroup:
     """Form a group with all others that call this.
 
     `device`: of the data, a CUDA device for "nccl", "cpu" for "gloo". `store`: in rank 0, from
     `listen`. Raises WeightsError after the time limit at the latest.
     """
     try:
-        group = Group(membership, torch.device(device))
+        group = WorkerGroup(membership, torch.device(device))
     except RuntimeError as e:  # no memory for a thread
         raise WeightsError(f"broadcast: {first_line(e)}") from e
     group.wait(group.submit(partial(group.connect, store)), is_unwanted)

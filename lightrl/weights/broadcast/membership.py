@@ -9,8 +9,16 @@ from typing import TypeAlias
 
 from lightrl.messages.broadcasts import BroadcastGroup
 
-LEAST_RATE = 10e6  # bytes a second; a slower broadcast is given up
+MIN_RATE = 10e6  # bytes a second; a slower broadcast is given up
 UNWANTED = "it is not wanted any more"  # why a member leaves that pulls instead
+IN_FLIGHT = 4  # buckets that are passed on while the next ones arrive
+# Without these NCCL's threads end the process when an operation fails or takes too long.
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
 
 # Whether a transfer that is in progress is of no use any more.
 IsUnwanted: TypeAlias = Callable[[], bool]
@@ -31,4 +39,4 @@ class Membership:
 def transfer_limit_s(num_bytes: int, timeout_s: float) -> float:
     """How long a broadcast may take in all: members form a group, then one bucket after another
     moves. Members notice most failures earlier, after `timeout_s` without progress."""
-    return 2 * timeout_s + num_bytes / LEAST_RATE
+    return 2 * timeout_s + num_bytes / MIN_RATE

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from lightrl.errors import WeightsError, first_line
-from lightrl.weights.broadcast.group import IN_FLIGHT, Group
-from lightrl.weights.broadcast.membership import IsUnwanted
+from lightrl.weights.broadcast.group import WorkerGroup
+from lightrl.weights.broadcast.membership import IN_FLIGHT, IsUnwanted
 from lightrl.weights.version.layout import BUCKET_BYTES, TensorSpec, bucket_range
 from lightrl.weights.version.manifest import Manifest, hash_bucket
 
 
-def send(group: Group, data: torch.Tensor, is_unwanted: IsUnwanted | None = None) -> None:
+def send(group: WorkerGroup, data: torch.Tensor, is_unwanted: IsUnwanted | None = None) -> None:
     """Rank 0's side: `data` is the version's file, as bytes.
 
     Returns when all buckets have been sent, not when they have arrived. Raises WeightsError, and
@@ -39,7 +39,7 @@ def send(group: Group, data: torch.Tensor, is_unwanted: IsUnwanted | None = None
 
 
 def receive(
-    group: Group, manifest: Manifest, is_unwanted: IsUnwanted | None = None
+    group: WorkerGroup, manifest: Manifest, is_unwanted: IsUnwanted | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A worker's side: all tensors, complete, in order, on the group's device.
 
@@ -56,7 +56,7 @@ def receive(
 
 
 def _buckets(
-    group: Group, manifest: Manifest, is_unwanted: IsUnwanted | None
+    group: WorkerGroup, manifest: Manifest, is_unwanted: IsUnwanted | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(offset in the file, bytes) of each bucket; the bytes change when the next one is asked
     for."""

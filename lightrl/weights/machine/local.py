@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -29,16 +29,12 @@ class LocalVersion:
 
     file: VersionFile
     descriptor: int
-    # called by `close`
-    on_close: list[Callable[[], None]] = field(default_factory=list["Callable[[], None]"])
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        while self.on_close:
-            self.on_close.pop()()
 
 
 def open_version(file: VersionFile) -> LocalVersion | None:
@@ -68,7 +64,7 @@ def verify_version(version: LocalVersion, is_ended: threading.Event) -> None:
     `is_ended` is set."""
     manifest = read_manifest(version.file)
     if manifest.num_bytes != version.file.num_bytes:
-        raise WeightsError(f"{version.file.path}: not of the size that its manifest says")
+        raise WeightsError(f"{version.file.path}: not of the size in its manifest")
     buckets = range(manifest.num_buckets)
     right = verify_buckets(version.descriptor, manifest, buckets, lambda: not is_ended.is_set())
     if is_ended.is_set():

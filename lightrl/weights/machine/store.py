@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 PREFIX = "lightrl-run-"
 STALE_S = 600.0  # how long the folder of a dead run is kept, for daemons that start again
 POLL_S = 0.05  # for a lock
-STOPPED_S = 30.0  # without a byte, after which a node does not wait for the one that pulls
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 
 
@@ -98,13 +97,25 @@ class Store:
         """Wait until no other node pulls this version; the path is where to pull it to. Look with
         `find` first: the node before may have pulled it. Raises WeightsError, OSError."""
         _require_digest(digest)
-        lock = VersionLock(self, digest)
-        is_alone = await lock.acquire()
-        try:
-            name = f"{digest}.bin" if is_alone else self.own_path(digest).name
-            yield await in_thread(self._place, name, num_bytes)
-        finally:  # without an await: a cancellation would lose the partial download
-            lock.release()
+        while True:
+            if (lock := self.try_lock(digest)) is not None:
+                break
+            await asyncio.sleep(POLL_S)
+        with lock:  # without an await at its end: a cancellation would lose the partial download
+            yield await in_thread(self._place, f"{digest}.bin", num_bytes)
+
+    def try_lock(self, digest: str) -> contextlib.ExitStack | None:
+        """Return the lock of the one node of this machine that pulls a version, None if another
+        node has it."""
+        path = self.control / f"{digest}.pull"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not (_try_lock(descriptor) and _is_at(descriptor, path)):
+            os.close(descriptor)
+            return None
+        lock = contextlib.ExitStack()
+        lock.callback(os.close, descriptor)
+        lock.callback(path.unlink, missing_ok=True)
+        return lock
 
     def find(
         self, digest: str, num_bytes: int, is_ended: threading.Event
@@ -133,9 +144,8 @@ class Store:
             pointer = from_json((self.control / f"{digest}.json").read_bytes(), Pointer)
             if (pointer.file.digest, pointer.file.num_bytes) == (digest, num_bytes):
                 yield pointer.file, pointer.pid == os.getpid()
-        for folder in self.folders():
-            for path in sorted(folder.glob(f"{digest}*.bin")):
-                yield VersionFile(0, digest, num_bytes, str(path), str(manifest_path(path))), False
+        for path in (folder / f"{digest}.bin" for folder in self.folders()):
+            yield VersionFile(0, digest, num_bytes, str(path), str(manifest_path(path))), False
 
     def _reject(self, path: Path) -> None:
         if path.parent in self.folders():
@@ -144,7 +154,7 @@ class Store:
             self._rejected.add(str(path))
 
     def own_path(self, digest: str) -> Path:
-        """A path to which only this caller writes."""
+        """Return a path at which only this caller writes a manifest."""
         return self.control / f"{digest}.{os.getpid()}-{secrets.token_hex(4)}.bin"
 
     def point(self, file: VersionFile, kept: int = 2, *, stays: bool = False) -> None:
@@ -163,18 +173,25 @@ class Store:
 
     def sweep(self, wanted: Collection[str] = ()) -> None:
         """Remove the versions and partial downloads that no node of this machine uses, but those
-        with the digests `wanted`."""
+        with the digests `wanted`; and manifests without a version. Those at an `own_path` are
+        removed by their owners, or after STALE_S."""
         for folder in self.folders():
-            for path in folder.glob("*.bin*"):
-                digest = path.name.partition(".")[0]
-                lock = VersionLock(self, digest)
-                if digest not in wanted and lock.try_acquire():  # else a node pulls it
-                    _remove_unused(path)
-                    lock.release()
+            for digest in {path.name.partition(".")[0] for path in folder.glob("*.*")} - {*wanted}:
+                if not _DIGEST.fullmatch(digest) or (lock := self.try_lock(digest)) is None:
+                    continue  # a node pulls it
+                with lock:
+                    for path in folder.glob(f"{digest}.bin*"):
+                        _remove_unused(path)
+                    if not list(folder.glob(f"{digest}.bin*")):
+                        (folder / f"{digest}.manifest").unlink(missing_ok=True)
+            for path in folder.glob("*.*.manifest"):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - path.stat().st_mtime > STALE_S:
+                        path.unlink()
 
     def _place(self, name: str, num_bytes: int) -> Path:
-        """Return a path at which a version can grow, or go on growing. Raises WeightsError if there
-        is no room."""
+        """Return a path at which a version, maybe begun before, can grow. Raises WeightsError if
+        there is no room."""
         lacking: list[str] = []
         for i, root in enumerate(scratch.roots()):
             folder = self._folder(root)
@@ -186,17 +203,16 @@ class Store:
                 held = sum(allocated_bytes(p) for p in folder.glob("*.bin*"))
                 needed = scratch.needed_bytes(num_bytes, held, begun)
             if free >= needed:
-                self._log_place(root, num_bytes, is_on_disk=not is_shared, why="; ".join(lacking))
+                if not is_shared and lacking and not self._is_on_disk:
+                    size, why = f"{num_bytes / 1e9:.3g} GB each", "; ".join(lacking)
+                    logger.warning(
+                        "versions of the weights (%s) are on disk, in %s: %s", size, root, why
+                    )
+                self._is_on_disk = not is_shared
                 return folder / name
             part.unlink(missing_ok=True)
             lacking.append(f"{free / 1e9:.3g} GB free in {root}")
         raise WeightsError(f"no room for {num_bytes / 1e9:.3g} GB: {', '.join(lacking)}")
-
-    def _log_place(self, root: Path, num_bytes: int, *, is_on_disk: bool, why: str) -> None:
-        if is_on_disk and not self._is_on_disk and why:
-            size = f"{num_bytes / 1e9:.3g} GB each"
-            logger.warning("versions of the weights (%s) lie on disk, in %s: %s", size, root, why)
-        self._is_on_disk = is_on_disk
 
     @property
     def control(self) -> Path:
@@ -210,53 +226,9 @@ class Store:
         with self._entering:
             if self._is_closed:
                 raise WeightsError("the folder of versions is closed")
-            if root in self._folders and os.fstat(self._folders[root][1]).st_nlink == 0:
-                os.close(self._folders.pop(root)[1])  # a cleaner of temporary files removed it
             if root not in self._folders:
                 self._folders[root] = _enter_folder(root, self._name)
             return self._folders[root][0]
-
-
-class VersionLock:
-    """The lock of the one process of this machine that pulls a version. The kernel releases it when
-    the process ends."""
-
-    def __init__(self, store: Store, digest: str) -> None:
-        self._store = store
-        self._digest = digest
-        self._path = store.control / f"{digest}.pull"
-        self._descriptor = -1
-
-    async def acquire(self) -> bool:
-        """Wait for the lock. Returns False, without it, if the version does not grow for STOPPED_S:
-        the process that has the lock may be stopped."""
-        size, grown_at = -1, time.monotonic()
-        while not self.try_acquire():
-            if (found := self._num_bytes()) != size:
-                size, grown_at = found, time.monotonic()
-            elif time.monotonic() - grown_at > STOPPED_S:
-                logger.warning("the process that pulls the weights for this machine has stopped")
-                return False
-            await asyncio.sleep(POLL_S)
-        return True
-
-    def try_acquire(self) -> bool:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if _try_lock(descriptor) and _is_at(descriptor, self._path):
-            self._descriptor = descriptor
-            return True
-        os.close(descriptor)
-        return False
-
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _num_bytes(self) -> int:
-        names = (folder / f"{self._digest}.bin" for folder in self._store.folders())
-        return sum(allocated_bytes(partial_path(path)) for path in names)
 
 
 def _enter_folder(root: Path, name: str) -> tuple[Path, int]:
@@ -281,7 +253,7 @@ def _enter_folder(root: Path, name: str) -> tuple[Path, int]:
                 os.close(lock)
                 continue
             os.close(lock)
-        logger.warning("%s: belongs to somebody else; weights are not shared there", path)
+        logger.warning("%s: belongs to another user; weights are not shared there", path)
         path = root / f"{name}-{secrets.token_hex(8)}"
 
 
@@ -307,14 +279,12 @@ def _require_digest(digest: str) -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Whoever uses a version has a shared lock on it."""
+    """Every user of a version has a shared lock on it."""
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if _try_lock(file):
                 path.unlink(missing_ok=True)
-                whole = path.with_suffix("") if path.suffix == ".part" else path
-                manifest_path(whole).unlink(missing_ok=True)
         finally:
             os.close(file)
 

@@ -10,7 +10,7 @@ stalls, or is much slower than another source would be, is stolen: another strea
 bucket.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 EVERYTHING = -1  # all bits
@@ -23,24 +23,22 @@ MAX_REFUSALS = 3  # in a row, before a source is dropped
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class PullSource:
     """The state of a source, at one node."""
 
     node: str
     addresses: tuple[tuple[str, int], ...]
     ticket: bytes
     has: int = 0  # buckets
+    getting: int = 0  # buckets on their way to it
     is_known: bool = False  # it has reported what it has
-    is_followed: bool = False  # and will report changes
-    getting: dict[int, float] = field(default_factory=dict)  # buckets, since when
-    news_at: float = 0.0  # since it was added, or reported something
+    news_at: float = 0.0  # when it was added, or last reported a change
     num_streams: int = 0  # that ask it
     rate: float = DEFAULT_RATE  # bytes/s of the last bucket
     failures: int = 0  # in a row
     refusals: int = 0  # in a row
     paused_until: float = 0.0
     is_bad: bool = False  # sent wrong bytes
-    is_starved: bool = False  # it stopped queueing us, and sent nothing
 
     @property
     def is_dropped(self) -> bool:
@@ -54,10 +52,10 @@ class Source:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class BucketTransfer:
     """One bucket that is asked of one source."""
 
-    source: Source
+    source: PullSource
     bucket: int
     size: int
     begun_at: float
@@ -70,19 +68,19 @@ class Transfer:
         return self.received / max(now - self.begun_at, 1e-3)
 
 
-class Swarm:
+class SourceChoice:
     def __init__(self, num_buckets: int, seed: int, streams: int) -> None:
         """`seed`: differs between the nodes, so that they ask for different buckets."""
         self.num_buckets = num_buckets
         self.todo = (1 << num_buckets) - 1  # neither here nor in flight
-        self.sources: list[Source] = []  # the origin last
+        self.sources: list[PullSource] = []  # the origin last
         self._streams = streams
-        self.in_flight: set[Transfer] = set()
+        self.in_flight: set[BucketTransfer] = set()
         self._random = Random(seed)
         self._num_stolen: dict[int, int] = {}  # by bucket
         self._typical_s = 0.0  # that a bucket takes
 
-    def choose(self, now: float) -> tuple[Source, int] | None:
+    def choose(self, now: float) -> tuple[PullSource, int] | None:
         """Return what to ask of which source next, or None for nothing. The caller begins it."""
         if not self.todo or not self.sources:
             return None
@@ -102,14 +100,14 @@ class Swarm:
                 return s, self._any(theirs & ~twice or theirs)
         return None
 
-    def begin(self, source: Source, bucket: int, size: int, now: float) -> Transfer:
+    def begin(self, source: PullSource, bucket: int, size: int, now: float) -> BucketTransfer:
         self.todo &= ~(1 << bucket)
         source.num_streams += 1
-        transfer = Transfer(source, bucket, size, now, now)
+        transfer = BucketTransfer(source, bucket, size, now, now)
         self.in_flight.add(transfer)
         return transfer
 
-    def end(self, transfer: Transfer, now: float, *, is_whole: bool) -> None:
+    def end(self, transfer: BucketTransfer, now: float, *, is_whole: bool) -> None:
         """A transfer has ended; unless the bucket is whole, it is to be asked for again."""
         source = transfer.source
         source.num_streams -= 1
@@ -122,7 +120,7 @@ class Swarm:
         if transfer.received and not transfer.is_stolen:
             source.failures = source.refusals = 0
 
-    def steal(self, transfer: Transfer, now: float) -> None:
+    def steal(self, transfer: BucketTransfer, now: float) -> None:
         """Another source is to send the bucket; the slow one is not asked for a while."""
         source = transfer.source
         transfer.is_stolen = True
@@ -132,7 +130,7 @@ class Swarm:
             source.pause(now, min(MAX_PENALTY_S, 2.0 ** (source.failures - 1)))
             source.rate = transfer.rate(now)
 
-    def is_overdue(self, transfer: Transfer, now: float) -> bool:
+    def is_overdue(self, transfer: BucketTransfer, now: float) -> bool:
         """Whether another source would send the bucket much sooner."""
         rates = [
             s.rate
@@ -156,14 +154,13 @@ class Swarm:
         since = now - self._patience_s(now)
         return sum(s.news_at > since and not s.failures for s in self.sources[:-1])
 
-    def _of_peers(self, peers: list[Source], now: float) -> int:
+    def _of_peers(self, peers: list[PullSource], now: float) -> int:
         """The buckets that peers have, or will have soon."""
         mask = 0
         for s in peers:
             mask |= s.has
-            if s.getting and now - min(s.getting.values()) < self._patience_s(now):
-                for bucket in s.getting:
-                    mask |= 1 << bucket
+            if now - s.news_at < self._patience_s(now):
+                mask |= s.getting
         return mask
 
     def _patience_s(self, now: float) -> float:

@@ -5,18 +5,18 @@ that asks and its ticket; the version is named by its digest. The answer is any 
 while others are sent to, then one of
 
     DATA     and exactly the bytes asked for
-    MISSING  this holder has not got them (yet)
+    MISSING  this holder does not have them (yet)
     BUSY     and the end of the connection: try again later
     ALL      to ASK_HAVE: the holder has everything
-    PART     to ASK_HAVE: a bitmap of the verified buckets, then a RECORD for each change and one
-             every SIGN_S; ALL in a record ends the answer
+    PART     to ASK_HAVE: a `Holdings`
 
-To ASK_HAVE, QUEUED also means that the holder has no such version yet. To any other wrong request
-(name, ticket, range) the answer is a closed connection, which shows nothing to strangers.
+ASK_HAVE is a long poll: its `offset` is the number of changes that the puller has seen, and the
+answer comes when the holder has another number, or after SIGN_S. QUEUED then also means that the
+holder has no such version yet. A wrong request (name, ticket, range) closes the connection, which
+shows nothing to strangers.
 """
 
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightrl.errors import ProtocolError
@@ -24,7 +24,7 @@ from lightrl.weights.version.layout import num_buckets
 
 # magic, what is asked for, digest, policy_version, offset, size, lengths of name and ticket
 REQUEST = struct.Struct("<8sc32sQQQBB")
-MAGIC = b"LRPULL4\n"
+MAGIC = b"LRPULL5\n"
 MAX_NAME_BYTES = 255  # of a node
 MAX_TICKET_BYTES = 128
 
@@ -35,10 +35,7 @@ ASK_MANIFEST, ASK_DATA, ASK_SHARED, ASK_HAVE = b"m", b"d", b"s", b"h"
 
 QUEUED, DATA, BUSY, MISSING, ALL, PART = b"q", b"d", b"b", b"n", b"a", b"p"
 SIGN_S = 1.0  # between two QUEUED
-
-# of a change, and to which bucket: QUEUED (none), VERIFIED, GETTING from a complete holder, or ALL
-RECORD = struct.Struct("<cI")
-VERIFIED, GETTING = b"+", b"g"
+_CHANGES = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +57,39 @@ class Request:
         return REQUEST.pack(MAGIC, self.what, self.digest, *numbers) + self.node + self.ticket
 
 
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Which buckets an incomplete holder has: bit i of an int is bucket i."""
+
+    # how often this has changed
+    changes: int
+    verified: int
+    # on their way from a complete holder
+    getting: int
+
+    def pack(self, size: int) -> bytes:
+        """For a file of `size` bytes."""
+        length = -(-num_buckets(size) // 8)
+        masks = (self.verified.to_bytes(length, "little"), self.getting.to_bytes(length, "little"))
+        return _CHANGES.pack(self.changes) + b"".join(masks)
+
+
+def holdings_size(size: int) -> int:
+    """Return the bytes of packed `Holdings` of a file of `size` bytes."""
+    return _CHANGES.size + 2 * -(-num_buckets(size) // 8)
+
+
+def unpack_holdings(data: bytes, size: int) -> Holdings:
+    """Raises ProtocolError for buckets that do not exist."""
+    (changes,) = _CHANGES.unpack_from(data)
+    middle = (len(data) + _CHANGES.size) // 2
+    verified = int.from_bytes(data[_CHANGES.size : middle], "little")
+    getting = int.from_bytes(data[middle:], "little")
+    if (verified | getting) >> num_buckets(size):
+        raise ProtocolError("has a bucket that does not exist")
+    return Holdings(changes, verified, getting)
+
+
 def num_missing(data: bytes | bytearray) -> int:
     """Return how many bytes must follow `data`, at least, to make it a request; 0 if it is whole.
 
@@ -71,7 +101,7 @@ def num_missing(data: bytes | bytearray) -> int:
         return REQUEST.size - len(data)
     _, what, *_, name_size, ticket_size = REQUEST.unpack_from(data)
     if what not in (ASK_MANIFEST, ASK_DATA, ASK_SHARED, ASK_HAVE):
-        raise ProtocolError("a request for what there is not")
+        raise ProtocolError("a request of an unknown kind")
     if not name_size or not 0 < ticket_size <= MAX_TICKET_BYTES:
         raise ProtocolError("a request without a name or a ticket")
     return REQUEST.size + name_size + ticket_size - len(data)
@@ -82,27 +112,3 @@ def unpack(data: bytes) -> Request:
     _, what, digest, version, offset, size, name_size, _ = REQUEST.unpack_from(data)
     names = data[REQUEST.size :]
     return Request(what, digest, version, offset, size, names[:name_size], names[name_size:])
-
-
-def bitmap_size(size: int) -> int:
-    """Bytes of the bitmap of a file of `size` bytes."""
-    return -(-num_buckets(size) // 8)
-
-
-def pack_bitmap(buckets: Iterable[int], size: int) -> bytes:
-    """Bucket i is bit i % 8 of byte i // 8."""
-    bits = bytearray(bitmap_size(size))
-    for i in buckets:
-        bits[i // 8] |= 1 << i % 8
-    return bytes(bits)
-
-
-def read_records(data: bytearray) -> Iterator[tuple[bytes, int]]:
-    """Remove the whole records from `data` and yield them. Raises ProtocolError."""
-    whole = len(data) - len(data) % RECORD.size
-    taken = bytes(data[:whole])
-    del data[:whole]
-    for kind, bucket in RECORD.iter_unpack(taken):
-        if kind not in (QUEUED, VERIFIED, GETTING, ALL):
-            raise ProtocolError("not a record of what a holder has")
-        yield kind, bucket

@@ -1,9 +1,8 @@
 """The holder's side of a weight pull: serves the versions of one node, over TCP, to nodes with a
 ticket.
 
-Owns what is held and all connections. The event loop accepts, reads requests and waits; threads
-move the bytes. Must not import torch. Which versions exist and who may have them is decided
-elsewhere; the protocol is in `request.py`.
+Owns what is held and all connections. Must not import torch. Which versions exist and which nodes
+may have them is decided elsewhere; the protocol is in `request.py`.
 
 A ticket is for one node and one version of one holder (lightrl/tickets.py). A waiting node costs a
 descriptor and nothing else.
@@ -22,7 +21,7 @@ from lightrl.errors import ProtocolError, WeightsError
 from lightrl.system.addresses import join_address
 from lightrl.system.threads import cancel
 from lightrl.tickets import pull_ticket
-from lightrl.weights.serve.held import Held, Partial
+from lightrl.weights.serve.held import Held
 from lightrl.weights.serve.request import (
     ALL,
     ASK_HAVE,
@@ -32,13 +31,12 @@ from lightrl.weights.serve.request import (
     MISSING,
     PART,
     QUEUED,
-    RECORD,
     SIGN_S,
     Request,
     num_missing,
     unpack,
 )
-from lightrl.weights.serve.send import IDLE_LIMIT_S, Sender, Turns
+from lightrl.weights.serve.send import IDLE_LIMIT_S, FileSender
 from lightrl.weights.version.manifest import VersionFile
 
 MAX_CONNECTIONS = 4096  # with a ticket; fewer where this process may not open as many files
@@ -47,8 +45,6 @@ GREETING_S = 2.0  # from the connection to a whole request
 PAUSE_S = 0.01  # when nothing can be accepted, for lack of descriptors
 MAX_OF_A_NODE = 16  # connections
 MAX_HELD = 64  # versions and deltas
-TURNS_AT_ONCE = 64  # requests that are answered at a time
-SHARED_TURNS = 3  # of nodes that relay what they get: the sooner the first of them has it
 BACKLOG = 4096  # nodes that wait to be accepted; the kernel may allow fewer
 RETIRE_S = 2.0
 
@@ -70,11 +66,10 @@ class WeightServer:
         self._held: dict[bytes, Held] = {}  # by digest
         self._changed = asyncio.Event()  # of what is held; replaced after each change
         self._max_connections = max_connections
-        self._sender = Sender(max_bytes_per_s)
+        self._sender = FileSender(max_bytes_per_s)
         self._acceptor: Acceptor | None = None
         self._num_of = Counter[bytes]()  # connections of each node, with a ticket
         self._sending: dict[asyncio.Task[None], Held] = {}
-        self._turns, self._shared_turns = Turns(TURNS_AT_ONCE), Turns(SHARED_TURNS)
 
     @property
     def secret(self) -> str:
@@ -114,10 +109,10 @@ class WeightServer:
         """
         self._hold(file, is_complete=True)
 
-    def serve_partial(self, file: VersionFile) -> Partial:
+    def serve_partial(self, file: VersionFile) -> Held:
         """Serve the verified buckets of a file (of full size, at `file.path`) that is being pulled;
         its manifest is there."""
-        return Partial(self._hold(file, is_complete=False))
+        return self._hold(file, is_complete=False)
 
     def retire(self, digest: str, grace_s: float = RETIRE_S) -> asyncio.Future[None]:
         """Stop serving a version; one that is not served is retired already.
@@ -143,7 +138,6 @@ class WeightServer:
             await self._acceptor.close()
             self._acceptor = None
         await asyncio.gather(*(self.retire(digest.hex()) for digest in list(self._held)))
-        self._sender.close()
 
     def _hold(self, file: VersionFile, *, is_complete: bool) -> Held:
         digest = bytes.fromhex(file.digest)
@@ -212,38 +206,31 @@ class WeightServer:
         assert task is not None
         held.acquire()
         self._sending[task] = held
-        turns = self._shared_turns if request.what == ASK_SHARED else self._turns
+        is_shared = request.what == ASK_SHARED
         try:
-            async with turns.acquire(lambda: loop.sock_sendall(sock, QUEUED)) as end_turn:
+            async with self._sender.turn(sock) if is_shared else contextlib.nullcontext():
                 await loop.sock_sendall(sock, DATA)
                 file = held.descriptor(request)
-                await self._sender.send(sock, file, request.offset, request.size, end_turn)
+                await self._sender.send(sock, file, request.offset, request.size)
         finally:
             del self._sending[task]
             held.release()
 
     async def _report(self, sock: socket.socket, request: Request) -> None:
-        """Send which buckets there are of a version, and each change, until all are there. Raises
-        EOFError when the version is retired."""
+        """Send which buckets of a version are here, once that differs from what the node has seen.
+        Raises EOFError when the version is retired."""
         loop = asyncio.get_running_loop()
         while (held := self._find(request)) is None:
             await loop.sock_sendall(sock, QUEUED)
             await _wait(self._changed, SIGN_S)
         if not held.has(request):
             raise EOFError
-        if held.is_complete:
-            await loop.sock_sendall(sock, ALL)
-            return
-        bitmap, position = held.state()
-        await loop.sock_sendall(sock, PART + bitmap)
-        while held.retired is None:
-            news, is_complete, changed = held.news(position), held.is_complete, held.changed
-            await loop.sock_sendall(sock, news or RECORD.pack(QUEUED, 0))
-            position += len(news)
-            if is_complete:
-                return
-            await _wait(changed, SIGN_S)
-        raise EOFError
+        if not held.is_complete and held.holdings.changes == request.offset:
+            await _wait(held.changed, SIGN_S)
+        if held.retired is not None:
+            raise EOFError
+        here = ALL if held.is_complete else PART + held.holdings.pack(held.size)
+        await loop.sock_sendall(sock, here)
 
 
 class Acceptor:

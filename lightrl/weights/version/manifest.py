@@ -124,7 +124,7 @@ def decode(encoded: bytes, digest: str) -> AdapterManifest:
     check(manifest.tensors)
     if manifest.num_bytes != num_bytes(manifest.tensors):
         raise WeightsError(
-            f"the manifest says {manifest.num_bytes} bytes, its tensors have "
+            f"the manifest has {manifest.num_bytes} bytes, its tensors have "
             f"{num_bytes(manifest.tensors)}"
         )
     if len(manifest.digests) != DIGEST_BYTES * manifest.num_buckets:

@@ -17,7 +17,8 @@ from typing import Any
 import uvloop
 
 from lightrl.messages.weights import WeightsProgress, WeightsSource
-from lightrl.weights.pull.transfer import Pull, PullLimits, Wanted
+from lightrl.weights.pull.connection import Wanted
+from lightrl.weights.pull.transfer import Pull, PullLimits
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 

@@ -87,7 +87,7 @@ def measure(folder: Path, kind: str, dtype: str, repeat: int) -> dict[str, Any]:
 
 
 def torch_engine(spec: EngineSpec) -> tuple[Any, Bare]:
-    from lightrl.engine.torch import TorchEngine
+    from lightrl.engine.torch.engine import TorchEngine
 
     engine = TorchEngine(spec)
     targets = engine._tensors._targets
@@ -105,7 +105,7 @@ def torch_engine(spec: EngineSpec) -> tuple[Any, Bare]:
 
 
 def vllm_engine(spec: EngineSpec) -> tuple[Any, Bare]:
-    from lightrl.engine.vllm import VllmEngine
+    from lightrl.engine.vllm.engine import VllmEngine
 
     engine = VllmEngine(spec)
 

@@ -2,7 +2,7 @@
 
 Owns how vLLM is configured and driven. It skips vLLM's request and output processing (tokenizers,
 detokenizers, asyncio), which for small models costs more than the forward pass. The code inside the
-worker is in `vllm_worker.py`, the supported releases in `vllm_versions.py`. Its use on CUDA has
+worker is in `worker.py`, the supported releases in `versions.py`. Its use on CUDA has
 been read in the sources of several releases, not run.
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
-from lightrl.engine import vllm_lora
 from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
 from lightrl.engine.requests import accept, check_text
-from lightrl.engine.vllm_memory import left_on_gpu, shared_memory_args
-from lightrl.engine.vllm_score import computing_dtype, score
-from lightrl.engine.vllm_versions import (
+from lightrl.engine.vllm import lora
+from lightrl.engine.vllm.memory import left_on_gpu, shared_memory_args
+from lightrl.engine.vllm.score import computing_dtype, score
+from lightrl.engine.vllm.versions import (
     BATCH_INVARIANT,
     is_too_old,
     other_torch,
@@ -37,11 +37,11 @@ from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.version.manifest import VersionFile
 
 if TYPE_CHECKING:
-    from lightrl.engine.vllm_speculation import VllmSpeculation
+    from lightrl.engine.vllm.speculation import VllmSpeculation
 
 NO_SLEEP = "vLLM sets no memory free on a CPU while it sleeps; it generates nothing then"
 NOT_INVARIANT = (
-    "run.deterministic: vLLM knows VLLM_BATCH_INVARIANT, but its workers do not report such "
+    "run.deterministic: vLLM has VLLM_BATCH_INVARIANT, but its workers do not report such "
     "kernels: tokens may depend on what runs beside them"
 )
 INSTEAD = ', or set rollout.engine = "torch"'
@@ -88,7 +88,7 @@ class VllmEngine:
                 resolve_dtype,
                 tensor_targets,
             )
-            from lightrl.engine.live import VersionLayouts
+            from lightrl.engine.torch.live import VersionLayouts
 
         config = read_config(Path(spec.model_dir))
         rope_note = settle(config, spec.max_model_length)
@@ -118,7 +118,7 @@ class VllmEngine:
         self.num_workers = int(self._core.vllm_config.parallel_config.world_size)
         cache = self._core.vllm_config.cache_config
         sizes = (getattr(cache, name, None) or 0 for name in ("num_gpu_blocks", "block_size"))
-        self._kv_tokens = math.prod(sizes)  # also on a CPU; 0 in a vLLM that does not say it there
+        self._kv_tokens = math.prod(sizes)  # 0 if vLLM does not report it on a CPU
         self._sleeps = False  # until there is room for the KV cache again
         no_sleep = NO_SLEEP if spec.can_sleep and self.device == "cpu" else None
         notes = self._api.version_note, no_sleep, rope_note  # the daemon logs them
@@ -213,7 +213,7 @@ class VllmEngine:
             self._layouts.read_base(base)
         self._core.collective_rpc("lightrl_load", args=(file, base, self._lora))
         if self._lora is not None:
-            self._api.lora_request = vllm_lora.request()
+            self._api.lora_request = lora.request()
         if self._sleeps:
             self._sleeps = False
             self._core.collective_rpc("lightrl_wake", args=("kv_cache",))
@@ -261,7 +261,7 @@ class VllmEngine:
 
     def _speculate(self, spec: EngineSpec) -> "VllmSpeculation | None":
         """Return None if this engine cannot speculate: it samples the same tokens, slower."""
-        from lightrl.engine.vllm_speculation import VllmSpeculation, refusal
+        from lightrl.engine.vllm.speculation import VllmSpeculation, refusal
 
         reason = refusal(self._core)
         if reason is None:
@@ -293,7 +293,7 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
         "max_model_len": spec.max_model_length + 1,
         "max_num_seqs": spec.slots,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "worker_extension_cls": "lightrl.engine.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "lightrl.engine.vllm.worker.WorkerExtension",
         # a step's tokens are out before the next starts, so a load is a clean cut
         "async_scheduling": False,
         "disable_log_stats": True,
@@ -302,7 +302,7 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
     if spec.can_sleep and device == "cuda":
         args["enable_sleep_mode"] = True
     if spec.lora is not None:
-        args |= vllm_lora.engine_args(spec.lora)
+        args |= lora.engine_args(spec.lora)
     if device == "cpu":
         args |= {
             "enforce_eager": True,
@@ -362,7 +362,7 @@ class Api:
 
             if torch.cuda.is_available():
                 _require_kernels(version)
-            from lightrl.engine.vllm_worker import SEED
+            from lightrl.engine.vllm.worker import SEED
         except EngineUnusable:
             raise
         except Exception as e:  # of a library that was built for another torch anything can come

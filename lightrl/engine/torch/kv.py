@@ -14,7 +14,7 @@ FIRST_COLUMNS = 64  # the cache doubles from here to the longest sequence allowe
 
 
 @dataclass(slots=True)
-class Placement:
+class RowPlacement:
     """Where one forward pass writes and what it may read. `rows` [b], `columns` [b, q], both
     int64."""
 
@@ -54,7 +54,7 @@ class RowCache(Cache):
         self._columns = min(FIRST_COLUMNS, self._max_columns)
         return sum(layer.give_back(self._columns) for layer in self.row_layers)
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: RowPlacement) -> None:
         """Set where the next forward pass writes and reads, in all layers."""
         for layer in self.row_layers:
             layer.placement = placement
@@ -76,7 +76,7 @@ class RowLayer(CacheLayerMixin):
         super().__init__()
         self._num_rows = num_rows
         self._columns = columns
-        self.placement: Placement | None = None
+        self.placement: RowPlacement | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate at the first update: only then are heads, dimensions and dtype known for any

@@ -24,11 +24,11 @@ from lightrl.engine.checkpoint import (
     read_config,
     resolve_dtype,
 )
-from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
-from lightrl.engine.kv import Placement, RowCache
-from lightrl.engine.live import LiveTensors
 from lightrl.engine.requests import Running, accept, check_text
 from lightrl.engine.sampling import keys, sample
+from lightrl.engine.torch.gpu_room import DRAFT_LOGITS, fitting
+from lightrl.engine.torch.kv import RowCache, RowPlacement
+from lightrl.engine.torch.live import LiveTensors
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
 from lightrl.messages.load import Load
@@ -336,7 +336,7 @@ class TorchEngine:
         column_ids = (
             position_ids if columns is positions else torch.from_numpy(columns).to(self.device)
         )
-        self._cache.place(Placement(rows, column_ids, first, width))
+        self._cache.place(RowPlacement(rows, column_ids, first, width))
         out = self._model(
             input_ids=torch.from_numpy(tokens).to(self.device),
             attention_mask=self._mask(position_ids, width),

@@ -2,7 +2,7 @@
 
 Imported by vLLM in every worker process (`worker_extension_cls`), and importing it installs the
 sampler, so it must not be imported outside one. Works with the V1 model runner of the releases in
-`vllm_versions.py`; tried on CPU. On CUDA it has only been read, not run.
+`versions.py`; tried on CPU. On CUDA it has only been read, not run.
 """
 
 import logging
@@ -18,12 +18,13 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
-from lightrl.engine import vllm_lora, vllm_versions
 from lightrl.engine.base import LoraSpec, ReceiveWeights
 from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
 from lightrl.engine.sampling import keys, sample
-from lightrl.engine.vllm_speculation import Rows, let_verify
+from lightrl.engine.vllm import lora as adapters
+from lightrl.engine.vllm import versions
+from lightrl.engine.vllm.speculation import DraftRows, let_verify
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
 from lightrl.weights.broadcast.membership import IsUnwanted
@@ -59,7 +60,7 @@ def _coupled_sample(
     if spec_decode_metadata is None:
         rows, request, position = None, slice(num), batch.num_tokens_no_spec[:num]
     else:
-        rows = Rows(spec_decode_metadata)
+        rows = DraftRows(spec_decode_metadata)
         request, position = rows.request, batch.num_tokens_no_spec[rows.request] + rows.offset
     top_k = batch.top_k_cpu[request]
     tokens, logprobs = sample(
@@ -130,10 +131,10 @@ class WorkerExtension:
             self.model_runner.lightrl_base = ""
             self._reload(map_tensors(base, _layouts.read(base)))
             self.model_runner.lightrl_base = base.digest
-        vllm_lora.load(self.model_runner, tensors, lora)
+        adapters.load(self.model_runner, tensors, lora)
 
     def lightrl_is_batch_invariant(self) -> bool:
-        return vllm_versions.has_batch_invariant_kernels()
+        return versions.has_batch_invariant_kernels()
 
     def lightrl_sleep(self) -> int:
         """Free weights and KV cache, and return how many bytes that is on this worker's GPU.
@@ -177,7 +178,7 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             self._forget_packed_experts()
             if getattr(self.model_runner, "lora_manager", None) is not None:
-                tensors = vllm_lora.base_layer_names(self.model_runner.model, tensors)
+                tensors = adapters.base_layer_names(self.model_runner.model, tensors)
             self.model_runner.reload_weights(weights_iterator=tensors)
             self._refresh_tied_head()
         # what goes wrong does so here, and the time is that of the load

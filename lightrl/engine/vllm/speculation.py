@@ -139,7 +139,7 @@ def max_drafted_rows(vocabulary: int, slots: int, room: float | None) -> int:
     return max(slots, values // vocabulary)
 
 
-class Rows:
+class DraftRows:
     """The rows of logits in a step in which drafts are verified.
 
     One for every drafted token of a request and one for what follows. Example: with [3, 0] drafted

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from lightrl.coordinator.history_sync import Histories
 from lightrl.coordinator.journaling import Journaling
-from lightrl.coordinator.peers import Peers
+from lightrl.coordinator.peers import Peers, Watchers
 from lightrl.coordinator.replays import Replays
-from lightrl.coordinator.watchers import Watchers
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import CheckpointWritten, DrainRequested, Event, NodeJoined, NodeLost
 from lightrl.errors import PeerUnreachable, ProtocolError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.sim.weights.swarm import Parcel, Swarm
+from lightrl.sim.weights.swarm import FluidSwarm, Parcel
 
 NEWS = Parcel(1)
 SIZE = 1e9
@@ -19,7 +19,7 @@ NAMES = [f"n{k}" for k in range(8)]
 class Play:
     """A swarm to its end, with things that happen in between."""
 
-    swarm: Swarm
+    swarm: FluidSwarm
     now: float = 0.0
     done: dict[str, float] = field(default_factory=dict[str, float])
     peer_bytes: float = 0.0
@@ -49,7 +49,7 @@ class Play:
 
 
 def play(sender: float = SIZE, relay: float = SIZE, relays: bool = True) -> Play:
-    return Play(Swarm(sender, relay, SIZE, relays))
+    return Play(FluidSwarm(sender, relay, SIZE, relays))
 
 
 def pull_all(p: Play, names: list[str] = NAMES) -> Play:

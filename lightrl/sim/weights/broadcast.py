@@ -16,7 +16,7 @@ from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, Version
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import TRAINER
 from lightrl.sim.mechanism import Simulation
-from lightrl.sim.weights.swarm import Parcel, Swarm
+from lightrl.sim.weights.swarm import FluidSwarm, Parcel
 
 BROADCAST = -2  # the base of what goes to a group: no other node can serve it
 
@@ -25,7 +25,7 @@ class Broadcast:
     def __init__(
         self,
         world: Simulation,
-        swarm: Swarm,
+        swarm: FluidSwarm,
         plan: Callable[[], None],
         received: Callable[[str], None],
     ) -> None:

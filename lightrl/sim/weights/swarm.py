@@ -52,7 +52,7 @@ class Pull:
         return self.parcels[0][1]
 
 
-class Swarm:
+class FluidSwarm:
     """The current pulls, and which nodes hold which parcels. Times never decrease; call `advance`
     at `next_at`. `sent`: bytes that the trainer has sent."""
 

@@ -20,8 +20,7 @@ from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import TRAINER, digest_of, publication, version_of
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.weights.broadcast import Broadcast
-from lightrl.sim.weights.swarm import Parcel, Pull, Swarm
-
+from lightrl.sim.weights.swarm import FluidSwarm, Parcel, Pull
 
 NOTHING = Pull(deque(), 0.0)  # of a version that is not pulled
 
@@ -46,7 +45,7 @@ class Transfers:
         self._is_colocated = world.scenario.is_colocated
         sender, down = transfer.sender_bytes_per_s, transfer.receiver_bytes_per_s
         relay = transfer.relay_bytes_per_s or down
-        self._swarm = Swarm(sender, relay, down, transfer.relays)
+        self._swarm = FluidSwarm(sender, relay, down, transfer.relays)
         self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the current event
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
         self._broadcast = Broadcast(world, self._swarm, self._plan, self._received)

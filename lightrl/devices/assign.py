@@ -77,11 +77,9 @@ class Assignment:
             part = Part(self.ranks[int(k) * each : (int(k) + 1) * each])
         elif role == "rollout" and int(k) < len(self.engines):
             part = self.engines[int(k)]
-        return (
-            ("--gpus", ",".join(part.tokens), "--gpu-memory", str(part.memory))
-            if part.tokens
-            else ()
-        )
+        if not part.tokens:
+            return ()
+        return "--gpus", ",".join(part.tokens), "--gpu-memory", str(part.memory)
 
 
 NO_GPUS = Assignment()
@@ -340,13 +338,8 @@ def _divided_blindly(device: Device, on: _Users, wanted: DeviceRequest) -> tuple
     share = wanted.utilization or _floor(
         (0.9 - 0.05 * (wanted.is_shared + wanted.asleep)) / (awake + others)
     )
-    return (
-        share,
-        (
-            f"{device.label}: memory needs are unknown, so its engines get equal shares: "
-            f"{share:g} each"
-        ),
-    )
+    unknown = f"{device.label}: memory needs are unknown, so its engines get equal shares"
+    return share, f"{unknown}: {share:g} each"
 
 
 def _engines(on: _Users) -> str:

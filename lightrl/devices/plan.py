@@ -196,13 +196,8 @@ def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list
     if config.train.engine == "emulated" or (roles and "trainer" not in roles):
         return lines
     if shape is None:
-        return [
-            *lines,
-            (
-                f"{config.model.path}: its files are not on this machine, so its memory needs "
-                "are unknown"
-            ),
-        ]
+        away = "its files are not on this machine, so its memory needs are unknown"
+        return [*lines, f"{config.model.path}: {away}"]
     return [*lines, *arithmetic(some.rank_items, some.rank_bytes, bool(found.ranks))]
 
 

@@ -23,30 +23,11 @@ from lightrl.core.log_entries import (
 from lightrl.errors import JournalError, ProtocolError
 from lightrl.journal import disk
 from lightrl.journal.codec import LOG, LogCodec
-from lightrl.journal.disk import Segment, is_in_use, segments
+from lightrl.journal.disk import Segment, segments
 from lightrl.journal.merge import merge
 from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.system import framing
 from lightrl.wire import MAX_FRAME_BYTES, Codec
-
-__all__ = [
-    "LOG",
-    "Damage",
-    "Reading",
-    "Segment",
-    "StepPortions",
-    "is_blank",
-    "is_in_use",
-    "merge",
-    "newest",
-    "read_merged",
-    "read_segment",
-    "recut",
-    "rewind",
-    "segments",
-    "shards",
-    "trim",
-]
 
 T = TypeVar("T")
 

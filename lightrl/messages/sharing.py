@@ -8,8 +8,7 @@ connection and are ignored; a coordinator that was restarted counts from 1.
 
 from dataclasses import dataclass
 
-from lightrl.messages.fields import Count, DeviceParts, EngineSeconds
-from lightrl.messages.nodes import Role
+from lightrl.messages.fields import Count, DeviceParts, EngineSeconds, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from lightrl.sim.mechanism import FOREVER_S, Mechanism
 from lightrl.sim.membership import SimMembership
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import SimOutcome, StepRecord
-from lightrl.sim.responses import DeferredRewards, Lengths, RewardWorkers, eval_prompts, reward
+from lightrl.sim.responses import Lengths, RewardWorkers, eval_prompts, reward
 from lightrl.sim.trainer import TrainerModel
 from lightrl.sim.weights.transfers import Transfers
 
@@ -93,8 +93,7 @@ class World:
             streaming=switches.streaming and switches.async_rewards,
             rate=0.0 if scenario.is_colocated else 1.0,
         )
-        self._reward_workers = RewardWorkers(workload.reward)
-        self.deferred = DeferredRewards(self._reward_workers)
+        self.reward_workers = RewardWorkers(workload.reward)
         self._colocation = SimColocation(self)
         self.mechanisms: tuple[Mechanism, ...] = (self._colocation,)
         self._observer = Observer(self)
@@ -178,10 +177,10 @@ class World:
             case ScoreResponse(response, prompt):
                 event = ResponseScored(response.id, response.attempt, reward(response.seed))
                 if self.switches.async_rewards:
-                    when = self._reward_workers.done_at(self.now, prompt, response.seed)
+                    when = self.reward_workers.done_at(self.now, prompt, response.seed)
                     self.at(when, lambda: self.feed(event))
                 else:
-                    self.deferred.defer(response)
+                    self.reward_workers.defer(response)
                     todo.append(event)
             case DrawPrompts("eval"):
                 todo.append(PromptsDrawn(eval_prompts(self.settings.eval_sets, self._prompt)))
@@ -296,7 +295,7 @@ class World:
         )
         ready_at = 0.0
         if shard.last and not self.switches.async_rewards:
-            ready_at = self.deferred.scored_at(self.now)
+            ready_at = self.reward_workers.deferred_done_at(self.now)
         self.trainer.add_work(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
         self._colocation.begin_training()

@@ -358,7 +358,7 @@ def _floor(share: float) -> float:
 
 
 def arithmetic(items: Sequence[Item], total: int, has_gpu: bool = True) -> Iterator[str]:
-    """What a rank's memory is made of, a line for each part."""
+    """Yield a line for each part of a rank's memory."""
     needs = "needs" if has_gpu else "would need"
     yield f"a training rank {needs} {gib(total)} on a GPU, a tenth of it for fragmentation:"
     for item in items:

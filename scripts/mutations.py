@@ -321,7 +321,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("_recut", "assign 7", drop, "a step is trained again by other replicas"),
     ],
     ("journal.merge", "journal/test_merge.py"): [
-        ("_Growing.add", "assign 1", give(0), "tokens sent twice are restored twice"),
+        ("_Items._spans", "assign 7", drop, "tokens sent twice are restored twice"),
     ],
     ("system.framing", "journal/test_damage.py system/test_framing.py"): [
         ("read_payload", "if 5", never, "a damaged record is believed"),

@@ -5,6 +5,7 @@ Owns the router, the reward pool and the files of the run. core/coordinator.py m
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -12,17 +13,15 @@ from pathlib import Path
 
 from lightrl.config.schema import Config
 from lightrl.coordinator import run_files
-from lightrl.coordinator.core_timer import CoreTimer
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.coordinator.history_sync import open_histories
 from lightrl.coordinator.inbound import Inbound
 from lightrl.coordinator.journaling import Journaling, load_entries, new_records, noted, recall
-from lightrl.coordinator.peers import Peers
+from lightrl.coordinator.peers import Peers, Watchers
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.replays import Replays
 from lightrl.coordinator.scale_command import ScaleCommand
-from lightrl.coordinator.scoring import Scoring
-from lightrl.coordinator.watchers import Watchers
+from lightrl.coordinator.scoring import ResponseScoring
 from lightrl.core.commands import (
     Admit,
     CloseRound,
@@ -115,18 +114,13 @@ class CoordinatorDaemon:
         self._workload = WorkloadLog(run_dir, self._core.step, self._report)
         if resume:
             run_files.reopen(run_dir)
-        self._scoring: Scoring | None = None
+        self._scoring: ResponseScoring | None = None
         self._reason = "ended before it was over"
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
-        self._timer = CoreTimer(
-            self._core.next_deadline,
-            lambda: self._inbox.put_nowait(TimerFired()),
-            2 * config.node.heartbeat_s,
-            time.monotonic,
-            asyncio.get_running_loop().call_later,
-        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self._descriptors = Descriptors(self._report, self._router.num_connections)
         self._peers = self._new_peers(name)
         peers = self._router, self._core, self._peers, self._watchers
@@ -159,7 +153,7 @@ class CoordinatorDaemon:
                 (scratch / name).write_bytes(data)
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
-            self._scoring = Scoring(
+            self._scoring = ResponseScoring(
                 self._config,
                 scratch,
                 logs,
@@ -223,9 +217,9 @@ class CoordinatorDaemon:
         elapsed_s = time.monotonic() - self._core.started_at
         note = self._records.note(elapsed_s, self._prompts.digests, self._core.settings)
         self._journaling.begin(self._core, note)
-        self._timer.set()
+        self._set_timer()
 
-    async def _serve_rewards(self, scoring: Scoring) -> None:
+    async def _serve_rewards(self, scoring: ResponseScoring) -> None:
         """Serve reward functions. The address file is written once all input is checked; nodes may
         join before."""
         await scoring.serve(
@@ -240,7 +234,33 @@ class CoordinatorDaemon:
         commands = self._records.speeds.handle(self._core, event, time.monotonic())
         self._carry_out(commands)
         self._begin_if_due()
-        self._timer.set()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Set the timer for the next deadline of the core. One that is set for an earlier time
+        stays: deadlines mostly move later."""
+        deadline = self._core.next_deadline()
+        if deadline is None or self._timer_at <= deadline:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at, delay_s = deadline, max(0.0, deadline - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._time_out)
+
+    def _time_out(self, has_waited: bool = False) -> None:
+        """Feed TimerFired. If this process was late itself, read pending heartbeats first."""
+        self._timer_at = math.inf
+        deadline = self._core.next_deadline()
+        late_s = time.monotonic() - deadline if deadline is not None else -math.inf
+        grace_s = 2 * self._config.node.heartbeat_s
+        if late_s < 0:
+            self._set_timer()
+        elif late_s > grace_s and not has_waited:
+            self._timer_at = -math.inf
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(grace_s, self._time_out, True)
+        else:
+            self._inbox.put_nowait(TimerFired())
 
     def _begin_if_due(self) -> None:
         """Begin a segment once the responses of the step are hashed and no draw is pending."""
@@ -310,7 +330,6 @@ class CoordinatorDaemon:
                 text = f"run {command.state}: {command.reason}"
                 self._report(text, logging.ERROR if failed else logging.INFO)
                 self._reason = command.reason
-                self._timer.stop()
                 if not self._finished.done():
                     self._finished.set_result(None)
         return None

@@ -5,7 +5,6 @@ Without a free descriptor ZeroMQ accepts no connection, reports nothing and keep
 
 import errno
 import os
-import time
 from collections.abc import Callable
 
 from lightrl.config.schema import Config
@@ -15,7 +14,6 @@ from lightrl.system import open_files
 BASE = 40  # of a coordinator without nodes or reward workers: files, pipes, ZeroMQ's own
 OF_WORKER = 2  # its pipe, and one to start it
 FOR_TOOLS = 10  # connections of tools, and of peers that have not sent Hello yet
-REPORT_AGAIN_S = 60.0
 
 
 class Descriptors:
@@ -28,9 +26,6 @@ class Descriptors:
         self._report = report
         self._num_connections = num_connections
         self._num_checks = 0  # in a row without a free descriptor
-        self._reported_at = float("-inf")
-        self._has_reported = False
-        self._reported_full_at = float("-inf")
         self._others: int | None = None  # not connections; None: not counted yet
 
     def check(self) -> None:
@@ -40,29 +35,23 @@ class Descriptors:
         """
         if (num_open := open_files.num_open()) is not None:
             self._others = num_open - sum(self._num_connections())
-        self._num_checks = self._num_checks + 1 if _are_out() else 0
-        now = time.monotonic()
-        is_due = now - self._reported_at > REPORT_AGAIN_S
-        if self._num_checks >= 2 and not self._has_reported and is_due:
-            self._reported_at, self._has_reported = now, True
-            self._report(
-                "WARNING: no free file descriptors: nobody can connect until there are "
-                f"some ({_how()})"
-            )
-        elif self._num_checks == 0 and self._has_reported:
-            self._has_reported = False
-            self._report("there are free file descriptors again")
+        if _are_out():
+            self._num_checks += 1
+            if self._num_checks == 2:
+                none = "no free file descriptors: nobody can connect until there are some"
+                self._report(f"WARNING: {none} ({_how()})")
+        else:
+            if self._num_checks >= 2:
+                self._report("there are free file descriptors again")
+            self._num_checks = 0
 
     def why_no_room(self) -> str | None:
         """Return one line why a node that has just connected is refused, or None."""
         num_known, _ = self._num_connections()
         if self._others is None or self._others + num_known + FOR_TOOLS <= open_files.soft_limit():
             return None
-        now = time.monotonic()
         why = f"no file descriptors for more nodes ({_how()})"
-        if now - self._reported_full_at > REPORT_AGAIN_S:
-            self._reported_full_at = now
-            self._report(f"WARNING: {why}: new nodes are refused")
+        self._report(f"WARNING: {why}: new nodes are refused")
         return f"the coordinator has {why}"
 
 

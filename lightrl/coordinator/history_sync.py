@@ -61,7 +61,8 @@ class Histories:
 
     def received(self, identity: str, message: object) -> None:
         """Forget what was sent to a node if it or its engine has restarted."""
-        if isinstance(message, Hello | WeightsFailed):
+        has_failed = isinstance(message, WeightsFailed) and not message.source
+        if has_failed or isinstance(message, Hello):
             self._sent.pop(identity, None)
 
     def learn(self, round: Round) -> dict[str, float]:

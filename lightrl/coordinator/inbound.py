@@ -7,13 +7,12 @@ nodes. transport/validate.py and peers.py decide which peer may send what.
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightrl.coordinator.history_sync import Histories
 from lightrl.coordinator.journaling import Journaling
-from lightrl.coordinator.peers import Peers
+from lightrl.coordinator.peers import Peers, Watchers
 from lightrl.coordinator.replays import Replays
-from lightrl.coordinator.watchers import Watchers
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import CheckpointWritten, DrainRequested, Event, NodeJoined, NodeLost
 from lightrl.errors import PeerUnreachable, ProtocolError
@@ -29,32 +28,20 @@ from lightrl.transport.validate import as_event
 MAX_TURN_S = 0.05  # spent on messages before other tasks run
 
 
+@dataclass(eq=False)
 class Inbound:
-    """The receiving side of the coordinator."""
+    """The receiving side of the coordinator of `run`."""
 
-    def __init__(
-        self,
-        run: str,
-        router: Router,
-        core: Coordinator,
-        peers: Peers,
-        watchers: Watchers,
-        histories: Histories,
-        replays: Replays,
-        journaling: Journaling,
-        records: Records,
-        feed: Callable[[Event], None],
-    ) -> None:
-        self._hello_again = Welcome(run, refused=REJOIN)
-        self._router = router
-        self._core = core
-        self._peers = peers
-        self._watchers = watchers
-        self._histories = histories
-        self._replays = replays
-        self._journaling = journaling
-        self._records = records
-        self._feed = feed
+    _run: str
+    _router: Router
+    _core: Coordinator
+    _peers: Peers
+    _watchers: Watchers
+    _histories: Histories
+    _replays: Replays
+    _journaling: Journaling
+    _records: Records
+    _feed: Callable[[Event], None]
 
     async def receive(self, tasks: asyncio.TaskGroup) -> None:
         """Receive until cancelled. Watchers are served in `tasks`."""
@@ -76,7 +63,7 @@ class Inbound:
                 elif self._peers.is_current(peer):
                     self._handle(peer, message)
                 elif isinstance(message, Heartbeat):  # of a lost or replaced node
-                    self._peers.send_to(peer, self._hello_again)
+                    self._peers.send_to(peer, Welcome(self._run, refused=REJOIN))
                 elif isinstance(message, ProtocolError):
                     self._records.bad_frames += 1
 
@@ -96,7 +83,7 @@ class Inbound:
     def _handle(self, peer: Peer, message: Message | ProtocolError) -> None:
         node = peer.name
         if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
-            self._peers.send(node, self._hello_again)
+            self._peers.send(node, Welcome(self._run, refused=REJOIN))
         elif isinstance(message, Checkpointed):
             trained_step = self._core.trainer_feed.trained_step
             if (

@@ -158,11 +158,7 @@ class Journaling:
         sent, portions = await retry_on_resource_limit(
             lambda: in_thread(read.shards, self._folder, read.LOG, step), what, warn
         )
-        parts = read.recut(sent, portions, sent.num_groups)
-        # If no thread can be started, `next` has not been called, so no part is skipped.
-        while (
-            part := await retry_on_resource_limit(lambda: in_thread(next, parts, None), what, warn)
-        ) is not None:
+        for part in read.recut(sent, portions, sum(len(shard.groups) for shard in sent)):
             yield part
 
     @property

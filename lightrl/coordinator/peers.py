@@ -1,8 +1,10 @@
-"""Bind node names to connected processes, and send messages to them.
+"""Bind node names to connected processes, send messages to them, and snapshots to watchers.
 
 Decides which process may have a name, and reports nodes that cannot be reached.
 """
 
+import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +16,9 @@ from lightrl.messages.message import Message
 from lightrl.messages.nodes import TAKEN, Heartbeat, Hello, Welcome
 from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import why_unwelcome
+
+MIN_PERIOD_S = 0.1  # between two snapshots to one watcher
+LEASE_S = 10.0  # of a watcher
 
 
 @dataclass(eq=False)
@@ -103,3 +108,39 @@ class Peers:
             return False
         self.send(peer.name, Heartbeat())  # fails soon if that process has ended
         return True
+
+
+class Watchers:
+    """Send snapshots of the run to watchers, such as `lightrl top`, each from a task.
+
+    A watcher renews its Watch every few seconds; without it, snapshots would queue up for a stopped
+    watcher.
+    """
+
+    def __init__(self, send: Callable[[Peer], bool]) -> None:
+        """`send` sends a snapshot to a peer, and returns whether it is connected."""
+        self.peers: dict[Peer, None] = {}  # an ordered set
+        self._send = send
+        self._tasks: dict[Peer, asyncio.Task[None]] = {}
+
+    def renew(self, peer: Peer, every_s: float, tasks: asyncio.TaskGroup) -> None:
+        """Send a snapshot now and every `every_s` seconds until the lease expires; 0 = only now."""
+        previous = self._tasks.pop(peer, None)
+        if previous is not None:
+            previous.cancel()
+        if self._send(peer) and every_s > 0:
+            self.peers[peer] = None
+            self._tasks[peer] = tasks.create_task(self._serve(peer, max(every_s, MIN_PERIOD_S)))
+
+    def cancel(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _serve(self, peer: Peer, every_s: float) -> None:
+        until = time.monotonic() + LEASE_S + every_s
+        while time.monotonic() < until:
+            await asyncio.sleep(every_s)
+            if not self._send(peer):
+                break
+        del self._tasks[peer]
+        self.peers.pop(peer, None)

@@ -5,8 +5,6 @@
 
 import asyncio
 import contextlib
-import errno
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -16,7 +14,6 @@ from lightrl.system.threads import in_thread
 
 ADDRESS, SUMMARY, SNAPSHOT = "address", "summary.json", "snapshot.json"
 TRY_AGAIN_S = 1.0
-DESCRIPTOR_S = 10.0  # to wait for a descriptor: longer than unauthenticated connections live
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -71,24 +68,12 @@ def _end(run_dir: Path, summary: bytes, snapshot: bytes) -> list[str]:
     lines: list[str] = []
     for name, data in ((SUMMARY, summary), (SNAPSHOT, snapshot)):
         try:
-            _write_patiently(run_dir / name, data + b"\n")
+            files.write_whole(run_dir / name, data + b"\n")
         except OSError as e:
             lines.append(f"WARNING: {name}: cannot write ({e.strerror})")
     with contextlib.suppress(OSError):
         (run_dir / ADDRESS).unlink(missing_ok=True)
     return lines
-
-
-def _write_patiently(path: Path, data: bytes) -> None:
-    """Write a file; wait for a descriptor, since unauthenticated connections end within seconds."""
-    deadline = time.monotonic() + DESCRIPTOR_S
-    while True:
-        try:
-            return files.write_whole(path, data)
-        except OSError as e:
-            if e.errno != errno.EMFILE or time.monotonic() > deadline:
-                raise
-        time.sleep(0.05)
 
 
 async def _to_its_end(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

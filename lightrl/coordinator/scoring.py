@@ -38,7 +38,7 @@ from lightrl.rewards.trial import Trials
 PATIENCE_S = 0.5
 
 
-class Scoring:
+class ResponseScoring:
     def __init__(
         self,
         config: Config,

@@ -7,15 +7,9 @@ from lightrl.core.state import DrawnPrompt
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
-from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased
 from lightrl.messages.training import ShardsTaken, StepDone
-from lightrl.messages.weights import (
-    BadSource,
-    PublishWeights,
-    WeightsEndpoint,
-    WeightsFailed,
-    WeightsReady,
-)
+from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsFailed, WeightsReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +104,7 @@ class SourceReported:
     """A node reports that it received wrong bytes from a source."""
 
     node: str
-    report: BadSource
+    report: WeightsFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +175,7 @@ class NodeReleased:
     """A rollout node has released the devices that it shares."""
 
     node: str
-    message: EngineAsleep
+    message: DevicesReleased
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +183,7 @@ class TrainerParked:
     """The ranks of a trainer node have released its devices, possibly before it publishes."""
 
     node: str
-    message: TrainerSuspended
+    message: DevicesReleased
 
 
 Event: TypeAlias = (

@@ -17,7 +17,7 @@ import uvloop
 
 from lightrl import log
 from lightrl.config.schema import Config
-from lightrl.daemon.descriptions import describe_reason
+from lightrl.daemon.parent import describe_reason
 from lightrl.devices.assign import Part
 from lightrl.errors import LightRLError, first_error
 from lightrl.keys import ENVIRONMENT

@@ -19,7 +19,7 @@ from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello, Role
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import AssignDevices, SleepEngine, SuspendTrainer, WakeEngine
+from lightrl.messages.sharing import SetDevices
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights
@@ -147,10 +147,10 @@ class Roles:
     def handle(self, message: Message) -> None:
         """Pass a message of the coordinator to its role, if this node has that role."""
         match message:
-            case TrainShard() | AssignDevices() | SuspendTrainer() | VersionTaken():
+            case TrainShard() | VersionTaken() | SetDevices("trainer"):
                 if self._trainer is not None:
                     self._trainer.handle(message)
-            case Generate() | Abort() | PublishWeights() | SleepEngine() | WakeEngine():
+            case Generate() | Abort() | PublishWeights() | SetDevices():
                 if self._rollout is not None:
                     self._rollout.handle(message)
             case TrainerSet() | TrainerRelay():

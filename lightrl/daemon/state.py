@@ -17,8 +17,6 @@ class ConnectionState(StrEnum):
     DISCONNECTED = "disconnected"
     # a hello waits for its answer
     JOINING = "joining"
-    # likewise, but another process has this name; the hello is repeated
-    NAME_TAKEN = "name taken"
     # welcomed, and still in agreement with the coordinator
     ADMITTED = "admitted"
 
@@ -26,7 +24,6 @@ class ConnectionState(StrEnum):
 class ConnectionEvent(StrEnum):
     CONNECTION_LOST = "connection lost"
     HELLO_SENT = "hello sent"
-    NAME_REFUSED = "name refused"
     # the coordinator does not need this node any more
     DISMISSED = "dismissed"
     WELCOMED = "welcomed"
@@ -40,19 +37,9 @@ EDGES = frozen(
         S.JOINING: {
             E.CONNECTION_LOST: S.DISCONNECTED,
             E.HELLO_SENT: S.JOINING,
-            E.NAME_REFUSED: S.NAME_TAKEN,
-            E.DISMISSED: S.DISCONNECTED,
-            E.WELCOMED: S.ADMITTED,
-        },
-        S.NAME_TAKEN: {
-            E.CONNECTION_LOST: S.DISCONNECTED,
-            E.HELLO_SENT: S.NAME_TAKEN,
-            E.NAME_REFUSED: S.NAME_TAKEN,
             E.DISMISSED: S.DISCONNECTED,
             E.WELCOMED: S.ADMITTED,
         },
         S.ADMITTED: {E.CONNECTION_LOST: S.DISCONNECTED},
     }
 )
-
-AWAITS_ANSWER = frozenset({S.JOINING, S.NAME_TAKEN})

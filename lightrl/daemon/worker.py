@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING
 from lightrl import log
 from lightrl.config.schema import Config
 from lightrl.daemon.admission import config_of, is_same_config, require_kept, require_welcome
-from lightrl.daemon.descriptions import describe_reason, describe_service
-from lightrl.daemon.parent import end_by_force
+from lightrl.daemon.parent import describe_reason, end_by_force
 from lightrl.daemon.roles import Roles
-from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
+from lightrl.daemon.state import EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
 from lightrl.devices.assign import Assignment
 from lightrl.devices.plan import for_daemon
@@ -90,7 +89,7 @@ class Worker:
         self._admitted = asyncio.Event()  # set in that state only
         self._last_hello = self._hello  # that was sent, and when
         self._hello_at = 0.0
-        self._taken_since = 0.0  # another process has this name; valid in NAME_TAKEN only
+        self._taken_since: float | None = None  # another process has this name
         self._received_at = 0.0
         self._config: Config | None = None  # of the first welcome
         # A drain may start in every state and changes none of them.
@@ -151,6 +150,7 @@ class Worker:
         self._state = next_state(EDGES, self._state, event)
         if self._state is ConnectionState.ADMITTED:
             self._admitted.set()
+            self._taken_since = None
         else:
             self._admitted.clear()
 
@@ -178,7 +178,7 @@ class Worker:
     def _rejoin(self, has_missed: bool = False) -> None:
         """Send a new hello over an open connection: the coordinator's record of this node is out of
         date."""
-        if self._state in AWAITS_ANSWER or self._link is None:
+        if self._state is ConnectionState.JOINING or self._link is None:
             return  # `_on_welcome` compares the hello with the state of then
         if has_missed:
             self._roles.on_lost_messages()
@@ -194,15 +194,15 @@ class Worker:
         self._rejoin()
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        if self._state not in AWAITS_ANSWER:
+        if self._state is not ConnectionState.JOINING:
             require_kept(welcome)
             return  # the connection broke meanwhile, or the welcome is a duplicate
         if welcome.refused == ENDING:
             self._move(ConnectionEvent.DISMISSED)
             self.drain(ENDING)
             return
-        if welcome.refused == TAKEN and self._may_wait_for_name():
-            return  # `_beat` sends it again
+        if welcome.refused == TAKEN and self._waits_for_name():
+            return
         require_welcome(welcome)
         if self._roles.has_trainer and not is_same_config(self._config, config_of(welcome)):
             self._move(ConnectionEvent.DISMISSED)
@@ -220,15 +220,22 @@ class Worker:
         if self._drained.is_set():
             self._send(Drain(self._name, self.reason))
 
-    def _may_wait_for_name(self) -> bool:
-        """Return whether to keep waiting for a name that another process has, most likely the
-        predecessor of this one, whose lease has not yet expired."""
+    def _waits_for_name(self) -> bool:
+        """Send Hello again soon: another process has this name, most likely the predecessor of this
+        one, whose lease has not expired. Return False if that has lasted too long."""
         now = time.monotonic()
-        if self._state is not ConnectionState.NAME_TAKEN:
+        if self._taken_since is None:
             self._taken_since = now
             logger.warning("%s: %s; waiting until it is gone", self._name, TAKEN)
-        self._move(ConnectionEvent.NAME_REFUSED)
-        return now - self._taken_since < TAKEN_S
+        if now - self._taken_since >= TAKEN_S:
+            return False
+        asyncio.get_running_loop().call_later(TAKEN_PAUSE_S, self._repeat_hello)
+        return True
+
+    def _repeat_hello(self) -> None:
+        is_waiting = self._state is ConnectionState.JOINING
+        if is_waiting and self._link is not None and self._link.is_up:  # else on_back sends hello
+            self._send_hello()
 
     # From the first hello to the end
 
@@ -241,7 +248,7 @@ class Worker:
         try:
             waited = {joining, drained}
             await asyncio.wait(waited, timeout=WELCOME_S, return_when=asyncio.FIRST_COMPLETED)
-            if self._state is ConnectionState.NAME_TAKEN:
+            if self._taken_since is not None:
                 await asyncio.wait(waited, timeout=TAKEN_S, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
                 return joining.result()
@@ -256,14 +263,11 @@ class Worker:
         while True:
             messages = await link.receive()
             for i, message in enumerate(messages):
-                if isinstance(message, Welcome) and self._state in AWAITS_ANSWER:
+                if isinstance(message, Welcome) and self._state is ConnectionState.JOINING:
                     if message.refused == ENDING:
                         self.drain(ENDING)
                         continue
-                    if message.refused == TAKEN and self._may_wait_for_name():
-                        await asyncio.sleep(TAKEN_PAUSE_S)
-                        if link.is_up:  # else on_back sends hello
-                            self._send_hello()
+                    if message.refused == TAKEN and self._waits_for_name():
                         continue
                     require_welcome(message)
                     self._move(ConnectionEvent.WELCOMED)
@@ -310,7 +314,7 @@ class Worker:
                         self._handle(message)
                     background = [
                         tasks.create_task(self._receive(link), name="receive"),
-                        tasks.create_task(self._beat(link, config), name="heartbeat"),
+                        tasks.create_task(self._beat(config), name="heartbeat"),
                     ]
                     await self._drained.wait()
                     if force is not None:
@@ -348,7 +352,7 @@ class Worker:
             case _:
                 pass  # sent before this node was admitted
 
-    async def _beat(self, link: Link, config: Config) -> None:
+    async def _beat(self, config: Config) -> None:
         """Send heartbeats with the delay of the loop. Raises PeerUnreachable if the coordinator is
         silent for too long."""
         period, patience_s = config.node.heartbeat_s, config.node.patience_s
@@ -362,9 +366,24 @@ class Worker:
                 raise PeerUnreachable(
                     f"{self._address}: nothing received from the coordinator for {silent_s:.1f} s"
                 )
-            is_taken = self._state is ConnectionState.NAME_TAKEN
-            is_due = now - self._hello_at > (TAKEN_PAUSE_S if is_taken else WELCOME_S)
-            if self._state in AWAITS_ANSWER and is_due and link.is_up:
-                self._send_hello()  # a busy coordinator may have dropped the last one
+            if now - self._hello_at > WELCOME_S:
+                self._repeat_hello()  # a busy coordinator may have dropped the last one
             due = now + period
             await asyncio.sleep(period)
+
+
+def describe_service(config: Config, address: str, hello: Hello) -> str:
+    """Return the run, roles and size of a node in one line.
+
+    Example: serves run math at tcp://10.0.0.1:5600: rollout of Qwen/Qwen3-0.6B, 64 slots,
+    preemptible
+    """
+    does: list[str] = []
+    if "trainer" in hello.roles:
+        does.append(f"trains {config.model.path}")
+    if "rollout" in hello.roles:
+        does.append(f"rollout of {config.model.path}")
+        does.append(f"{hello.slots or slots_of(config, hello.parallel)} slots")
+    does += ["preemptible"] * hello.is_preemptible
+    does += [f"on the devices of {hello.shares}"] if hello.shares else []
+    return f"serves run {config.run.name} at {address}: {', '.join(does)}"

@@ -35,7 +35,7 @@ CPU = Part()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DeviceRequest:
     """Processes that run here. `least`: bytes that an engine needs on each of its GPUs."""
 
     ranks: int = 0
@@ -77,11 +77,9 @@ class Assignment:
             part = Part(self.ranks[int(k) * each : (int(k) + 1) * each])
         elif role == "rollout" and int(k) < len(self.engines):
             part = self.engines[int(k)]
-        return (
-            ("--gpus", ",".join(part.tokens), "--gpu-memory", str(part.memory))
-            if part.tokens
-            else ()
-        )
+        if not part.tokens:
+            return ()
+        return "--gpus", ",".join(part.tokens), "--gpu-memory", str(part.memory)
 
 
 NO_GPUS = Assignment()
@@ -109,7 +107,7 @@ def _has_numbers(setting: str | None) -> bool:
     return setting is not None and setting.replace(",", "").replace(" ", "").isdigit()
 
 
-def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assignment:
+def assign(machine: Machine, environ: Mapping[str, str], wanted: DeviceRequest) -> Assignment:
     """Assign devices. Raises ConfigError, one line; TooLittleMemory if a later try may succeed."""
     named = bool(wanted.train_devices or wanted.rollout_devices)
     if not wanted.ranks and not wanted.engines:
@@ -162,7 +160,7 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
 # Devices
 
 
-def _of_ranks(devices: tuple[Device, ...], wanted: Wanted) -> list[int]:
+def _of_ranks(devices: tuple[Device, ...], wanted: DeviceRequest) -> list[int]:
     """Choose a device for each rank: NCCL refuses two ranks on one."""
     if not wanted.ranks:
         return []
@@ -179,11 +177,13 @@ def _of_ranks(devices: tuple[Device, ...], wanted: Wanted) -> list[int]:
     return chosen
 
 
-def _ranks(wanted: Wanted) -> str:
+def _ranks(wanted: DeviceRequest) -> str:
     return f"{'train.nodes x ' if wanted.trainers > 1 else ''}train.ranks = {wanted.ranks}"
 
 
-def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
+def _of_engines(
+    devices: tuple[Device, ...], ranks: list[int], wanted: DeviceRequest
+) -> list[list[int]]:
     """Choose the devices of each engine: those without ranks, as long as there are any."""
     if not wanted.engines:
         return []
@@ -206,7 +206,9 @@ def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -
     return [groups[k % len(groups)] for k in range(wanted.engines)]
 
 
-def _of_all_sizes(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
+def _of_all_sizes(
+    devices: tuple[Device, ...], ranks: list[int], wanted: DeviceRequest
+) -> list[list[int]]:
     """Choose the same GPUs for all sizes, beside the ranks; the smallest size comes first."""
     needed = wanted.engines * wanted.parallel[0]
     free = (d for d in range(len(devices)) if d not in ranks)
@@ -222,7 +224,7 @@ def _of_all_sizes(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted)
     return [group for size in wanted.parallel for group in _grouped(mine[:needed], size)]
 
 
-def _require_one_size(wanted: Wanted) -> None:
+def _require_one_size(wanted: DeviceRequest) -> None:
     if wanted.asleep:
         raise ConfigError(
             "rollout.parallel: its engines span several GPUs, and no GPU can be used here; leave "
@@ -231,7 +233,7 @@ def _require_one_size(wanted: Wanted) -> None:
 
 
 def _of_shared_engines(
-    devices: tuple[Device, ...], ranks: list[int], wanted: Wanted
+    devices: tuple[Device, ...], ranks: list[int], wanted: DeviceRequest
 ) -> list[list[int]]:
     """Choose for each engine devices of the ranks of one trainer node."""
     if not ranks:
@@ -282,7 +284,7 @@ def _users(ranks: list[int], engines: list[list[int]]) -> dict[int, _Users]:
 # Memory
 
 
-def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
+def _share(device: Device, on: _Users, wanted: DeviceRequest) -> tuple[float, str]:
     """Return the share of a device's memory for each engine on it, 1 for no limit, and a line that
     explains it. Raises TooLittleMemory."""
     is_shared = len(on.engines) + len(on.ranks) + wanted.asleep > 1
@@ -330,19 +332,14 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     )
 
 
-def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
+def _divided_blindly(device: Device, on: _Users, wanted: DeviceRequest) -> tuple[float, str]:
     others = 0 if wanted.is_shared else len(on.ranks)
     awake = 1 if wanted.asleep else len(on.engines)
     share = wanted.utilization or _floor(
         (0.9 - 0.05 * (wanted.is_shared + wanted.asleep)) / (awake + others)
     )
-    return (
-        share,
-        (
-            f"{device.label}: memory needs are unknown, so its engines get equal shares: "
-            f"{share:g} each"
-        ),
-    )
+    unknown = f"{device.label}: memory needs are unknown, so its engines get equal shares"
+    return share, f"{unknown}: {share:g} each"
 
 
 def _engines(on: _Users) -> str:
@@ -361,7 +358,7 @@ def _floor(share: float) -> float:
 
 
 def arithmetic(items: Sequence[Item], total: int, has_gpu: bool = True) -> Iterator[str]:
-    """What a rank's memory is made of, a line for each part."""
+    """Yield a line for each part of a rank's memory."""
     needs = "needs" if has_gpu else "would need"
     yield f"a training rank {needs} {gib(total)} on a GPU, a tenth of it for fragmentation:"
     for item in items:

@@ -54,8 +54,8 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any], num_parameters: int | None = None) -> Shape | None:
-    """Of a config.json; the parameters are counted from it if not given. None if it is of another
-    kind."""
+    """Return the shape in a config.json, or None if it is of another kind. The parameters are
+    counted from it if they are not given."""
     text: Mapping[str, Any] = config.get("text_config") or config
     try:
         hidden, layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
@@ -81,14 +81,14 @@ def shape_of(config: Mapping[str, Any], num_parameters: int | None = None) -> Sh
 
 
 def shape_of_file(data: bytes) -> Shape | None:
-    """Of the bytes of a config.json."""
+    """Return the shape in the bytes of a config.json, or None."""
     config = _parsed(data)
     return None if config is None else shape_of(config)
 
 
 def shape_of_folder(folder: Path) -> Shape | None:
-    """Of a model directory; the headers of its weights give the number of parameters. None: not
-    known."""
+    """Return the shape of the model in a directory, or None if it is unknown. The headers of its
+    weights give the number of parameters."""
     try:
         config = _parsed((folder / "config.json").read_bytes())
         stored: Iterable[tuple[Path, Mapping[str, Any]]] = ()
@@ -110,7 +110,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class VersionSize:
-    """Of one version of the policy, as it is served. Example: VersionSize(15_231_233_024,
+    """One version of the policy, as it is served. Example: VersionSize(15_231_233_024,
     "bfloat16")"""
 
     num_bytes: int
@@ -128,7 +128,7 @@ def version_size(shape: Shape, stored: bytes, dtype: str, on_gpu: bool) -> Versi
 
 
 def activation_bytes(shape: Shape, checkpointing: bool) -> int:
-    """Of one token, kept for the backward pass by a transformers decoder in bfloat16.
+    """Return the bytes of one token that a decoder keeps for the backward pass in bfloat16.
 
     Counted by hooks on what autograd saves: the inputs of all norms in float32, too, those of every
     matrix product in bfloat16. It fits Qwen3, which keeps most; Llama and Qwen2.5 keep a tenth
@@ -150,8 +150,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What of a config decides how much one rank needs. `tokens`: of a micro-batch; `adapters`:
-    parameters that are trained in place of the model's; 0 = it is itself."""
+    """The settings that determine how much memory one rank needs. `tokens`: of a micro-batch;
+    `adapters`: parameters that are trained in place of the model's, 0 = the model is trained."""
 
     world: int = 1
     tokens: int = 0
@@ -171,7 +171,7 @@ class Training:
 
 
 def trainer_items(shape: Shape, how: Training) -> Iterator[Item]:
-    """What one rank needs at most."""
+    """Yield the most that one rank needs, part by part."""
     yield from _held(shape, how)
     yield Item("layers gathered in bfloat16, and their gradients", _gathered_bytes(shape, how))
     again = ", computed again" if how.checkpointing else ""
@@ -186,7 +186,7 @@ def trainer_items(shape: Shape, how: Training) -> Iterator[Item]:
 
 
 def _held(shape: Shape, how: Training) -> Iterator[Item]:
-    """What lies on the device between micro-batches, of this rank's share of the model."""
+    """Yield what stays on the device between micro-batches, of this rank's share of the model."""
     ranks, trained = how.world // how.replicas, _trained(shape, how)
     place = _on_host if how.offload == "all" else Item
     if how.adapters:
@@ -225,8 +225,8 @@ def _trained(shape: Shape, how: Training) -> int:
 
 
 def parked_bytes(shape: Shape, how: Training) -> int:
-    """Of one rank, on its host between steps, on top of what is there anyway: trainer/learner/
-    offload.py. With AdamW 12 bytes a parameter, divided by the ranks of a replica."""
+    """Return the bytes of one rank that are on its host between steps, beside those of `offload`.
+    With AdamW 12 bytes a parameter, divided by the ranks of a replica."""
     ranks, trained = how.world // how.replicas, _trained(shape, how)
     if how.offload == "all":
         return 0
@@ -239,7 +239,7 @@ def parked_bytes(shape: Shape, how: Training) -> int:
 
 
 def parked_gradients(shape: Shape, how: Training) -> int:
-    """Likewise, what comes on top where a step is interrupted."""
+    """Return the bytes of one rank that are on its host in addition while a step is interrupted."""
     trained = _trained(shape, how)
     if how.sums_late:
         return GRADIENT * trained
@@ -247,13 +247,13 @@ def parked_gradients(shape: Shape, how: Training) -> int:
 
 
 def _on_host(what: str, num_bytes: int) -> Item:
-    """Takes nothing of the device."""
+    """Return a line about memory of the host, which takes nothing of the device."""
     return Item(f"{what}: {num_bytes / GIB:.1f} GiB on the host", 0)
 
 
 def _gathered_bytes(shape: Shape, how: Training) -> int:
-    """FSDP gathers layer by layer, the next one ahead, and embeddings and head for a whole pass;
-    gradients are there in bfloat16, and in float32 to be summed up."""
+    """Return the bytes that FSDP gathers: layer by layer, the next one ahead, and embeddings and
+    head for a whole pass; with gradients in bfloat16, and in float32 to be summed up."""
     ends = (1 if shape.is_tied else 2) * shape.vocabulary * shape.hidden
     layer = max(0, shape.num_parameters - ends) // max(1, shape.layers)
     if how.adapters:
@@ -263,7 +263,8 @@ def _gathered_bytes(shape: Shape, how: Training) -> int:
 
 
 def adapter_parameters(shape: Shape, rank: int, targets: Iterable[str] = ()) -> int:
-    """Of LoRA, on all linear layers but the head, or on those whose names end so."""
+    """Return the parameters of LoRA on all linear layers but the head, or on those whose names end
+    with one of `targets`."""
     h, q, k, i = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
     sums = {  # of what goes in and what comes out
         "q_proj": h + q,
@@ -285,20 +286,20 @@ def trainer_bytes(items: Iterable[Item]) -> int:
 
 
 def kv_bytes_per_token(shape: Shape) -> int:
-    """In bfloat16."""
+    """Return the bytes of keys and values of one token in bfloat16."""
     return 2 * BF16 * shape.layers * shape.kv_width
 
 
 def working_bytes(shape: Shape, slots: int) -> int:
-    """Of an engine besides weights and KV cache: one forward pass, logits and their sampling,
-    CUDA."""
+    """Return what an engine needs beside weights and KV cache: one forward pass, logits and their
+    sampling, CUDA."""
     step = ENGINE_STEP_TOKENS * (20 * shape.hidden + 8 * shape.intermediate)
     return step + sampling_bytes(shape, slots) + CONTEXT_BYTES + GRAPHS_BYTES
 
 
 def sampling_bytes(shape: Shape, slots: int) -> int:
-    """Of logits, and of what is made of them, in a step that draws one token for each of
-    `slots`."""
+    """Return the bytes of logits, and of what is computed from them, in a step that draws one token
+    for each of `slots`."""
     values = slots * shape.vocabulary
     return (BF16 + 4) * values + SAMPLE_BYTES * min(values, SCORED_VALUES)
 
@@ -315,7 +316,7 @@ def draftable_values(room: float, most: int) -> int:
 def kv_cache_bytes(
     share: int, weights: int, shape: Shape, slots: int, max_length: int, gpus: int = 1
 ) -> int:
-    """What is left for the KV cache of an engine that may take `share` bytes of each of its `gpus`.
+    """Return the bytes for the KV cache of an engine that may take `share` of each of its `gpus`.
 
     `weights`: bytes of the whole model. 0 if not even one sequence of `max_length` tokens fits.
     """
@@ -324,7 +325,7 @@ def kv_cache_bytes(
 
 
 def engine_bytes(shape: Shape, slots: int, max_length: int, gpus: int = 1) -> int:
-    """The least with which an engine can work, on each of its `gpus`: room for one sequence in its
-    cache."""
+    """Return the least bytes that an engine needs on each of its `gpus`: its cache has room for one
+    sequence."""
     sequence = kv_bytes_per_token(shape) * (max_length + 1)
     return (BF16 * shape.num_parameters + sequence) // gpus + working_bytes(shape, slots)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightrl.config.schema import Config
 from lightrl.devices import memory
-from lightrl.devices.assign import Assignment, TooLittleMemory, Wanted, arithmetic, assign
+from lightrl.devices.assign import Assignment, DeviceRequest, TooLittleMemory, arithmetic, assign
 from lightrl.devices.driver import Machine, look
 from lightrl.devices.sizes import describe_sizes, slots_of
 from lightrl.errors import ConfigError
@@ -28,7 +28,7 @@ def wanted(
     shape: memory.Shape | None = None,
     slots: int = 0,
     parallel: tuple[int, ...] = (),
-) -> Wanted:
+) -> DeviceRequest:
     """Return what `ranks` training ranks and `engines` engines need on this machine.
 
     `slots`: of this node; 0 means as configured. `parallel`: sizes of these engines, if engines of
@@ -52,7 +52,7 @@ def wanted(
         kv = args.get("kv_cache_memory_bytes") or rollout.kv_cache_gib * memory.GIB
         least += int(kv) if isinstance(kv, int | float) else 0
     utilization = args.get("gpu_memory_utilization")
-    return Wanted(
+    return DeviceRequest(
         ranks=ranks,
         engines=engines,
         per_engine=config.gpus_per_engine,
@@ -99,12 +99,14 @@ def assigned(
     return assign(machine, os.environ, _here(config, roles, slots)[1])
 
 
-def _here(config: Config, roles: Sequence[Role], slots: int) -> tuple[memory.Shape | None, Wanted]:
+def _here(
+    config: Config, roles: Sequence[Role], slots: int
+) -> tuple[memory.Shape | None, DeviceRequest]:
     """Return what one daemon with these roles needs; without roles, all daemons of a run."""
     return _of_roles(config, roles, slots) if roles else _of_run(config)
 
 
-def _of_run(config: Config) -> tuple[memory.Shape | None, Wanted]:
+def _of_run(config: Config) -> tuple[memory.Shape | None, DeviceRequest]:
     shape = memory.shape_of_folder(Path(config.model.path))
     train = config.train
     sizes = config.rollout.parallel
@@ -176,7 +178,7 @@ def require_room(config: Config, roles: Sequence[Role], slots: int) -> None:
 
 def _of_roles(
     config: Config, roles: Sequence[Role], slots: int
-) -> tuple[memory.Shape | None, Wanted]:
+) -> tuple[memory.Shape | None, DeviceRequest]:
     shape = memory.shape_of_folder(Path(config.model.path))
     ranks = config.train.ranks if "trainer" in roles else 0
     return shape, wanted(config, ranks, int("rollout" in roles), shape, slots)
@@ -194,13 +196,8 @@ def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list
     if config.train.engine == "emulated" or (roles and "trainer" not in roles):
         return lines
     if shape is None:
-        return [
-            *lines,
-            (
-                f"{config.model.path}: its files are not on this machine, so its memory needs "
-                "are unknown"
-            ),
-        ]
+        away = "its files are not on this machine, so its memory needs are unknown"
+        return [*lines, f"{config.model.path}: {away}"]
     return [*lines, *arithmetic(some.rank_items, some.rank_bytes, bool(found.ranks))]
 
 
@@ -249,7 +246,7 @@ def _shared(config: Config, found: Assignment) -> list[str]:
     return [*lines, f"only trains, for no engine uses it: {', '.join(unused)}"] if unused else lines
 
 
-def _patiently(some: Wanted) -> Assignment:
+def _patiently(some: DeviceRequest) -> Assignment:
     if not some.ranks and not some.engines:
         return Assignment()
     deadline = time.monotonic() + PATIENCE_S

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.core.state import Round
-from lightrl.system.append_file import AppendFile, read_back
+from lightrl.system.append_file import AppendFile, read_ends
 from lightrl.wire import to_json
 
 FILE_NAME = "lengths.jsonl"
@@ -69,7 +69,7 @@ class _Line:
 
 
 def _cut(file: Path, step: int) -> None:
-    """Truncate in place; only the end of the file is read."""
+    """Truncate in place."""
     if file.exists():
-        ends = (end for end, line in read_back(file, _Line) if line.step < step)
-        os.truncate(file, next(ends, 0))
+        ends = [end for end, line in read_ends(file, _Line) if line.step < step]
+        os.truncate(file, max(ends, default=0))

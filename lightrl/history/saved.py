@@ -4,11 +4,9 @@ A thread writes the file, so that a slow disk does not block the coordinator. Th
 speed only, so a torn or damaged file is no error: readable records are used, and records that
 cannot be written are dropped.
 
-    record   length, crc32, payload: see system/framing.py
-    payload  one line of JSON (`_Head`), then the tokens of its responses
-
-Records are appended. When the file is about twice as large as its live records, it is rewritten;
-until then it takes up to three times `speculation.history_mb` on disk.
+A record is a `_Record` in msgpack, framed as in system/framing.py. Records are appended. When the
+file is about twice as large as its live records, it is rewritten; until then it takes up to three
+times `speculation.history_mb` on disk.
 """
 
 import contextlib
@@ -23,24 +21,23 @@ from lightrl.errors import ProtocolError
 from lightrl.history.store import History, PastResponse, PromptAnswers
 from lightrl.system import files, framing
 from lightrl.system.append_file import AppendFile
-from lightrl.wire import from_json, to_json
+from lightrl.wire import from_bytes, to_bytes
 
 FILE_NAME = "history.bin"
-RESPONSE_BYTES = 32  # of a response in the first line of its record, about
+RESPONSE_BYTES = 32  # of a response beside its tokens, about
 SLACK_BYTES = 8 << 20  # a file is not rewritten for less
 PIECE_BYTES = 4 << 20  # of one write, about
-MAX_WAITING_BYTES = 256 << 20  # for the disk
 MAX_DAMAGED = 64  # records skipped: after a wrong length all that follows is noise
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    """The first line of a record."""
+class _Record:
+    """The answers of one group."""
 
     prompt: str
     epoch: int
-    # index, bytes, finished, reward
-    responses: list[tuple[int, int, bool, float | None]]
+    # index, int32 tokens, finished, reward
+    responses: list[tuple[int, bytes, bool, float | None]]
 
 
 class SavedHistory:
@@ -62,7 +59,7 @@ class SavedHistory:
         self._num_bytes = 0  # of the file when all is written, about
         self._given_up = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
-        self._waiting: list[tuple[Future[None], int]] = []  # (write, bytes held for it), in order
+        self._newest: Future[None] | None = None  # write
 
     def begin(self) -> None:
         """Remove the file of an earlier run in this directory."""
@@ -89,42 +86,34 @@ class SavedHistory:
 
     def append(self, answers: list[PromptAnswers]) -> None:
         """Queue the answers of a closed round; does not block."""
-        size = _size(answers)
-        self._num_bytes += size
+        self._num_bytes += _size(answers)
         live = self._history.num_bytes + RESPONSE_BYTES * self._history.num_responses
         if self._num_bytes > 2 * live + self._slack_bytes:
             self._rewrite()
         else:
-            self._submit(self._append, answers, size)
+            self._submit(self._append, answers)
 
     def close(self) -> None:
         """Wait until all records are written or dropped."""
         self._thread.shutdown()
         self._file.close()
-        for write, _ in self._waiting:
-            write.result()  # raises errors other than those of the disk
+        if self._newest is not None:
+            self._newest.result()  # raises errors other than those of the disk
 
     def _rewrite(self) -> None:
         if self._given_up:
             return
         everything = list(self._history.all())
         self._num_bytes = _size(everything)
-        self._submit(self._replace, everything, 0)  # it shares its tokens with the history
+        self._submit(self._replace, everything)
 
     def _submit(
-        self, write: Callable[[list[PromptAnswers]], None], answers: list[PromptAnswers], size: int
+        self, write: Callable[[list[PromptAnswers]], None], answers: list[PromptAnswers]
     ) -> None:
-        for done, _ in self._waiting:
-            if done.done():
-                done.result()
-        self._waiting = [each for each in self._waiting if not each[0].done()]
         if self._given_up:
             return
-        if sum(waiting for _, waiting in self._waiting) > MAX_WAITING_BYTES:
-            self._give_up("the disk is too slow")
-            return
         try:
-            self._waiting.append((self._thread.submit(write, answers), size))
+            self._newest = self._thread.submit(write, answers)
         except RuntimeError as e:  # no thread can be started
             self._give_up(str(e))
 
@@ -190,30 +179,20 @@ def _pieces(answers: Iterable[PromptAnswers]) -> Iterator[bytes]:
 
 def _encode(answered: PromptAnswers) -> bytes:
     known = [(index, past) for index, past in answered.responses if past.tokens]
-    responses = [(index, past.num_bytes, past.finished, past.reward) for index, past in known]
-    head = to_json(_Head(answered.prompt, answered.epoch, responses))
-    return b"".join([head, b"\n", *(encode(past.tokens) for _, past in known)])
+    responses = [(i, encode(r.tokens), r.finished, r.reward) for i, r in known]
+    return to_bytes(_Record(answered.prompt, answered.epoch, responses))
 
 
 def _decode(payload: bytes) -> PromptAnswers:
     """Raises ProtocolError."""
-    end = payload.find(b"\n")
-    head = from_json(payload[: max(0, end)], _Head)
-    at = end + 1
-    responses: list[tuple[int, PastResponse]] = []
-    for index, size, finished, reward in head.responses:
-        if size <= 0 or size % 4:
-            raise ProtocolError("a record with a response that cannot be")
-        responses.append(
-            (
-                index,
-                PastResponse(head.epoch, decode("i", payload[at : at + size]), finished, reward),
-            )
-        )
-        at += size
-    if at != len(payload):
-        raise ProtocolError("a record has another length than its first line states")
-    return PromptAnswers(head.prompt, head.epoch, tuple(responses))
+    record = from_bytes(payload, _Record)
+    if any(len(tokens) % 4 for _, tokens, _, _ in record.responses):
+        raise ProtocolError("a record with a part of a token")
+    responses = (
+        (index, PastResponse(record.epoch, decode("i", tokens), finished, reward))
+        for index, tokens, finished, reward in record.responses
+    )
+    return PromptAnswers(record.prompt, record.epoch, tuple(responses))
 
 
 def _size(answers: Iterable[PromptAnswers]) -> int:

@@ -4,6 +4,7 @@ Pure: returns entries with the same meaning.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,8 +25,8 @@ def merge(entries: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
     """Yield entries in which tokens between two entries of another kind are one TokensTaken for
     each version, followed by the scores.
 
-    Moving scores behind tokens is safe: a scored response gets no more tokens. A version may occur
-    twice, if tokens were sent twice or a response continued under an older version.
+    Moving scores behind tokens is safe: a scored response gets no more tokens. Tokens of a response
+    that were sent twice, or that continued under an older version, follow as they were recorded.
     """
     tokens = _Items()
     scores: list[LogEntry] = []
@@ -86,11 +87,9 @@ class _Items:
         for group, version in enumerate(self._groups):
             if group in straight:
                 yield TokensTaken(version, tuple(straight[group]))
-        if odd:
-            versions, one_by_one = list(self._groups), _OneByOne()
-            for index in odd:
-                one_by_one.add(versions[self.group[index]], self._item(index))
-            yield from one_by_one.entries()
+        versions = list(self._groups)
+        for group, indices in groupby(odd, key=lambda index: int(self.group[index])):
+            yield TokensTaken(versions[group], tuple(map(self._item, indices)))
 
     def _arrange(self) -> None:
         self.name = list(self._numbers)
@@ -188,72 +187,3 @@ def _int32(data: bytearray) -> NDArray[np.int32]:
 def _stable_order(values: Ints, below: int) -> Ints:
     """Return a stable argsort; 16-bit integers are sorted much faster."""
     return np.argsort(values.astype(np.uint16) if below <= 1 << 16 else values, kind="stable")
-
-
-class _Growing:
-    """Contiguous tokens of one response sampled by one version."""
-
-    __slots__ = (
-        "attempt",
-        "end",
-        "finish_reason",
-        "group",
-        "logprobs",
-        "name",
-        "offset",
-        "token_ids",
-    )
-
-    def __init__(self, item: ResponseTokens, group: int) -> None:
-        self.name = item.response
-        self.offset = item.offset
-        self.token_ids, self.logprobs = bytearray(), bytearray()
-        self.end = item.offset
-        self.group = group
-        self.add(item)
-
-    def add(self, item: ResponseTokens) -> None:
-        known = 4 * (self.end - item.offset)
-        self.token_ids += item.token_ids[known:]
-        self.logprobs += item.logprobs[known:]
-        self.end = max(self.end, item.offset + len(item.token_ids) // 4)
-        self.attempt = item.attempt
-        self.finish_reason: FinishReason | None = item.finish_reason
-
-    def item(self) -> ResponseTokens:
-        ids, logprobs = bytes(self.token_ids), bytes(self.logprobs)
-        return ResponseTokens(
-            self.name, self.attempt, self.offset, ids, logprobs, self.finish_reason
-        )
-
-
-class _OneByOne:
-    """Groups of one version each; newer tokens of a response are in the same group or a later
-    one."""
-
-    def __init__(self) -> None:
-        self._versions: list[int] = []  # of the groups
-        self._groups: list[list[_Growing]] = []
-        self._newest: dict[str, _Growing] = {}
-
-    def add(self, version: int, item: ResponseTokens) -> None:
-        before = self._newest.get(item.response)
-        if (
-            before is not None
-            and self._versions[before.group] == version
-            and item.offset <= before.end
-        ):
-            before.add(item)
-            return
-        group = 0 if before is None else before.group + 1
-        while group < len(self._versions) and self._versions[group] != version:
-            group += 1
-        if group == len(self._versions):
-            self._versions.append(version)
-            self._groups.append([])
-        grown = self._newest[item.response] = _Growing(item, group)
-        self._groups[group].append(grown)
-
-    def entries(self) -> Iterator[TokensTaken]:
-        for version, group in zip(self._versions, self._groups, strict=True):
-            yield TokensTaken(version, tuple(grown.item() for grown in group))

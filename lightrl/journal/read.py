@@ -23,31 +23,11 @@ from lightrl.core.log_entries import (
 from lightrl.errors import JournalError, ProtocolError
 from lightrl.journal import disk
 from lightrl.journal.codec import LOG, LogCodec
-from lightrl.journal.disk import Segment, is_in_use, segments
+from lightrl.journal.disk import Segment, segments
 from lightrl.journal.merge import merge
 from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.system import framing
 from lightrl.wire import MAX_FRAME_BYTES, Codec
-
-__all__ = [
-    "LOG",
-    "Damage",
-    "Reading",
-    "Segment",
-    "SentShards",
-    "StepPortions",
-    "is_blank",
-    "is_in_use",
-    "merge",
-    "newest",
-    "read_merged",
-    "read_segment",
-    "recut",
-    "rewind",
-    "segments",
-    "shards",
-    "trim",
-]
 
 T = TypeVar("T")
 
@@ -81,7 +61,6 @@ class Reading(Generic[T]):
         self.num_base = 0  # records of the base
         self.base_is_whole = False
         self.num_records = 0  # good ones, so far
-        self.offset = 0  # of the newest of them
         self._path = path
         self._codec = codec
         self._only = only
@@ -99,7 +78,6 @@ class Reading(Generic[T]):
                     payload = framing.read_payload(file, size - self._offset, MAX_FRAME_BYTES)
                     record = self._decode(payload)
                     self.num_records += 1
-                    self.offset = self._offset
                     self._offset += framing.size(payload)
                     self.base_is_whole = self.num_records >= self.num_base
                     if record is not None:
@@ -110,21 +88,6 @@ class Reading(Generic[T]):
             self._cut(size, f"it cannot be read: {e.strerror}")
         except ProtocolError as e:
             self._cut(size, str(e))
-
-    def record_at(self, offset: int) -> T | None:
-        """Return the record at `offset`; on failure set `damage` and return None."""
-        self._offset = offset
-        size = 0
-        try:
-            with open(self._path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(offset)
-                return self._decode(framing.read_payload(file, size - offset, MAX_FRAME_BYTES))
-        except OSError as e:
-            self._cut(size, f"it cannot be read: {e.strerror}")
-        except ProtocolError as e:
-            self._cut(size, str(e))
-        return None
 
     def _read_header(self, data: bytes) -> None:
         if len(data) < disk.HEADER_BYTES:
@@ -203,50 +166,6 @@ def is_blank(folder: Path) -> bool:
             return False
 
 
-class SentShards:
-    """The shards of a step, left on disk. Iterating reads one shard at a time and raises
-    JournalError if one cannot be read."""
-
-    def __init__(self, codec: Codec[LogEntry]) -> None:
-        self.num_groups = 0
-        self._codec = codec
-        self._places: list[tuple[Path, int]] = []  # segment, offset of the record
-        self._is_last = False
-        self._wrong_index: int | None = None
-        self._stated_groups = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def add(self, shard: TrainShard, path: Path, offset: int) -> None:
-        if shard.index == 0:  # the step starts over: earlier shards do not count
-            self._places, self._wrong_index, self.num_groups = [], None, 0
-        if shard.index != len(self._places) and self._wrong_index is None:
-            self._wrong_index = len(self._places)
-        self._places.append((path, offset))
-        self.num_groups += len(shard.groups)
-        self._is_last, self._stated_groups = shard.last, shard.num_groups
-
-    @property
-    def missing(self) -> str:
-        """A few words on what is missing; "" if the step is whole."""
-        if self._wrong_index is not None:
-            return f"shard {self._wrong_index} is missing"
-        if not self._is_last:
-            return f"shard {len(self._places)} is missing"
-        if self.num_groups != self._stated_groups:
-            return f"its shards do not hold {self._stated_groups} groups"
-        return ""
-
-    def __iter__(self) -> Iterator[TrainShard]:
-        for path, offset in self._places:
-            reading = Reading(path, self._codec)
-            entry = reading.record_at(offset)
-            if not isinstance(entry, ShardSent):
-                raise JournalError(f"{reading.damage or path}: a shard cannot be read again")
-            yield entry.shard
-
-
 class StepPortions(NamedTuple):
     """How a step was accumulated: the sizes of its portions in groups, in order, and the replica of
     each; no replicas means one."""
@@ -255,12 +174,14 @@ class StepPortions(NamedTuple):
     replicas: tuple[int, ...] = ()
 
 
-def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, StepPortions]:
+def shards(
+    folder: Path, codec: Codec[LogEntry], step: int
+) -> tuple[list[TrainShard], StepPortions]:
     """Return the shards of a published step and how they were accumulated.
 
     Raises JournalError if any shard is missing.
     """
-    found = SentShards(codec)
+    found: list[TrainShard] = []
     portions: StepPortions | None = None
     damage: list[Damage] = []
     wanted = frozenset({ShardSent.__name__, VersionPublished.__name__})
@@ -270,13 +191,15 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
         reading = Reading(segment.path, codec, wanted)
         for entry in reading:
             if isinstance(entry, ShardSent) and entry.shard.step == step:
-                found.add(entry.shard, segment.path, reading.offset)
+                if entry.shard.index == 0:  # the step starts over
+                    found.clear()
+                found.append(entry.shard)
             elif isinstance(entry, VersionPublished) and entry.version == step + 1:
                 trained = StepPortions(entry.portions, entry.replicas)  # or loaded
                 portions = trained if entry.portions else portions or trained
         if reading.damage is not None:  # harmless if it is the torn end after a crash
             damage.append(reading.damage)
-    missing = found.missing
+    missing = _missing(found)
     if step < (first := min((s.step for s in segments(folder)), default=0)):
         missing = f"the journal begins at step {first}"
     if portions is None:
@@ -285,6 +208,16 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
         why = "".join(f" ({d})" for d in damage)
         raise JournalError(f"{folder}: step {step} cannot be trained again: {missing}{why}")
     return found, portions or StepPortions()
+
+
+def _missing(found: Sequence[TrainShard]) -> str:
+    """Return a few words on what is missing; "" if the step is whole."""
+    whole = next((k for k, shard in enumerate(found) if shard.index != k), len(found))
+    if whole < len(found) or not found or not found[-1].last:
+        return f"shard {whole} is missing"
+    if sum(len(shard.groups) for shard in found) != found[-1].num_groups:
+        return f"its shards do not hold {found[-1].num_groups} groups"
+    return ""
 
 
 def recut(

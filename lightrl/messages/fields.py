@@ -3,7 +3,7 @@
 Owns the bounds only; message.py has the messages. Must not import anything of LightRL.
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -60,3 +60,4 @@ ModelFiles: TypeAlias = Annotated[
 DeviceParts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_PARTS)]
 Slots: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RESPONSES)]
 Attempt: TypeAlias = tuple[Name, Int32]  # at a response
+Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]

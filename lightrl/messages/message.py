@@ -11,11 +11,10 @@ whoever sent it. Checks beyond types are in transport/validate.py and daemon/adm
 Senders and receivers (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
-                   WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
-                   BroadcastStatus TrainerRelay EngineAsleep TrainerSuspended
-    head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
-                   TrainerSet TrainerRelay SleepEngine WakeEngine AssignDevices
-                   SuspendTrainer
+                   WeightsFailed BroadcastStatus ShardsTaken StepDone Checkpointed
+                   DevicesReleased TrainerRelay Drain Bye
+    head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken
+                   SetDevices TrainerSet TrainerRelay Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
@@ -25,24 +24,11 @@ from typing import TypeAlias
 from lightrl.messages.broadcasts import BroadcastStatus, VersionTaken
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate, TokenChunk
-from lightrl.messages.sharing import (
-    AssignDevices,
-    EngineAsleep,
-    SleepEngine,
-    SuspendTrainer,
-    TrainerSuspended,
-    WakeEngine,
-)
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
-from lightrl.messages.weights import (
-    BadSource,
-    PublishWeights,
-    WeightsEndpoint,
-    WeightsFailed,
-    WeightsReady,
-)
+from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsFailed, WeightsReady
 
 Message: TypeAlias = (
     Hello
@@ -58,18 +44,13 @@ Message: TypeAlias = (
     | WeightsEndpoint
     | PublishWeights
     | WeightsReady
-    | BadSource
     | WeightsFailed
     | VersionTaken
     | BroadcastStatus
     | TrainerSet
     | TrainerRelay
-    | SleepEngine
-    | EngineAsleep
-    | WakeEngine
-    | AssignDevices
-    | SuspendTrainer
-    | TrainerSuspended
+    | SetDevices
+    | DevicesReleased
     | Drain
     | Bye
     | Watch

@@ -4,7 +4,7 @@ Under the rules of message.py.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -17,6 +17,7 @@ from lightrl.messages.fields import (
     ModelFiles,
     Name,
     Reason,
+    Role,
     Slots,
     Text,
     Version,
@@ -25,14 +26,12 @@ from lightrl.messages.fields import (
 from lightrl.messages.load import Load
 from lightrl.messages.weights import WeightsProgress
 
-PROTOCOL = 17
+PROTOCOL = 18
 # the refusal of a node whose lease has expired: it may send another Hello
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # the refusal of a node that comes too late
 # the node may send another Hello: the other process may be gone soon
 TAKEN = "another process with this name takes part"
-
-Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 
 
 @dataclass(frozen=True, slots=True)

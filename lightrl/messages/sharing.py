@@ -8,74 +8,48 @@ connection and are ignored; a coordinator that was restarted counts from 1.
 
 from dataclasses import dataclass
 
-from lightrl.messages.fields import Count, DeviceParts, EngineSeconds
+from lightrl.messages.fields import Count, DeviceParts, EngineSeconds, Role
 
 
 @dataclass(frozen=True, slots=True)
-class SleepEngine:
-    """To a rollout node: give the devices back. It sends the tokens that it still holds and puts
-    its engine to sleep; other nodes continue what ran.
+class SetDevices:
+    """To a node whose devices are shared: its engine or its ranks may use them, or must release
+    them. `role` names which: a daemon may have both.
 
-    `number` counts the orders to this node; an answer repeats it, and an older one is ignored.
-    Example: SleepEngine(3)
+    - Engine, not active: it sends the tokens that it still holds and sleeps; other nodes continue
+      its responses. DevicesReleased answers.
+    - Engine, active: it samples again, with the version that it has or is still fetching.
+      WeightsReady or WeightsFailed answers. Sent only after the ranks have released its devices.
+    - Ranks, not active, in the middle of a step: what was accumulated stays in the host's memory,
+      and a shard that follows fetches all of it. DevicesReleased answers. Before they publish a
+      version the ranks release their devices without an order.
+    - Ranks, active, where parts of the devices change sides by themselves: `parts` are all that
+      the ranks have now, each a replica of the model. Sent to the leader before a shard, and when
+      another part is free. It takes nothing back.
+
+    Example: SetDevices("rollout", 3, active=False)
     """
 
+    role: Role
+    # of the orders to this role of this node: an answer repeats it, and an older order is ignored;
+    # the step, of an order with parts
     number: Count
+    active: bool
+    parts: DeviceParts = ()
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAsleep:
-    """The engine sleeps, or is gone, and its devices are free; no token follows. Example:
-    EngineAsleep(3, 14_800_000_000, 0.6)."""
+class DevicesReleased:
+    """Nothing of the engine, or of the ranks of this node, is on the shared devices; no token
+    follows. Ranks send it with number 0 before each version.
 
-    number: Count
-    # as the engine counts; 0 = it is gone, or frees nothing, as vLLM on a CPU
-    freed_bytes: Count
-    # since the order arrived
-    seconds: EngineSeconds
-
-
-@dataclass(frozen=True, slots=True)
-class WakeEngine:
-    """To a node that sleeps: sample again, with the version that it has or is still fetching.
-    Answered by WeightsReady or WeightsFailed. Only after the ranks have given its devices back.
-
-    Example: WakeEngine(4)
+    Example: DevicesReleased("rollout", 3, 14_800_000_000, 0.6)
     """
 
+    role: Role
     number: Count
-
-
-@dataclass(frozen=True, slots=True)
-class AssignDevices:
-    """To the trainer node that leads, where parts of the devices change sides by themselves: all
-    that the ranks have of them now, to train this step. Each replica of the model is a part.
-
-    Sent before a shard, and whenever another part is free. It takes nothing back: SuspendTrainer
-    does, and the end of the step. Example: AssignDevices(4, (1,))
-    """
-
-    step: Count
-    parts: DeviceParts
-
-
-@dataclass(frozen=True, slots=True)
-class SuspendTrainer:
-    """To each trainer node whose devices are shared: give them back in the middle of a step. What
-    was accumulated stays, in the host's memory; a shard that follows fetches all of it.
-
-    Before it publishes a version the node does so without this order. Example: SuspendTrainer(2)
-    """
-
-    number: Count
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerSuspended:
-    """Nothing of the ranks of this node is on its devices; sent after each SuspendTrainer and, with
-    number 0, before a version is published. Example: TrainerSuspended(2, 22_000_000_000, 1.1)."""
-
-    number: Count
-    # in the host's memory now, that were on the devices
+    # by the engine's own count, 0 = it is gone or frees nothing; or those of the ranks that are in
+    # the host's memory now
     num_bytes: Count
+    # since the order arrived
     seconds: EngineSeconds

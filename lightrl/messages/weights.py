@@ -140,18 +140,6 @@ class PublishWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class BadSource:
-    """This source of a version sent wrong bytes.
-
-    Example: BadSource(4, "rollout-3", "bucket 7: digest differs")
-    """
-
-    policy_version: Version
-    node: Name
-    reason: Text
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsReady:
     """The engine serves this version; its bytes were proved to have `digest`.
 
@@ -176,8 +164,12 @@ class WeightsReady:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFailed:
-    """A version cannot be served, or not any more. Example: WeightsFailed(4, "bucket 3: digest
-    differs")."""
+    """A version cannot be served, or not any more; with `source`: this node sent wrong bytes of it,
+    and the sender continues with other sources.
+
+    Example: WeightsFailed(4, "bucket 3: digest differs", source="rollout-3")
+    """
 
     policy_version: Version
     reason: Text
+    source: Word = ""

@@ -8,7 +8,7 @@ from itertools import islice
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.nodes.cost_model import Outcome
-from lightrl.messages.costs import CostRow, StepForecast
+from lightrl.messages.snapshot import CostRow, StepForecast
 
 MAX_DEVICE_FIGURES = 512  # of single nodes; the size of a message is limited
 

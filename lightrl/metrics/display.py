@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from lightrl.messages.costs import CostRow
-from lightrl.messages.snapshot import NodeRow
+from lightrl.messages.snapshot import CostRow, NodeRow
 from lightrl.messages.weights import WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -21,7 +21,7 @@ from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.metrics.remote import RemoteTracker
 from lightrl.system.addresses import ALL_HOSTS, WILDCARD, split_address
-from lightrl.system.append_file import AppendFile, read_back, read_rows
+from lightrl.system.append_file import AppendFile, read_rows
 from lightrl.wire import to_json
 
 FILE_NAME = "metrics.jsonl"
@@ -101,25 +101,8 @@ def read(run_dir: Path) -> list[dict[str, float]]:
 
 
 def read_newest(run_dir: Path, num: int, until: int = sys.maxsize) -> list[dict[str, float]]:
-    """Return the newest `num` records up to step `until`, as `read` does. Reads only the end of the
-    file, because it grows with the run.
-
-    Steps that a resumed run has not repeated yet may be left out.
-    """
-    records: dict[int, dict[str, float]] = {}
-    whole = set[int]()  # with more than the record of an evaluation
-    for _, row in read_back(run_dir / FILE_NAME, _Row):
-        if "step" not in row:
-            continue
-        step, values = _values(row)
-        if step > until or step in whole:
-            continue
-        records[step] = {**values, **records.get(step, {})}
-        if not _is_evaluation(values):
-            whole.add(step)
-            if len(whole) == num:
-                break
-    return [records[step] for step in sorted(records)][-num:]
+    """Return the newest `num` records up to step `until`, as `read` does."""
+    return [record for record in read(run_dir) if record["step"] <= until][-num:]
 
 
 def _values(row: _Row) -> tuple[int, dict[str, float]]:

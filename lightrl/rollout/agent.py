@@ -27,7 +27,7 @@ from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.responses import Abort, Generate, TokenChunk
-from lightrl.messages.sharing import SleepEngine, WakeEngine
+from lightrl.messages.sharing import SetDevices
 from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsProgress
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.engine_spec import RolloutOptions, engine_spec
@@ -175,13 +175,13 @@ class RolloutAgent:
 
     def handle(
         self,
-        message: Generate | Abort | PublishWeights | SleepEngine | WakeEngine,
+        message: Generate | Abort | PublishWeights | SetDevices,
     ) -> None:
         """Handle a message of the coordinator."""
         match message:
-            case SleepEngine() | WakeEngine():
+            case SetDevices():
                 self._turns.order(message, self.state is EngineState.STARTING)
-                if isinstance(message, WakeEngine) and self._turns.refusal:
+                if message.active and self._turns.refusal:
                     self._refuse(self._turns.refusal)
             case PublishWeights(version) if reason := self._turns.refusal:
                 self._send(WeightsFailed(version, reason[:MAX_TEXT]))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,14 @@ class Turns:
 
     # Orders
 
-    def order(self, order: SleepEngine | WakeEngine, is_starting: bool = False) -> None:
+    def order(self, order: SetDevices, is_starting: bool = False) -> None:
         """Carry out an order, and answer it then. A repeated one is answered again; an older one is
         ignored. `is_starting`: the engine is."""
         if not self._takes_turns:
             logger.warning("this node has devices of its own, but was ordered: %s", order)
         elif order.number >= self._number:
             self._number = order.number
-            if isinstance(order, SleepEngine):
+            if not order.active:
                 if is_starting and self.ours.is_set():
                     logger.info("the engine still starts: its devices are given back once it is up")
                 self._release()
@@ -87,7 +87,7 @@ class Turns:
             self.ours.clear()
             self.due.set()
         elif not self.due.is_set():
-            self._send(EngineAsleep(self._number, self.freed_bytes, 0.0))
+            self._send(DevicesReleased("rollout", self._number, self.freed_bytes, 0.0))
 
     def _wake(self) -> None:
         self.ours.set()
@@ -133,7 +133,7 @@ class Turns:
             self._has_reconnected = False
             self._rejoin()
         elif not wakes_after:
-            self._send(EngineAsleep(number, num_bytes, seconds))
+            self._send(DevicesReleased("rollout", number, num_bytes, seconds))
         if wakes_after:
             self._wakes_after = False
             self._wake()

@@ -21,7 +21,6 @@ from lightrl.errors import WeightsError
 from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.message import Message
 from lightrl.messages.weights import (
-    BadSource,
     PublishWeights,
     WeightsFailed,
     WeightsProgress,
@@ -328,7 +327,7 @@ class NodeWeights:
             server=self._server if is_served else None,
             limits=PullLimits(self._settings.streams, timeout_s),
             on_bad=lambda node, reason: self._send(
-                BadSource(offer.policy_version, node, reason[:MAX_TEXT])
+                WeightsFailed(offer.policy_version, reason[:MAX_TEXT], node)
             ),
             on_progress=on_progress,
         )

@@ -14,16 +14,8 @@ from lightrl.core.events import Event, HeartbeatArrived, NodeReleased, TokensArr
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
-from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello
-from lightrl.messages.sharing import (
-    AssignDevices,
-    EngineAsleep,
-    SleepEngine,
-    SuspendTrainer,
-    TrainerSuspended,
-    WakeEngine,
-)
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import DEVICE, TRAINER
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
@@ -75,7 +67,7 @@ def _sizes_in(scenario: Scenario, settings: Settings, switches: Switches) -> tup
     return parallel
 
 
-class Colocation(Mechanism):
+class SimColocation(Mechanism):
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self._is_colocated = world.scenario.is_colocated
@@ -117,12 +109,12 @@ class Colocation(Mechanism):
 
     # Orders of the core
 
-    def order(self, machine: SimMachine, order: Message) -> list[Event]:
+    def order(self, machine: SimMachine, order: SetDevices) -> list[Event]:
         """Carry out an order; return the events that follow immediately."""
         world = self._world
         machine.order += 1
         number, switch_s = machine.order, self._switch_s(machine)
-        if isinstance(order, SleepEngine):
+        if not order.active:
             return self._release(machine, order, switch_s)
 
         def wake() -> None:
@@ -131,18 +123,17 @@ class Colocation(Mechanism):
                 if machine.loading < 0:
                     world.confirm(machine, machine.holds)
 
-        if isinstance(order, WakeEngine):
-            world.at(world.now + switch_s, wake)
+        world.at(world.now + switch_s, wake)
         return []
 
-    def _release(self, machine: SimMachine, order: SleepEngine, switch_s: float) -> list[Event]:
+    def _release(self, machine: SimMachine, order: SetDevices, switch_s: float) -> list[Event]:
         world, name, number = self._world, machine.spec.name, machine.order
         events: list[Event] = []
         deltas = machine.engine.abort_all(world.now)
         if deltas:
             events.append(TokensArrived(name, machine.chunk(deltas)))
         machine.engine.hold(world.now, "train")
-        released = NodeReleased(name, EngineAsleep(order.number, 0, switch_s))
+        released = NodeReleased(name, DevicesReleased("rollout", order.number, 0, switch_s))
 
         def sleep() -> None:
             if machine.order == number and machine.present:
@@ -158,16 +149,16 @@ class Colocation(Mechanism):
         world.at(world.now + switch_s, sleep)
         return events
 
-    def order_trainer(self, order: AssignDevices | SuspendTrainer) -> None:
+    def order_trainer(self, order: SetDevices) -> None:
         """Assign devices to the trainer, or take them away in the middle of a step."""
         world = self._world
-        if isinstance(order, AssignDevices):
+        if order.active:
             self._num_given = len(order.parts)
             self.begin_training()
             return
         self._trains, self._num_given = False, 0
         self._share()
-        parked = TrainerParked(TRAINER, TrainerSuspended(order.number, 0, self.park_s))
+        parked = TrainerParked(TRAINER, DevicesReleased("trainer", order.number, 0, self.park_s))
         world.at(world.now + self.park_s, lambda: world.feed(parked))
 
     def begin_training(self) -> None:

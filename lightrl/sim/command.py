@@ -12,7 +12,7 @@ from lightrl.core_settings import settings_of
 from lightrl.errors import SimError
 from lightrl.sim.fleet.messages import TRAINER
 from lightrl.sim.inputs.files import find_scenario
-from lightrl.sim.inputs.hardware import Prices
+from lightrl.sim.inputs.hardware import SimPrices
 from lightrl.sim.inputs.nodes import NodeSpec
 from lightrl.sim.inputs.recorded import read_run
 from lightrl.sim.inputs.scenario import OffloadRule, Scenario
@@ -21,7 +21,7 @@ from lightrl.sim.inputs.workload import LengthModel
 from lightrl.sim.prediction import Rerun
 from lightrl.sim.report import as_json, comparison, tables
 from lightrl.sim.variants import (
-    Fleet,
+    SimFleet,
     compare,
     configured,
     figures_of,
@@ -75,7 +75,7 @@ class FleetOptions:
 class _Job:
     settings: Settings
     scenario: Scenario
-    fleet: Fleet
+    fleet: SimFleet
 
 
 def simulate_run(
@@ -99,7 +99,7 @@ def simulate_run(
     rerun = Rerun(read_run(run_dir)) if run_dir is not None else None
     if rerun is None:
         scenario = _scenario(config, workload, num_prompts)
-        nodes = Fleet(*_fleet(fleet, config, scenario))
+        nodes = SimFleet(*_fleet(fleet, config, scenario))
     else:
         scenario = rerun.scenario
         nodes = _fleet_of_run(rerun, config, fleet, is_own=change is not None)
@@ -136,23 +136,23 @@ def _scenario(config: Config, workload: str, num_prompts: int | None) -> Scenari
     return scenario
 
 
-def _fleet_of_run(rerun: Rerun, config: Config, options: FleetOptions, *, is_own: bool) -> Fleet:
+def _fleet_of_run(rerun: Rerun, config: Config, options: FleetOptions, *, is_own: bool) -> SimFleet:
     """Return the nodes of the run if the config is its own and no others are asked for."""
     own = rerun.run.config.rollout.nodes
     if is_own and config.rollout.nodes == own and options.adds_only:
         fleet = rerun.fleet(config.rollout.slots)
         return replace(fleet, trace=always_there(options.preemptible))
     nodes, trace = _fleet(options, config, rerun.scenario)
-    return Fleet(rerun.alike(nodes), trace)
+    return SimFleet(rerun.alike(nodes), trace)
 
 
 def _job(
-    config: Config, scenario: Scenario, fleet: Fleet, steps: int | None, max_steps: int
+    config: Config, scenario: Scenario, fleet: SimFleet, steps: int | None, max_steps: int
 ) -> _Job:
     settings = settings_of(config, scenario.workload.num_prompts)
     if (known := settings.prices) is not None:  # else those of the workload count
         trainer = known.reserved * config.train.nodes
-        prices = Prices(node=known.reserved, trainer=trainer, spot=known.preemptible)
+        prices = SimPrices(node=known.reserved, trainer=trainer, spot=known.preemptible)
         scenario = replace(scenario, prices=prices)
     num_steps = steps if steps is not None else min(max_steps, config.train.steps)
     return _Job(replace(settings, num_steps=num_steps), scenario, fleet)

@@ -11,7 +11,7 @@ from lightrl.sim.fleet.engine import SimDelta
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.scenario import Scenario, Switches
-from lightrl.sim.outcome import Outcome, StepRecord
+from lightrl.sim.outcome import SimOutcome, StepRecord
 from lightrl.sim.trainer import TrainerModel
 
 FOREVER_S = 1e12
@@ -28,7 +28,7 @@ class Simulation(Protocol):
     machines: dict[str, SimMachine]
     # by parallelism
     engines: dict[int, EngineProfile]
-    outcome: Outcome
+    outcome: SimOutcome
     # of the round that closed last
     newest: StepRecord
     trainer: TrainerModel

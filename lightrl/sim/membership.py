@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightrl.core.events import Event, NodeDraining, NodeLeft, NodeLost, TokensArrived
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import Hello
-from lightrl.sim.colocation import Colocation
+from lightrl.sim.colocation import SimColocation
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import IDLE, TRAINER, arrival, hello
 from lightrl.sim.inputs.nodes import NodeChange, NodeChanges, NodeSpec
@@ -18,11 +18,11 @@ from lightrl.sim.weights.transfers import Transfers
 
 
 @dataclass(eq=False)
-class Membership:
+class SimMembership:
     _world: Simulation
     _observer: Observer
     _transfers: Transfers
-    _colocation: Colocation
+    _colocation: SimColocation
     _changes: NodeChanges
 
     def start(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:

@@ -114,7 +114,7 @@ class WeightsSums:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimOutcome:
     """A whole simulation."""
 
     elapsed_s: float = 0.0

@@ -13,8 +13,8 @@ from lightrl.core_settings import settings_of
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
 from lightrl.sim.inputs.recorded import Record, RecordedRun
 from lightrl.sim.inputs.scenario import Scenario
-from lightrl.sim.outcome import Outcome
-from lightrl.sim.variants import Fleet, configured, outcome_of
+from lightrl.sim.outcome import SimOutcome
+from lightrl.sim.variants import SimFleet, configured, outcome_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +23,7 @@ MAX_STEPS = 200  # by default
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class PredictedTimes:
     """Seconds of steps: means but for the median. The last four sum to the first."""
 
     step_s: float
@@ -42,19 +42,19 @@ class Prediction:
     """Of a run in its own setting; `changed`: of the same run in another setting."""
 
     steps: int
-    measured: StepTimes
-    predicted: StepTimes
+    measured: PredictedTimes
+    predicted: PredictedTimes
     # predicted / measured - 1
     error: float
     median_error: float
-    changed: StepTimes | None = None
+    changed: PredictedTimes | None = None
 
     def table(self, change: str) -> "Table":
         """Return a table for people; `change` names the other setting."""
         from rich.table import Table
 
         table = Table(f"{self.steps} steps", box=None)
-        for name in ("step_s", "median", *(f.name for f in fields(StepTimes)[2:])):
+        for name in ("step_s", "median", *(f.name for f in fields(PredictedTimes)[2:])):
             table.add_column(name, justify="right")
         table.add_row("measured", *(f"{s:.3g}" for s in astuple(self.measured)))
         table.add_row("predicted", *(f"{s:.3g}" for s in astuple(self.predicted)))
@@ -96,7 +96,7 @@ class Rerun:
             notes.append("the run's engines shared the trainer's devices; devices are apart here")
         return notes
 
-    def fleet(self, slots: int) -> Fleet:
+    def fleet(self, slots: int) -> SimFleet:
         """Return the nodes of the run, with the recorded times of joining and leaving. Nodes with
         the number of slots of the run's config get `slots` instead."""
         usual = self.run.config.rollout.slots
@@ -104,7 +104,7 @@ class Rerun:
             name: replace(spec, slots=slots) if spec.slots == usual else spec
             for name, spec in self.specs.items()
         }
-        return Fleet((), (), self.run.changes(specs))
+        return SimFleet((), (), self.run.changes(specs))
 
     def alike(self, nodes: Sequence[NodeSpec]) -> list[NodeSpec]:
         """Return these nodes with the speeds of the run's nodes in turn."""
@@ -113,13 +113,13 @@ class Rerun:
             replace(node, profile=known[k % len(known)].profile) for k, node in enumerate(nodes)
         ]
 
-    def outcome(self, num_steps: int) -> Outcome:
+    def outcome(self, num_steps: int) -> SimOutcome:
         """Simulate the first steps of the run in its own setting."""
         settings = settings_of(self.run.config, self.scenario.workload.num_prompts)
         settings = replace(settings, num_steps=num_steps)
         return outcome_of(configured(settings), self.scenario, self.fleet(settings.slots))
 
-    def predict(self, own: Outcome, changed: Outcome | None = None) -> Prediction:
+    def predict(self, own: SimOutcome, changed: SimOutcome | None = None) -> Prediction:
         """Compare with the simulated run in its own setting, or the begin of it."""
         records, simulated = self.run.records, {s.step for s in own.steps}
         counted = [s.step for s in self.run.counted if s.step in simulated]
@@ -135,7 +135,7 @@ class Rerun:
             self._simulated(changed, counted) if changed is not None else None,
         )
 
-    def _simulated(self, outcome: Outcome, counted: Sequence[int]) -> StepTimes:
+    def _simulated(self, outcome: SimOutcome, counted: Sequence[int]) -> PredictedTimes:
         """Return the means of the same steps; of all if it has none of them."""
         publishing_s = self.scenario.transfer.publishing_s
         chosen = [s for s in outcome.steps if s.step in counted] or outcome.steps
@@ -154,6 +154,6 @@ def _measured(record: Record) -> tuple[float, float, float, float]:
     return record["timing_s/rollout"], train_s - publish_s, publish_s, record["timing_s/weights"]
 
 
-def _mean_times(rows: Sequence[tuple[float, float, float, float]]) -> StepTimes:
+def _mean_times(rows: Sequence[tuple[float, float, float, float]]) -> PredictedTimes:
     steps = [sum(row) for row in rows]
-    return StepTimes(fmean(steps), median(steps), *map(fmean, zip(*rows, strict=True)))
+    return PredictedTimes(fmean(steps), median(steps), *map(fmean, zip(*rows, strict=True)))

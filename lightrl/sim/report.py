@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from lightrl.sim.inputs.scenario import Scenario
-from lightrl.sim.outcome import Outcome, StepRecord
+from lightrl.sim.outcome import SimOutcome, StepRecord
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,7 +94,7 @@ class Figures:
 
 
 def figures(
-    outcome: Outcome,
+    outcome: SimOutcome,
     scenario: Scenario,
     synchronous: bool = True,
     baseline_step_s: float | None = None,
@@ -160,7 +160,7 @@ def _by_kind(steps: Sequence[StepRecord], bounds: Mapping[int, float]) -> dict[s
     return kinds
 
 
-def _weights(outcome: Outcome, scenario: Scenario) -> WeightsFigures:
+def _weights(outcome: SimOutcome, scenario: Scenario) -> WeightsFigures:
     sums, num_bytes = outcome.weights, scenario.transfer.num_bytes
     published = (len(outcome.steps) + 1) * num_bytes
     return WeightsFigures(

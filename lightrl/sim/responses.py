@@ -1,7 +1,7 @@
 """What simulated responses will be: their lengths, their rewards, and when these are known."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lightrl.core.settings import EvalSet
 from lightrl.core.state import DrawnPrompt, Response
@@ -58,6 +58,7 @@ class RewardWorkers:
         self._times = times
         # one heap for each class of rewards: when its workers are free; empty = unlimited
         self._free_at = [[0.0] * round(c.workers * c.beside) for c in times.classes]
+        self._deferred: dict[str, Response] = {}
 
     def done_at(self, now: float, prompt: str, noise: int) -> float:
         """Return when the next free worker has scored it, while nodes still sample."""
@@ -65,12 +66,19 @@ class RewardWorkers:
         seconds = self._times.seconds(prompt, noise) * self._times.classes[kind].beside
         return _next(self._free_at[kind], now, seconds) + self._times.overhead_s
 
-    def all_done_at(self, now: float, responses: Iterable[Response]) -> float:
-        """Return when all are scored, beginning now: one class of rewards after the other."""
+    def defer(self, response: Response) -> None:
+        """Compute this reward after the rollout, for comparison. The core gets the score
+        immediately; the time that all of them take is added to the step."""
+        self._deferred[response.id] = response
+
+    def deferred_done_at(self, now: float) -> float:
+        """Return when all deferred responses are scored, beginning now: one class of rewards after
+        the other."""
         by_kind: list[list[float]] = [[] for _ in self._times.classes]
-        for response in responses:
+        for response in self._deferred.values():
             prompt = response.group.prompt.id
             by_kind[self._times.kind(prompt)].append(self._times.seconds(prompt, response.seed))
+        self._deferred.clear()
         for chosen, tasks in zip(self._times.classes, by_kind, strict=True):
             free_at = [now] * chosen.workers
             now = max((_next(free_at, now, seconds) for seconds in tasks), default=now)
@@ -84,20 +92,3 @@ def _next(free_at: list[float], now: float, seconds: float) -> float:
     done = max(now, free_at[0]) + seconds
     heapq.heapreplace(free_at, done)
     return done
-
-
-class DeferredRewards:
-    """Rewards that are computed after the rollout, for comparison. The core gets each score
-    immediately; the time that all of them take is added to the step."""
-
-    def __init__(self, workers: RewardWorkers) -> None:
-        self._workers = workers
-        self._unscored: dict[str, Response] = {}
-
-    def defer(self, response: Response) -> None:
-        self._unscored[response.id] = response
-
-    def scored_at(self, now: float) -> float:
-        """Return when all deferred responses are scored, beginning now."""
-        done, self._unscored = self._unscored, {}
-        return self._workers.all_done_at(now, done.values())

@@ -7,7 +7,7 @@ from lightrl.core.settings import Settings, Tail
 from lightrl.sim.inputs.nodes import NodeChanges, NodeSpec, can_group
 from lightrl.sim.inputs.scenario import OffloadRule, Scenario, Switches
 from lightrl.sim.inputs.traces import TraceEvent
-from lightrl.sim.outcome import Outcome
+from lightrl.sim.outcome import SimOutcome
 from lightrl.sim.report import Figures, figures
 from lightrl.sim.world import World
 
@@ -22,7 +22,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimFleet:
     """Nodes that stay, nodes that join and leave by a trace, and as the nodes of a run did."""
 
     nodes: Sequence[NodeSpec]
@@ -67,7 +67,7 @@ def variants(settings: Settings, offload: OffloadRule = "off") -> dict[str, Vari
     }
 
 
-def outcome_of(variant: Variant, scenario: Scenario, fleet: Fleet) -> Outcome:
+def outcome_of(variant: Variant, scenario: Scenario, fleet: SimFleet) -> SimOutcome:
     settings, switches = variant.settings, variant.switches
     if scenario.chunk_s:
         switches = replace(switches, chunk_tokens=settings.chunk_tokens, chunk_s=scenario.chunk_s)
@@ -78,7 +78,7 @@ def outcome_of(variant: Variant, scenario: Scenario, fleet: Fleet) -> Outcome:
 
 
 def figures_of(
-    outcome: Outcome, variant: Variant, scenario: Scenario, baseline: Figures | None = None
+    outcome: SimOutcome, variant: Variant, scenario: Scenario, baseline: Figures | None = None
 ) -> Figures:
     return figures(
         outcome,
@@ -89,13 +89,13 @@ def figures_of(
 
 
 def simulate(
-    variant: Variant, scenario: Scenario, fleet: Fleet, baseline: Figures | None = None
+    variant: Variant, scenario: Scenario, fleet: SimFleet, baseline: Figures | None = None
 ) -> Figures:
     return figures_of(outcome_of(variant, scenario, fleet), variant, scenario, baseline)
 
 
 def compare(
-    settings: Settings, scenario: Scenario, fleet: Fleet, offload: OffloadRule = "off"
+    settings: Settings, scenario: Scenario, fleet: SimFleet, offload: OffloadRule = "off"
 ) -> dict[str, Figures]:
     """Simulate all variants that fit this scenario, with speed-ups over the first."""
     rows = variants(settings, offload)

@@ -39,15 +39,9 @@ from lightrl.errors import SimError
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import (
-    AssignDevices,
-    SleepEngine,
-    SuspendTrainer,
-    TrainerSuspended,
-    WakeEngine,
-)
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
-from lightrl.sim.colocation import Colocation, settings_in
+from lightrl.sim.colocation import SimColocation, settings_in
 from lightrl.sim.fleet.engine import Attempt
 from lightrl.sim.fleet.machines import SimMachine, new_machine
 from lightrl.sim.fleet.messages import TRAINER, blank
@@ -57,10 +51,10 @@ from lightrl.sim.inputs.scenario import DEFAULT, Scenario, Switches
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.inputs.workload import Cursor
 from lightrl.sim.mechanism import FOREVER_S, Mechanism
-from lightrl.sim.membership import Membership
+from lightrl.sim.membership import SimMembership
 from lightrl.sim.observer import Observer
-from lightrl.sim.outcome import Outcome, StepRecord
-from lightrl.sim.responses import DeferredRewards, Lengths, RewardWorkers, eval_prompts, reward
+from lightrl.sim.outcome import SimOutcome, StepRecord
+from lightrl.sim.responses import Lengths, RewardWorkers, eval_prompts, reward
 from lightrl.sim.trainer import TrainerModel
 from lightrl.sim.weights.transfers import Transfers
 
@@ -87,7 +81,7 @@ class World:
         self.core = Coordinator(self.settings, now=0.0)
         self.handle = self.core.handle
         self.machines: dict[str, SimMachine] = {}
-        self.outcome = Outcome()
+        self.outcome = SimOutcome()
         self.newest = StepRecord(-1, "", 0)
         self.engines = dict(scenario.engines)
         if switches.speculation:
@@ -99,9 +93,8 @@ class World:
             streaming=switches.streaming and switches.async_rewards,
             rate=0.0 if scenario.is_colocated else 1.0,
         )
-        self._reward_workers = RewardWorkers(workload.reward)
-        self.deferred = DeferredRewards(self._reward_workers)
-        self._colocation = Colocation(self)
+        self.reward_workers = RewardWorkers(workload.reward)
+        self._colocation = SimColocation(self)
         self.mechanisms: tuple[Mechanism, ...] = (self._colocation,)
         self._observer = Observer(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -121,7 +114,7 @@ class World:
                 profile = profile_of(spec, self.engines, scenario.spot_kv_tokens)
                 self.machines[spec.name] = new_machine(spec, profile, switches)
         self._transfers = Transfers(self)
-        self.fleet = Membership(
+        self.fleet = SimMembership(
             self, self._observer, self._transfers, self._colocation, changes or {}
         )
         self.fleet.start(nodes, trace)
@@ -141,7 +134,7 @@ class World:
         """Act immediately if it takes no time."""
         self.at(self.now + seconds, act) if seconds else act()
 
-    def run(self) -> Outcome:
+    def run(self) -> SimOutcome:
         """Simulate until the core finishes the run. Raise SimError if no event is left."""
         heap, timers = self._heap, 0
         while not self._finished:
@@ -184,10 +177,10 @@ class World:
             case ScoreResponse(response, prompt):
                 event = ResponseScored(response.id, response.attempt, reward(response.seed))
                 if self.switches.async_rewards:
-                    when = self._reward_workers.done_at(self.now, prompt, response.seed)
+                    when = self.reward_workers.done_at(self.now, prompt, response.seed)
                     self.at(when, lambda: self.feed(event))
                 else:
-                    self.deferred.defer(response)
+                    self.reward_workers.defer(response)
                     todo.append(event)
             case DrawPrompts("eval"):
                 todo.append(PromptsDrawn(eval_prompts(self.settings.eval_sets, self._prompt)))
@@ -227,7 +220,7 @@ class World:
             todo.extend(events)
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
-        elif isinstance(message, AssignDevices | SuspendTrainer):
+        elif isinstance(message, SetDevices):
             self._colocation.order_trainer(message)
         else:
             self._transfers.deliver_to_trainer(message)
@@ -242,7 +235,7 @@ class World:
                         self.abort(machine, response, number)
             case Drain(_, reason):
                 todo.extend(self.fleet.leave(machine, reason))
-            case SleepEngine() | WakeEngine():
+            case SetDevices():
                 todo.extend(self._colocation.order(machine, message))
             case _:
                 self._transfers.deliver(machine, message)
@@ -302,7 +295,7 @@ class World:
         )
         ready_at = 0.0
         if shard.last and not self.switches.async_rewards:
-            ready_at = self.deferred.scored_at(self.now)
+            ready_at = self.reward_workers.deferred_done_at(self.now)
         self.trainer.add_work(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
         self._colocation.begin_training()
@@ -324,7 +317,7 @@ class World:
         park_s = self._colocation.park_s
         publish_s = park_s + self.scenario.transfer.publishing_s
         self.trainer.publish(self.now, publish_s)
-        parked = TrainerParked(TRAINER, TrainerSuspended(0, 0, park_s))
+        parked = TrainerParked(TRAINER, DevicesReleased("trainer", 0, 0, park_s))
         self._soon(park_s, lambda: self.feed(parked))
         self._soon(publish_s, lambda: self._step_done(done))
 

@@ -9,15 +9,13 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from lightrl.errors import ProtocolError
 from lightrl.system import open_files
 from lightrl.wire import from_json
 
 T = TypeVar("T")
-
-BLOCK_BYTES = 1 << 20  # of one read from the end
 
 
 class AppendFile:
@@ -75,45 +73,14 @@ class AppendFile:
 
 def read_rows(file: Path, kind: type[T]) -> Iterator[T]:
     """Yield the rows of type `kind` in order; none if there is no such file. Raises OSError."""
-    try:
-        opened = file.open("rb")
-    except FileNotFoundError:
-        return
-    with opened:
+    return (row for _, row in read_ends(file, kind))
+
+
+def read_ends(file: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """Yield (end of the line, row), as `read_rows` does."""
+    end = 0
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
         for line in opened:
-            if (row := _row(line, kind)) is not None:
-                yield row
-
-
-def read_back(file: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
-    """Yield (end of the line, row) from the last row backwards; reads only what is asked for."""
-    try:
-        with file.open("rb") as opened:
-            for end, line in _lines_back(opened):
-                if (row := _row(line, kind)) is not None:
-                    yield end, row
-    except FileNotFoundError:
-        return
-
-
-def _row(line: bytes, kind: type[T]) -> T | None:
-    try:
-        return from_json(line, kind)
-    except ProtocolError:
-        return None
-
-
-def _lines_back(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (end, line without its newline) from the last line backwards."""
-    at = file.seek(0, os.SEEK_END)
-    end, later = at, list[bytes]()  # pieces of the current line, the last one first
-    while at:
-        size = min(at, BLOCK_BYTES)
-        at -= size
-        file.seek(at)
-        block = file.read(size)
-        while (newline := block.rfind(b"\n", 0, size)) >= 0:
-            yield end, b"".join([block[newline + 1 : size], *reversed(later)])
-            size, later, end = newline, [], at + newline + 1
-        later.append(block[:size])
-    yield end, b"".join(reversed(later))
+            end += len(line)
+            with contextlib.suppress(ProtocolError):
+                yield end, from_json(line, kind)

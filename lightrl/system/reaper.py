@@ -12,7 +12,6 @@ Work passed to a daemon of the system (at, docker, systemd-run) is not below thi
 
 import contextlib
 import ctypes
-import errno
 import os
 import resource
 import select
@@ -23,8 +22,6 @@ import time
 
 GIVE_UP_S = 10.0  # for processes that cannot be ended: another user's, or stuck in the kernel
 LOOK_S = 0.01
-TRY_AGAIN_S = 1.0
-LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (
     signal.SIGINT,
@@ -55,7 +52,7 @@ def main() -> None:
 
 
 def _start(command: list[str], descriptor: int) -> int:
-    """Start the command and return its process id; retries while the machine lacks resources."""
+    """Start the command and return its process id."""
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -63,23 +60,18 @@ def _start(command: list[str], descriptor: int) -> int:
         if os.getppid() != parent:
             os._exit(1)
 
-    while True:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(descriptor,),
-                start_new_session=True,  # a signal of COMMAND to its group does not reach us
-                preexec_fn=die_with_parent,
-            )
-        except OSError as e:
-            if e.errno not in LACKING:
-                raise SystemExit(f"{command[0]}: cannot be started: {e.strerror}") from None
-            if select.select([0], [], [], TRY_AGAIN_S)[0]:
-                raise SystemExit(1) from None
-        else:
-            process.returncode = 0  # `_reap` waits for it by its id
-            return process.pid
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+            start_new_session=True,  # a signal of COMMAND to its group does not reach us
+            preexec_fn=die_with_parent,
+        )
+    except OSError as e:
+        raise SystemExit(f"{command[0]}: cannot be started: {e.strerror}") from None
+    process.returncode = 0  # `_reap` waits for it by its id
+    return process.pid
 
 
 def _closes(woken: int) -> bool:

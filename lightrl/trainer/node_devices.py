@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from lightrl.config.schema import Config
-from lightrl.messages.sharing import AssignDevices, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import TrainShard
 from lightrl.trainer.protocol import (
     TAKES_DEVICE,
@@ -32,7 +32,7 @@ class NodeDevices:
     def __init__(
         self,
         config: Config,
-        send: Callable[[TrainerSuspended], None],
+        send: Callable[[DevicesReleased], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`send` reaches the coordinator."""
@@ -84,7 +84,7 @@ class NodeDevices:
         if not is_repeated and not ends_first:
             self._take_back()
         if not self.has_devices and not ends_first:
-            self._send(TrainerSuspended(number, self._num_bytes, 0.0))
+            self._send(DevicesReleased("trainer", number, self._num_bytes, 0.0))
         elif not is_repeated:
             self._number, self._asked_at = number, self._clock()
 
@@ -108,9 +108,9 @@ class NodeDevices:
 
     def on_message(self, message: object) -> None:
         match message:
-            case TrainShard() if self._num_parts == 1:  # there is no AssignDevices
+            case TrainShard() if self._num_parts == 1:  # no SetDevices assigns them
                 self.give()
-            case AssignDevices():
+            case SetDevices(active=True):
                 self.give(message)
             case _:
                 pass
@@ -139,17 +139,17 @@ class NodeDevices:
         """Send what precedes each version, if the ranks are suspended."""
         if not self.has_devices and self._suspended:
             slowest = max(suspended.seconds for suspended in self._suspended.values())
-            self._send(TrainerSuspended(0, self._num_bytes, slowest))
+            self._send(DevicesReleased("trainer", 0, self._num_bytes, slowest))
 
     def published(self) -> None:
         """The version was sent to the coordinator."""
         self._is_published = True
 
-    def give(self, given: AssignDevices | None = None) -> None:
+    def give(self, given: SetDevices | None = None) -> None:
         """Work may be done on these parts, or on all. Orders for other steps are ignored."""
         if given is None:
             self._given = frozenset(range(self._num_parts))
-        elif given.step == self._step:
+        elif given.number == self._step:
             self._given = frozenset(given.parts)
         if len(self._given) == self._num_parts:
             self._all_given.set()
@@ -175,7 +175,7 @@ class NodeDevices:
     def _answer(self) -> None:
         if self._number is not None:
             seconds = self._clock() - self._asked_at
-            self._send(TrainerSuspended(self._number, self._num_bytes, seconds))
+            self._send(DevicesReleased("trainer", self._number, self._num_bytes, seconds))
             self._number = None
 
     @property

@@ -19,7 +19,7 @@ from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import AssignDevices, SuspendTrainer, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
@@ -114,22 +114,22 @@ class Trainer:
         """The last version is published; a checkpoint may still be written."""
         return self._done >= self._config.eval.last_step(self._config.train.steps)
 
-    def handle(self, message: TrainShard | VersionTaken | AssignDevices | SuspendTrainer) -> None:
+    def handle(self, message: TrainShard | VersionTaken | SetDevices) -> None:
         """Handle a message of the coordinator. Without a connection, or without ranks, it was meant
         for the trainer that this one was before."""
         self.devices.on_message(message)
         if not self._connected or self._state is TrainerState.DOWN:
-            if isinstance(message, SuspendTrainer) and self._waits_for_devices:
+            if isinstance(message, SetDevices) and not message.active and self._waits_for_devices:
                 self.devices.ask(message.number)
             return
         if isinstance(message, TrainShard):
             self._shards.append(message)
-        elif isinstance(message, SuspendTrainer):
+        elif isinstance(message, VersionTaken):
+            self._broadcasts.handle(message)
+        elif not message.active:
             shards, step = self._shards, self._step
             ends_first = step.has_all if step else any(s.last for s in shards)
             self.devices.ask(message.number, ends_first)
-        elif not isinstance(message, AssignDevices):
-            self._broadcasts.handle(message)
         self._changed.set()
 
     def pause(self) -> None:
@@ -387,7 +387,7 @@ class Trainer:
     def _send_if_connected(self, message: Message) -> None:
         """Send if the coordinator is connected, and was connected when a running update began.
         Without ranks, send only that engines may have the devices."""
-        is_waited_for = isinstance(message, TrainerSuspended) and self._waits_for_devices
+        is_waited_for = isinstance(message, DevicesReleased) and self._waits_for_devices
         is_late = self._rejoined and self._state is TrainerState.UPDATING
         if is_waited_for or (self._connected and not is_late):
             self._send(message)

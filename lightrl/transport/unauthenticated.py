@@ -9,7 +9,6 @@ A connection counts as authenticated once a message has arrived through it.
 
 import asyncio
 import contextlib
-import heapq
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -165,21 +164,15 @@ class UnauthenticatedPeers:
         return min(MOST, max(LEAST, (limit - others) // 2))
 
     def _to_close(self, count: int) -> Iterator[int]:
-        """Yield up to `count` connections: the oldest of the address with the most connections."""
+        """Yield up to `count` connections: the oldest of the address with the most connections. The
+        next check closes those of the next address."""
         of_address: dict[str, list[int]] = {}
         for descriptor, connection in self._waiting.items():
             if self._clock - connection.since < PATIENCE_S:
                 break
             connection.address = connection.address or self._address(descriptor)
             of_address.setdefault(connection.address, []).append(descriptor)
-        queue = [(-len(fds), address, iter(fds)) for address, fds in sorted(of_address.items())]
-        heapq.heapify(queue)
-        while queue and count > 0:
-            size, address, descriptors = heapq.heappop(queue)
-            yield next(descriptors)
-            count -= 1
-            if size < -1:
-                heapq.heappush(queue, (size + 1, address, descriptors))
+        yield from max(of_address.values(), key=len, default=[])[:count]
 
     def _address(self, descriptor: int) -> str:
         with contextlib.suppress(OSError), self._borrowed(descriptor) as sock:

@@ -31,10 +31,9 @@ from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
-from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone
 from lightrl.messages.weights import (
-    BadSource,
     Canary,
     PublishWeights,
     WeightsEndpoint,
@@ -86,7 +85,7 @@ def check_bounds(message: Message) -> None:
                 raise ProtocolError("BroadcastStatus: neither a group nor a reason")
             if not reason and split_known(address) is None:
                 raise ProtocolError(f"BroadcastStatus: {address[:80]!r}: not host:port")
-        case BadSource(_, node, _):
+        case WeightsFailed(_, _, node):
             _words(node)
         case Checkpointed(step, oldest) if oldest > step:
             raise ProtocolError("Checkpointed: the oldest checkpoint kept is newer than the newest")
@@ -106,9 +105,8 @@ OF_NODES = (
     WeightsEndpoint,
     WeightsReady,
     WeightsFailed,
-    BadSource,
     BroadcastStatus,
-    EngineAsleep,
+    DevicesReleased,
     Bye,
 )
 
@@ -145,21 +143,21 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return WeightsPublished(peer, message)
         case WeightsEndpoint():
             return EndpointOpened(peer, message)
-        case BadSource():
-            return SourceReported(peer, message)
         case BroadcastStatus():
             return BroadcastReported(peer, message)
         case WeightsReady():
             return WeightsConfirmed(peer, message)
-        case WeightsFailed():
+        case WeightsFailed(source=""):
             return WeightsRefused(peer, message)
+        case WeightsFailed():
+            return SourceReported(peer, message)
         case StepDone():
             return StepTrained(peer, message)
         case ShardsTaken():
             return ShardsDelivered(peer, message)
-        case EngineAsleep():
+        case DevicesReleased("rollout"):
             return NodeReleased(peer, message)
-        case TrainerSuspended():
+        case DevicesReleased():
             return TrainerParked(peer, message)
         case Bye(reason, ok):
             return NodeLeft(peer, reason, ok)

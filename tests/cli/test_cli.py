@@ -23,9 +23,8 @@ from lightrl.errors import ProtocolError
 from lightrl.joining import reachable
 from lightrl.keys import new_key, write_key
 from lightrl.launch.report import exported_model, status_lines
-from lightrl.messages.costs import CostRow, StepForecast
 from lightrl.messages.message import Message
-from lightrl.messages.snapshot import NodeRow, Snapshot, Watch
+from lightrl.messages.snapshot import CostRow, NodeRow, Snapshot, StepForecast, Watch
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.router import Router
 from lightrl.wire import to_json

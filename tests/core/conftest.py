@@ -35,6 +35,7 @@ from lightrl.messages.responses import (
     Sampling,
     TokenChunk,
 )
+from lightrl.messages.sharing import SetDevices
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsReady
 from tests.support import invariants
@@ -379,6 +380,26 @@ def sent(commands: list[Command], kind: type[M]) -> list[tuple[str, M]]:
     return [
         (c.node, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, kind)
     ]
+
+
+SLEEP, WAKE = "sleep", "wake"
+
+
+def assign(step: int, parts: tuple[int, ...]) -> SetDevices:
+    return SetDevices("trainer", step, True, parts)
+
+
+def suspend(number: int) -> SetDevices:
+    return SetDevices("trainer", number, False)
+
+
+def order_of(message: object) -> object:
+    """A whole order to ranks, SLEEP or WAKE for one to an engine, or the class of a message."""
+    if not isinstance(message, SetDevices):
+        return type(message)
+    if message.role == "trainer":
+        return message
+    return WAKE if message.active else SLEEP
 
 
 def of_kind(commands: list[Command], kind: type[M]) -> list[M]:

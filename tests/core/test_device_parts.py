@@ -9,19 +9,18 @@ from lightrl.core.sharing.shared_devices import SharedDevices
 from lightrl.core.sharing.sharing_rules import Change, ScaleDown
 from lightrl.messages.nodes import Welcome
 from lightrl.messages.responses import Generate
-from lightrl.messages.sharing import AssignDevices, SleepEngine, SuspendTrainer, WakeEngine
+from lightrl.messages.sharing import SetDevices
 from lightrl.messages.training import StepDone, TrainShard
-from tests.core.conftest import Driver, sent
+from tests.core.conftest import SLEEP, WAKE, Driver, assign, order_of, sent, suspend
 from tests.core.test_handover import Script, later, parked, released, state
 
-ORDERS = SleepEngine | WakeEngine | SuspendTrainer | AssignDevices | TrainShard
+ORDERS = SetDevices | TrainShard
 
 
 def orders(commands: list[Command]) -> list[tuple[str, object]]:
     """Of releases and shards the kind alone."""
     told = [c for c in commands if isinstance(c, Send) and isinstance(c.message, ORDERS)]
-    whole = AssignDevices | SuspendTrainer
-    return [(c.node, c.message if isinstance(c.message, whole) else type(c.message)) for c in told]
+    return [(c.node, order_of(c.message)) for c in told]
 
 
 def in_parts(
@@ -52,20 +51,26 @@ def test_half_of_the_devices_train_while_the_other_half_samples():
     d.finish("p0@0#0")
     d.finish("p0@0#1")
     later(d, script, Change(release=("b",)))
-    assert orders(d.finish("p1@0#0")) == [("b", SleepEngine)]
-    assert orders(released(d, "b")) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
+    assert orders(d.finish("p1@0#0")) == [("b", SLEEP)]
+    assert orders(released(d, "b")) == [
+        ("t", assign(0, (1,))),
+        ("t", TrainShard),
+    ]
     assert d.core.fleet.devices.share_free == 0.5
     assert state(d, "a") == "ready"
     commands = d.finish_round()
-    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", SleepEngine)]
-    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]
+    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", SLEEP)]
+    assert orders(released(d, "a")) == [("t", assign(0, (0, 1)))]
     assert orders(parked(d)) == []
-    assert orders(d.publish(1)) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert orders(d.publish(1)) == [("a", WAKE), ("b", WAKE)]
     d.feed(StepTrained("t", StepDone(0, 1, {})))
     d.confirm("a", 1)
     d.confirm("b", 1)
     d.finish_round()
-    assert orders(released(d, "b")) == [("t", AssignDevices(1, (1,))), ("t", TrainShard)]
+    assert orders(released(d, "b")) == [
+        ("t", assign(1, (1,))),
+        ("t", TrainShard),
+    ]
 
 
 def test_what_is_parked_within_a_step_goes_on_with_the_parts_that_are_left():
@@ -76,10 +81,10 @@ def test_what_is_parked_within_a_step_goes_on_with_the_parts_that_are_left():
     later(d, script, Change(release=("a", "b")))
     d.finish("p1@0#0")
     released(d, "a")
-    assert orders(released(d, "b")) == [("t", AssignDevices(0, (0, 1)))]
+    assert orders(released(d, "b")) == [("t", assign(0, (0, 1)))]
     d.core.policy.on_lost("a")  # whoever decides so
-    assert orders(d.feed(NodeLost("nobody", "gone"))) == [("t", SuspendTrainer(1))]
-    assert orders(parked(d, 1)) == [("a", WakeEngine), ("t", AssignDevices(0, (1,)))]
+    assert orders(d.feed(NodeLost("nobody", "gone"))) == [("t", suspend(1))]
+    assert orders(parked(d, 1)) == [("a", WAKE), ("t", assign(0, (1,)))]
     d.confirm("a", 0)
     assert d.core.fleet.devices.given == {1}
 
@@ -92,7 +97,7 @@ def test_a_step_that_is_over_gets_no_devices():
     assert d.core.fleet.devices.given == {0, 1}
     assert orders(parked(d)) == []
     assert d.core.fleet.devices.given == set()
-    assert [kind for _, kind in orders(d.publish(1))] == [WakeEngine, WakeEngine]
+    assert [kind for _, kind in orders(d.publish(1))] == [WAKE, WAKE]
 
 
 def test_a_part_whose_engine_is_gone_is_given_at_once():
@@ -100,20 +105,23 @@ def test_a_part_whose_engine_is_gone_is_given_at_once():
     d.finish("p0@0#0")
     assert orders(d.finish("p0@0#1")) == []
     commands = d.feed(NodeLeft("b", "its devices only train", ok=True))
-    assert orders(commands) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
+    assert orders(commands) == [("t", assign(0, (1,))), ("t", TrainShard)]
     view = d.core.policy.view(d.round, d.now)
     assert view.unused == 0.5
-    assert sent(d.finish_round(), AssignDevices) == []
-    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]
+    assert sent(d.finish_round(), SetDevices) == []
+    assert orders(released(d, "a")) == [("t", assign(0, (0, 1)))]
 
 
 def test_a_part_that_no_engine_uses_trains_all_the_time():
     d, _ = in_parts({"a": 1}, others="c")
     d.finish("p0@0#0")
-    assert orders(d.finish("p0@0#1")) == [("t", AssignDevices(0, (0,))), ("t", TrainShard)]
+    assert orders(d.finish("p0@0#1")) == [
+        ("t", assign(0, (0,))),
+        ("t", TrainShard),
+    ]
     commands = d.finish_round()
-    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", SleepEngine)]
-    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]
+    assert orders(commands) == [("t", TrainShard), ("t", TrainShard), ("a", SLEEP)]
+    assert orders(released(d, "a")) == [("t", assign(0, (0, 1)))]
 
 
 def test_all_parts_are_given_when_the_last_engine_that_uses_one_is_gone():
@@ -123,7 +131,7 @@ def test_all_parts_are_given_when_the_last_engine_that_uses_one_is_gone():
     release(d, script, "b")
     released(d, "b")
     d.feed(NodeLost("b", "gone"))
-    assert orders(d.feed(NodeLost("a", "gone"))) == [("t", AssignDevices(0, (0, 1)))]
+    assert orders(d.feed(NodeLost("a", "gone"))) == [("t", assign(0, (0, 1)))]
     assert d.core.fleet.devices.nodes == {}
 
 
@@ -134,9 +142,9 @@ def test_an_engine_that_is_awake_on_a_given_part_by_its_own_word_has_the_ranks_p
     release(d, script, "b")
     released(d, "b")
     commands = d.join("b", shares="t", part=1, incarnation=2)
-    assert orders(commands) == [("b", SleepEngine), ("t", SuspendTrainer(1))]
+    assert orders(commands) == [("b", SLEEP), ("t", suspend(1))]
     assert not d.core.fleet.devices.may_train
-    assert ("t", AssignDevices) not in [(n, type(m)) for n, m in orders(parked(d, 1))]
+    assert "t" not in [n for n, m in orders(parked(d, 1)) if isinstance(m, SetDevices)]
 
 
 def test_a_part_is_free_when_all_that_use_it_sleep():
@@ -145,7 +153,10 @@ def test_a_part_is_free_when_all_that_use_it_sleep():
     d.finish("p0@0#1")
     release(d, script, "c", "e")
     assert orders(released(d, "c")) == []
-    assert orders(released(d, "e")) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
+    assert orders(released(d, "e")) == [
+        ("t", assign(0, (1,))),
+        ("t", TrainShard),
+    ]
 
 
 def test_rules_release_whole_parts():
@@ -172,9 +183,12 @@ def test_parts_of_several_trainer_nodes_are_numbered_as_their_ranks_are():
     assert devices.free == {1, 2}
     assert devices.share_free == devices.share_unused == 0.5
     d.finish("p0@0#0")
-    assert orders(d.finish("p0@0#1")) == [("u", AssignDevices(0, (1, 2))), ("u", TrainShard)]
+    assert orders(d.finish("p0@0#1")) == [
+        ("u", assign(0, (1, 2))),
+        ("u", TrainShard),
+    ]
     d.finish_round()
-    assert orders(released(d, "a")) == [("u", AssignDevices(0, (1, 2, 3)))]
+    assert orders(released(d, "a")) == [("u", assign(0, (1, 2, 3)))]
     d.feed(NodeLost("t", "gone"))
     assert devices.free == set()
     assert not devices.is_trespassed
@@ -196,11 +210,14 @@ def test_the_trainer_node_that_leads_is_asked_first():
     d.finish("p0@0#1")
     later(d, script, Change(release=("b",)))
     d.finish("p1@0#0")
-    assert orders(released(d, "b")) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
+    assert orders(released(d, "b")) == [
+        ("t", assign(0, (1,))),
+        ("t", TrainShard),
+    ]
     later(d, script, Change(take_back=("b",)))
-    assert orders(d.feed(NodeLost("c", "gone"))) == [("t", SuspendTrainer(1))]
-    assert orders(parked(d, 1)) == [("u", SuspendTrainer(2))]
-    assert orders(parked(d, 2, "u")) == [("b", WakeEngine)]
+    assert orders(d.feed(NodeLost("c", "gone"))) == [("t", suspend(1))]
+    assert orders(parked(d, 1)) == [("u", suspend(2))]
+    assert orders(parked(d, 2, "u")) == [("b", WAKE)]
 
 
 def test_the_node_that_leads_is_asked_also_if_no_engine_uses_its_devices():
@@ -220,9 +237,9 @@ def test_the_node_that_leads_is_asked_also_if_no_engine_uses_its_devices():
     d.finish("p1@0#0")
     assert orders(released(d, "a")) == [("t", TrainShard)]
     later(d, script, Change(take_back=("a",)))
-    assert orders(d.feed(NodeLost("b", "gone"))) == [("t", SuspendTrainer(1))]
-    assert orders(parked(d, 1)) == [("u", SuspendTrainer(2))]
-    assert orders(parked(d, 2, "u")) == [("a", WakeEngine)]
+    assert orders(d.feed(NodeLost("b", "gone"))) == [("t", suspend(1))]
+    assert orders(parked(d, 1)) == [("u", suspend(2))]
+    assert orders(parked(d, 2, "u")) == [("a", WAKE)]
 
 
 def test_a_trainer_that_says_hello_again_has_been_given_nothing():
@@ -232,9 +249,9 @@ def test_a_trainer_that_says_hello_again_has_been_given_nothing():
     release(d, script, "b")
     released(d, "b")
     commands = d.join("t", "trainer", incarnation=2, is_released=True)
-    assert sent(commands, AssignDevices) == []
+    assert sent(commands, SetDevices) == []
     assert d.core.fleet.devices.given == set()
-    assert orders(d.publish(0)) == [("t", AssignDevices(0, (1,))), ("t", TrainShard)]
+    assert orders(d.publish(0)) == [("t", assign(0, (1,))), ("t", TrainShard)]
 
 
 def test_a_run_that_is_stopped_gives_what_its_last_step_needs():
@@ -248,7 +265,7 @@ def test_a_run_that_is_stopped_gives_what_its_last_step_needs():
     assert d.core.fleet.devices.given == {1}
     d.core.shutdown.begin(d.core.state.__class__.STOPPED, "enough")
     commands = d.feed(NodeLeft("a", "enough", ok=True))
-    assert orders(commands) == [("t", AssignDevices(0, (0, 1)))]
+    assert orders(commands) == [("t", assign(0, (0, 1)))]
 
 
 @pytest.mark.parametrize(
@@ -283,4 +300,4 @@ def test_what_waits_at_ranks_that_get_their_part_later_loses_nothing():
     ]
     assert set(moved) <= set(d.running())
     d.finish_round()
-    assert orders(released(d, "a")) == [("t", AssignDevices(0, (0, 1)))]
+    assert orders(released(d, "a")) == [("t", assign(0, (0, 1)))]

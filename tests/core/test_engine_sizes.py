@@ -8,9 +8,9 @@ from lightrl.core.settings import Tail
 from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.nodes import Heartbeat, Welcome
 from lightrl.messages.responses import Generate
-from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.weights import PublishWeights
-from tests.core.conftest import Driver, of_kind, sent
+from tests.core.conftest import SLEEP, WAKE, Driver, of_kind, order_of, sent
 
 SIZES = {"a": 1, "b": 1, "big": 2}
 
@@ -45,11 +45,12 @@ def all_heartbeats(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> l
 
 def released(d: Driver, name: str) -> list[Command]:
     order = d.core.fleet.nodes[name].order
-    return d.feed(NodeReleased(name, EngineAsleep(order, 0, 0.5)))
+    return d.feed(NodeReleased(name, DevicesReleased("rollout", order, 0, 0.5)))
 
 
-def orders(commands: list[Command]) -> list[tuple[str, type]]:
-    return [(n, type(m)) for kind in (SleepEngine, WakeEngine) for n, m in sent(commands, kind)]
+def orders(commands: list[Command]) -> list[tuple[str, object]]:
+    told = sorted(sent(commands, SetDevices), key=lambda order: order[1].active)
+    return [(n, order_of(m)) for n, m in told]
 
 
 def states(d: Driver) -> dict[str, str]:
@@ -74,9 +75,9 @@ def test_engines_of_the_first_size_wake_and_the_others_sleep():
 def test_the_size_changes_while_the_trainer_works():
     d = sized()
     commands = round_with(d, num_preemptions=3)
-    assert orders(commands) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(commands) == [("a", SLEEP), ("b", SLEEP)]
     assert orders(released(d, "a")) == []
-    assert orders(released(d, "b")) == [("big", WakeEngine)]
+    assert orders(released(d, "b")) == [("big", WAKE)]
     assert orders(d.publish(1)) == []
     assert sent(d.confirm("big", 1), Generate) == []
     commands = d.train(0)
@@ -136,7 +137,7 @@ def test_a_node_that_does_not_let_go_is_lost():
     released(d, "a")
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
-    assert orders(d.feed(TimerFired())) == [("big", WakeEngine)]
+    assert orders(d.feed(TimerFired())) == [("big", WAKE)]
     assert "b" not in d.core.fleet.nodes
 
 
@@ -148,7 +149,7 @@ def test_others_take_over_if_none_of_the_size_is_left():
     assert d.core.next_deadline() == d.now + 20.0
     d.now += 20.0
     commands = d.feed(TimerFired())
-    assert orders(commands) == [("big", WakeEngine)]
+    assert orders(commands) == [("big", WAKE)]
     assert any("no engine of 1 devices" in c.text for c in of_kind(commands, Report))
     assert len(sent(d.confirm("big", 0), Generate)) > 0
     d.join("a", slots=4, parallel=1, is_released=True)
@@ -166,7 +167,7 @@ def test_one_that_comes_awake_is_put_to_sleep():
     d = sized()
     d.feed(NodeLeft("big", "restart", ok=True))
     commands = d.join("big", slots=8, incarnation=2, parallel=2, is_released=False)
-    assert orders(commands) == [("big", SleepEngine)]
+    assert orders(commands) == [("big", SLEEP)]
     released(d, "big")
     assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
 
@@ -175,7 +176,7 @@ def test_nodes_that_take_no_turns_go_on():
     d = sized()
     d.join("c")
     d.confirm("c", 0)
-    assert orders(round_with(d, num_preemptions=3)) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(round_with(d, num_preemptions=3)) == [("a", SLEEP), ("b", SLEEP)]
     assert str(d.core.fleet.nodes["c"].state) == "ready"
 
 
@@ -247,13 +248,13 @@ def sizes_of_three(**changes: Any) -> Driver:
 def test_engines_of_each_size_start_once_while_nothing_is_sampled_the_largest_first():
     d = sizes_of_three()  # the trainer has not published yet
     assert orders(empty_heartbeats(d, "a", "b", "big")) == [
-        *[("a", SleepEngine), ("b", SleepEngine)],  # they had begun to start
+        *[("a", SLEEP), ("b", SLEEP)],  # they had begun to start
     ]
     assert orders(empty_heartbeats(d, "all")) == []
     assert orders(released(d, "a")) == []
-    assert orders(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
-    assert orders(released(d, "all")) == [("big", SleepEngine), ("big", WakeEngine)]
-    assert orders(released(d, "big")) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert orders(released(d, "b")) == [("all", SLEEP), ("all", WAKE)]
+    assert orders(released(d, "all")) == [("big", SLEEP), ("big", WAKE)]
+    assert orders(released(d, "big")) == [("a", WAKE), ("b", WAKE)]
     assert {n for n, _ in sent(d.publish(0), PublishWeights)} == {"a", "b", "big", "all"}
     commands = d.confirm("a", 0) + d.confirm("b", 0)
     assert {n for n, _ in sent(commands, Generate)} == {"a", "b"}
@@ -267,9 +268,9 @@ def test_who_comes_while_others_sample_starts_its_engine_after_the_round():
         d.confirm(name, 0)
     assert orders(empty_heartbeats(d, "big", "all")) == []
     commands = round_with(d, num_preemptions=0)
-    assert orders(commands) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(commands) == [("a", SLEEP), ("b", SLEEP)]
     released(d, "a")
-    assert orders(released(d, "b")) == [("all", SleepEngine), ("all", WakeEngine)]
+    assert orders(released(d, "b")) == [("all", SLEEP), ("all", WAKE)]
 
 
 def test_one_whose_engine_does_not_come_up_is_not_ordered_to_start_it_again():
@@ -281,7 +282,7 @@ def test_one_whose_engine_does_not_come_up_is_not_ordered_to_start_it_again():
         released(d, name)
     limit = d.core.settings.release_s + d.core.settings.patience_s  # it starts before it sleeps
     assert d.core.next_deadline() == d.now + limit
-    assert orders(released(d, "all")) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert orders(released(d, "all")) == [("a", WAKE), ("b", WAKE)]
     assert orders(empty_heartbeats(d, "all", "all")) == []
 
 

@@ -30,17 +30,11 @@ from lightrl.core.sharing.sharing_rules import Change, StepTimes, View
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate
-from lightrl.messages.sharing import (
-    EngineAsleep,
-    SleepEngine,
-    SuspendTrainer,
-    TrainerSuspended,
-    WakeEngine,
-)
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.metrics.cost import cost_row
-from tests.core.conftest import Driver, held_out, of_kind, sent
+from tests.core.conftest import SLEEP, WAKE, Driver, held_out, of_kind, order_of, sent, suspend
 
 
 class Script:
@@ -101,20 +95,17 @@ def later(d: Driver, script: Script, change: Change) -> None:
 
 def released(d: Driver, name: str, number: int | None = None) -> list[Command]:
     order = d.core.fleet.nodes[name].order if number is None else number
-    return d.feed(NodeReleased(name, EngineAsleep(order, 0, 0.5)))
+    return d.feed(NodeReleased(name, DevicesReleased("rollout", order, 0, 0.5)))
 
 
 def parked(d: Driver, number: int = 0, trainer: str = "t") -> list[Command]:
-    return d.feed(TrainerParked(trainer, TrainerSuspended(number, 0, 0.1)))
+    return d.feed(TrainerParked(trainer, DevicesReleased("trainer", number, 0, 0.1)))
 
 
 def orders(commands: list[Command]) -> list[tuple[str, object]]:
-    kinds = SleepEngine | WakeEngine | SuspendTrainer | TrainShard
+    kinds = SetDevices | TrainShard
     told = [c for c in commands if isinstance(c, Send) and isinstance(c.message, kinds)]
-    return [
-        (c.node, c.message if isinstance(c.message, SuspendTrainer) else type(c.message))
-        for c in told
-    ]
+    return [(c.node, order_of(c.message)) for c in told]
 
 
 def state(d: Driver, name: str) -> str:
@@ -125,14 +116,14 @@ def test_a_step_from_side_to_side():
     d, _ = shared("a")
     assert state(d, "a") == "ready"
     commands = d.finish_round()
-    assert orders(commands) == [("a", SleepEngine)]
+    assert orders(commands) == [("a", SLEEP)]
     assert state(d, "a") == "releasing"
     assert orders(released(d, "a")) == [("t", TrainShard)]
     assert state(d, "a") == "released"
     assert orders(parked(d)) == []
     commands = d.publish(1)
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]  # it pulls asleep
-    assert orders(commands) == [("a", WakeEngine)]
+    assert orders(commands) == [("a", WAKE)]
     d.feed(StepTrained("t", StepDone(0, 1, {})))
     assert state(d, "a") == "updating"
     assert d.core.step == 0
@@ -144,7 +135,7 @@ def test_no_shard_leaves_while_others_still_have_the_devices():
     d, _ = shared("a", "b")
     d.finish("p0@0#0")
     assert orders(d.finish("p0@0#1")) == []  # a group is complete
-    assert orders(d.finish_round()) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(d.finish_round()) == [("a", SLEEP), ("b", SLEEP)]
     assert orders(released(d, "a")) == []
     assert orders(released(d, "b")) == [("t", TrainShard)]
 
@@ -163,7 +154,7 @@ def test_what_ran_goes_on_elsewhere_from_its_last_tokens():
     d.join("b", slots=4)
     later(d, script, Change(release=("a",)))
     commands = d.confirm("b", 0)
-    assert orders(commands) == [("a", SleepEngine)]
+    assert orders(commands) == [("a", SLEEP)]
     assert len(d.running()) == 4
     d.tokens("p0@0#0", 7)  # on its way meanwhile
     commands = d.tokens("p0@0#1", 8, 9, finish="abort")
@@ -186,7 +177,7 @@ def test_a_surplus_response_with_enough_siblings_ahead_is_given_up_rather_than_m
     d.finish("p0@0#0", 1.0, 1, 2)
     d.tokens("p0@0#2", 1)
     later(d, script, Change(release=("a",)))
-    assert orders(d.confirm("b", 0)) == [("a", SleepEngine)]
+    assert orders(d.confirm("b", 0)) == [("a", SLEEP)]
     if ahead:
         d.finish("p0@0#1", 1.0, 1, 2)  # two are all that the group keeps
     else:
@@ -206,14 +197,14 @@ def test_devices_come_back_within_the_step_once_the_ranks_are_parked():
     later(d, script, Change(take_back=("a",)))
     commands = d.feed(NodeLost("b", "gone"))
     assert orders(commands) == []  # the shard has not left: the ranks would take the devices again
-    assert orders(d.feed(ShardLeft(0, 0))) == [("t", SuspendTrainer(1))]
+    assert orders(d.feed(ShardLeft(0, 0))) == [("t", suspend(1))]
     assert orders(parked(d, 7)) == []  # no answer to that
     commands = parked(d, 1)
-    assert orders(commands) == [("a", WakeEngine)]
+    assert orders(commands) == [("a", WAKE)]
     assert sent(commands, PublishWeights) == []  # it has the version
     assert sent(d.confirm("a", 0), Generate) != []
     d.disk_is_slow = False
-    assert orders(d.finish_round()) == [("a", SleepEngine)]
+    assert orders(d.finish_round()) == [("a", SLEEP)]
     assert orders(released(d, "a")) == [("t", TrainShard)]
 
 
@@ -227,7 +218,7 @@ def test_one_that_is_taken_back_before_it_slept_is_told_so_when_it_does():
     assert orders(d.feed(TimerFired())) == []
     d.confirm("a", 0)
     assert state(d, "a") == "releasing"
-    assert orders(released(d, "a")) == [("a", WakeEngine)]
+    assert orders(released(d, "a")) == [("a", WAKE)]
     d.confirm("a", 0)
     assert state(d, "a") == "ready"
 
@@ -266,7 +257,7 @@ def test_one_whose_engine_may_still_start_has_its_patience_more_and_no_switch_is
     d.feed(StepTrained("t", StepDone(0, 1, {})))
     d.confirm("b", 1)
     assert state(d, "a") == "updating"
-    assert orders(d.finish_round()) == [("a", SleepEngine)]
+    assert orders(d.finish_round()) == [("a", SLEEP)]
     assert of_kind(keep_alive(d, 79.0), Report) == []
     assert d.core.next_deadline() == 80.0
     assert orders(released(d, "a")) == [("t", TrainShard)]
@@ -299,12 +290,12 @@ def test_an_engine_wakes_when_all_trainer_nodes_of_its_devices_are_parked():
     for name, trainer in (("a", "t"), ("b", "u")):
         d.join(name, shares=trainer, is_released=True)
         d.confirm(name, 0)
-    assert orders(d.finish_round()) == [("a", SleepEngine), ("b", SleepEngine)]
+    assert orders(d.finish_round()) == [("a", SLEEP), ("b", SLEEP)]
     assert orders(released(d, "a")) == []
     assert orders(released(d, "b")) == [("t", TrainShard)]
     parked(d)
-    assert orders(d.publish(1)) == [("u", SuspendTrainer(1))]  # its word is on the way, or not
-    assert orders(parked(d, 0, "u")) == [("a", WakeEngine), ("b", WakeEngine)]
+    assert orders(d.publish(1)) == [("u", suspend(1))]  # its word is on the way, or not
+    assert orders(parked(d, 0, "u")) == [("a", WAKE), ("b", WAKE)]
 
 
 def test_who_shares_with_nobody_is_refused_once_that_is_certain():
@@ -333,12 +324,12 @@ def test_a_second_trainer_for_the_same_devices_is_refused_and_its_word_counts_fo
     d, _ = shared("a")
     [(_, refusal)] = sent(d.join("u", "trainer"), Welcome)
     assert refusal.refused == "this run has a trainer node already"
-    assert orders(d.finish_round()) == [("a", SleepEngine)]
+    assert orders(d.finish_round()) == [("a", SLEEP)]
     assert orders(parked(d, 0, "u")) == []
     assert orders(released(d, "a")) == [("t", TrainShard)]
     assert orders(parked(d, 0, "u")) == []
     assert orders(parked(d)) == []
-    assert orders(d.publish(1)) == [("a", WakeEngine)]
+    assert orders(d.publish(1)) == [("a", WAKE)]
 
 
 def test_asynchronous_runs_have_no_shared_devices():
@@ -349,14 +340,14 @@ def test_asynchronous_runs_have_no_shared_devices():
 def test_orders_that_were_lost_with_a_connection_are_given_again():
     d, _ = shared("a", slots=4)
     d.finish_round()
-    [(_, again)] = sent(d.join("a", shares="t", serves=0), SleepEngine)
+    [(_, again)] = sent(d.join("a", shares="t", serves=0), SetDevices)
     assert again.number == 3
     assert orders(released(d, "a", number=2)) == []
     assert orders(released(d, "a", number=3)) == [("t", TrainShard)]
     parked(d)
     d.publish(1)
     d.feed(StepTrained("t", StepDone(0, 1, {})))
-    [(_, wake)] = sent(d.join("a", shares="t", is_released=True, serves=0), WakeEngine)
+    [(_, wake)] = sent(d.join("a", shares="t", is_released=True, serves=0), SetDevices)
     assert wake.number == 5
     d.confirm("a", 1)
     assert state(d, "a") == "ready"
@@ -375,11 +366,11 @@ def test_coordinator_that_died_with_devices_half_changed(is_closed: bool, has_ra
     d.restart()
     d.join("a", shares="t", is_released=True, serves=0)
     commands = d.join("b", shares="t", serves=0)
-    assert orders(commands) == ([("b", SleepEngine)] if is_closed else [])
+    assert orders(commands) == ([("b", SLEEP)] if is_closed else [])
     d.join("c", serves=0)
     d.join("t", "trainer", is_released=not has_ranks)
     commands = d.publish(0)
-    parks = [("t", SuspendTrainer(1))] if has_ranks else []
+    parks = [("t", suspend(1))] if has_ranks else []
     if is_closed:
         assert orders(commands) == parks
         if has_ranks:
@@ -387,7 +378,7 @@ def test_coordinator_that_died_with_devices_half_changed(is_closed: bool, has_ra
         assert orders(released(d, "b")) == [("t", TrainShard)]
     elif has_ranks:
         assert orders(commands) == parks
-        assert orders(parked(d, 1)) == [("a", WakeEngine)]
+        assert orders(parked(d, 1)) == [("a", WAKE)]
     else:
         assert state(d, "a") == "updating"  # since the trainer said that it was parked
 
@@ -417,7 +408,7 @@ def test_steps_that_are_trained_again_wait_for_the_devices_and_keep_them():
     d.feed(NodeLost("t", "gone"))
     d.join("t", "trainer", incarnation=2, is_released=True)
     assert of_kind(d.publish(0), ReplayShards) == []  # a round is open
-    assert orders(d.finish_round()) == [("a", SleepEngine)]
+    assert orders(d.finish_round()) == [("a", SLEEP)]
     commands = released(d, "a")
     assert [r.step for r in of_kind(commands, ReplayShards)] == [0]
     assert orders(parked(d)) == []
@@ -437,10 +428,10 @@ def test_only_the_trainer_can_make_a_version_again_that_nobody_has():
     d.feed(NodeLost("a", "gone"))
     d.join("a", incarnation=2, shares="t", is_released=True)
     d.join("t", "trainer", incarnation=2, is_released=True)
-    assert orders(d.publish(0)) == [("a", SleepEngine)]
+    assert orders(d.publish(0)) == [("a", SLEEP)]
     assert [r.step for r in of_kind(released(d, "a"), ReplayShards)] == [0]
     parked(d)
-    assert orders(d.publish(1)) == [("a", WakeEngine)]
+    assert orders(d.publish(1)) == [("a", WAKE)]
 
 
 def test_a_run_that_is_stopped_hands_its_step_over_once_the_engines_are_gone():
@@ -489,9 +480,9 @@ def test_one_that_comes_awake_beside_ranks_has_them_parked():
     d.feed(NodeLost("a", "gone"))
     d.finish("p0@0#0")
     assert orders(d.finish("p0@0#1")) == [("t", TrainShard)]
-    assert orders(d.join("a", incarnation=2, shares="t")) == [("t", SuspendTrainer(1))]
+    assert orders(d.join("a", incarnation=2, shares="t")) == [("t", suspend(1))]
     assert orders(d.join("c", shares="t", is_released=True)) == []
-    assert orders(parked(d, 1)) == [("c", WakeEngine)]
+    assert orders(parked(d, 1)) == [("c", WAKE)]
 
 
 def test_one_that_is_started_again_after_its_release_is_released_again():
@@ -499,7 +490,7 @@ def test_one_that_is_started_again_after_its_release_is_released_again():
     later(d, script, Change(release=("a",)))
     d.finish("p0@0#0")
     released(d, "a")
-    assert orders(d.join("a", incarnation=2, shares="t")) == [("a", SleepEngine)]
+    assert orders(d.join("a", incarnation=2, shares="t")) == [("a", SLEEP)]
 
 
 def test_responses_of_a_sleeping_node_are_no_more():
@@ -511,7 +502,7 @@ def test_responses_of_a_sleeping_node_are_no_more():
     commands = d.feed(NodeJoined(replace(hello, running=running)))
     assert (name, 1) in [pair for _, abort in sent(commands, Abort) for pair in abort.attempts]
     assert d.running() == []
-    assert orders(commands) == [("a", WakeEngine)]
+    assert orders(commands) == [("a", WAKE)]
 
 
 def test_what_was_learned_outlives_the_coordinator():
@@ -648,8 +639,8 @@ def test_a_trainer_that_was_parked_and_comes_back_with_its_devices_is_asked_for_
     d.feed(NodeLost("t", "gone"))
     d.join("t", "trainer", incarnation=2)
     assert orders(d.join("c", shares="t", is_released=True)) == []
-    assert orders(d.publish(0)) == [("t", SuspendTrainer(1))]
-    assert orders(parked(d, 1)) == [("c", WakeEngine)]
+    assert orders(d.publish(0)) == [("t", suspend(1))]
+    assert orders(parked(d, 1)) == [("c", WAKE)]
 
 
 def test_if_all_others_have_vanished_engines_come_back_whatever_the_rule_says():
@@ -658,7 +649,7 @@ def test_if_all_others_have_vanished_engines_come_back_whatever_the_rule_says():
     d.finish("p0@0#0")
     released(d, "a")
     d.now += 1.0
-    assert orders(d.feed(NodeLost("b", "gone"))) == [("a", WakeEngine)]
+    assert orders(d.feed(NodeLost("b", "gone"))) == [("a", WAKE)]
 
 
 def test_status_knows_that_devices_take_turns():

@@ -14,7 +14,7 @@ from lightrl.core.state import NodeState
 from lightrl.messages.nodes import Drain
 from lightrl.metrics.cost import cost_row
 from lightrl.sim.inputs.nodes import SPOT
-from lightrl.sim.inputs.scenario import Switches, Training
+from lightrl.sim.inputs.scenario import SimTraining, Switches
 from lightrl.sim.world import World
 from tests.core.conftest import Driver, of_kind, sent
 from tests.sim.conftest import SCENARIO, SETTINGS, NodeSpec
@@ -245,12 +245,12 @@ def test_a_step_of_which_nobody_saw_the_beginning_teaches_nothing(steps: int):
 # Against the simulator
 
 
-APART = Training(token_s=1e-5, step_s=0.5)
-IN_TURNS = Training(token_s=4e-4, step_s=0.0, switch_s=0.1, placement="colocated")
+APART = SimTraining(token_s=1e-5, step_s=0.5)
+IN_TURNS = SimTraining(token_s=4e-4, step_s=0.0, switch_s=0.1, placement="colocated")
 
 
 def fleet(
-    seed: int, reserved: int, spot: int, training: Training = APART, **changes: Any
+    seed: int, reserved: int, spot: int, training: SimTraining = APART, **changes: Any
 ) -> tuple[World, float]:
     """A run of that many nodes, and what its steps took but for the first."""
     workload = replace(SCENARIO.workload, num_prompts=600)
@@ -271,9 +271,9 @@ def fleet(
         *((APART, *nodes) for nodes in [(1, 1), (2, 1), (2, 2)]),
         *((IN_TURNS, *nodes) for nodes in [(2, 0), (2, 1), (4, 1), (2, 2)]),
     ],
-    ids=lambda x: x.placement if isinstance(x, Training) else str(x),
+    ids=lambda x: x.placement if isinstance(x, SimTraining) else str(x),
 )
-def test_one_node_more_saves_what_was_foreseen(training: Training, reserved: int, spot: int):
+def test_one_node_more_saves_what_was_foreseen(training: SimTraining, reserved: int, spot: int):
     foreseen, saved = 0.0, 0.0
     for seed in range(3):
         world, step_s = fleet(seed, reserved, spot, training)

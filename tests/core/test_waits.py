@@ -18,7 +18,7 @@ from lightrl.core.events import (
 )
 from lightrl.core.waits import Scoring, Wait, WaitClock, WaitKind, decide
 from lightrl.messages.nodes import Heartbeat
-from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased
 from lightrl.messages.training import StepDone
 from tests.core.conftest import Driver, held_out
 from tests.core.test_worlds import NUM_EVENTS, settings, sharing
@@ -170,17 +170,17 @@ def test_devices_that_change_sides():
     d.join("t", "trainer", is_released=True)
     d.publish(0)
     d.join("a", shares="t")
-    d.feed(TrainerParked("t", TrainerSuspended(0, 0, 0.0)))
+    d.feed(TrainerParked("t", DevicesReleased("trainer", 0, 0, 0.0)))
     d.confirm("a", 0)
     d.now = 4.0
     d.finish_round()
     assert wait_of(d) == Wait(K.DEVICES, 4.0, step=0, nodes=("a",))
     d.now = 5.0
-    d.feed(NodeReleased("a", EngineAsleep(d.core.fleet.nodes["a"].order, 0, 0.1)))
+    d.feed(NodeReleased("a", DevicesReleased("rollout", d.core.fleet.nodes["a"].order, 0, 0.1)))
     assert kind(d) is K.TRAINING
     d.train(0)
     assert kind(d) is K.DEVICES  # the engine sleeps, and the ranks have not parked
-    d.feed(TrainerParked("t", TrainerSuspended(0, 0, 0.0)))
+    d.feed(TrainerParked("t", DevicesReleased("trainer", 0, 0, 0.0)))
     assert kind(d) is K.ENGINES  # it was told to wake, and nobody has heard of its engine
 
 

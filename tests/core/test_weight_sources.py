@@ -21,7 +21,6 @@ from lightrl.core.weights.weight_sources import MAX_PEERS, MAX_UPDATES_PER_JOIN
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.training import StepDone
 from lightrl.messages.weights import (
-    BadSource,
     Canary,
     DeltaOffer,
     PublishWeights,
@@ -316,7 +315,9 @@ def test_member_that_drains_in_the_middle_is_replaced_where_few_are_left():
 
 
 def bad(d: Driver, reporter: str, source: str, version: int = 0) -> list[Command]:
-    return d.feed(SourceReported(reporter, BadSource(version, source, "bucket 7: digest differs")))
+    return d.feed(
+        SourceReported(reporter, WeightsFailed(version, "bucket 7: digest differs", source))
+    )
 
 
 def test_source_that_sent_wrong_bytes_is_not_assigned_to_that_node_for_this_version(driver: Driver):

@@ -34,7 +34,7 @@ from lightrl.core.weights.weight_sources import MAX_PEERS
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
-from lightrl.messages.weights import BadSource, PublishWeights, WeightsEndpoint, WeightsFailed
+from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsFailed
 from lightrl.tickets import pull_ticket
 from tests.core.conftest import Driver, ids, logprobs, of_kind, sent
 from tests.core.world_broadcasts import WorldBroadcasts
@@ -296,7 +296,7 @@ class World:
             if is_there and source in self.core.fleet.sources.assigned.get(name, ()):
                 pair = self.numbers(name, source)
                 self.reported.setdefault((name, version), {})[source] = pair
-            report = BadSource(version, source, "bucket 7: digest differs")
+            report = WeightsFailed(version, "bucket 7: digest differs", source)
             self.feed(lambda: self.driver.feed(SourceReported(name, report)))
 
     def lose(self) -> None:

@@ -12,14 +12,7 @@ from lightrl.core.commands import Command, ReplayShards, Send
 from lightrl.core.events import NodeReleased, TrainerParked, WeightsRefused
 from lightrl.core.sharing.sharing_rules import Change, StepTimes, View
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import (
-    AssignDevices,
-    EngineAsleep,
-    SleepEngine,
-    SuspendTrainer,
-    TrainerSuspended,
-    WakeEngine,
-)
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import WeightsFailed
 
@@ -112,12 +105,12 @@ class WorldSharing:
             match command:
                 case Send(_, TrainShard()) | ReplayShards():
                     self.fetch()
-                case Send("t", AssignDevices(step, parts)):
+                case Send("t", SetDevices("trainer", step, True, parts)):
                     self.give(step, set(parts))
-                case Send(name, (SleepEngine() | WakeEngine() | SuspendTrainer()) as order):
+                case Send(name, SetDevices() as order):
                     self.orders.setdefault(name, deque()).append(order)
                     is_wanted = name in self._world.core.policy.wanted
-                    self.num_within += is_wanted and isinstance(order, SleepEngine)
+                    self.num_within += is_wanted and (order.role == "rollout" and not order.active)
                 case _:
                     pass
 
@@ -150,7 +143,7 @@ class WorldSharing:
         """The ranks give the devices back."""
         if self.is_on:
             self.lose_devices()
-            said = TrainerParked("t", TrainerSuspended(number, 1000, 0.1))
+            said = TrainerParked("t", DevicesReleased("trainer", number, 1000, 0.1))
             self._world.feed(lambda: self._world.driver.feed(said))
 
     def lose_devices(self) -> None:
@@ -171,18 +164,18 @@ class WorldSharing:
     def _obey(self, name: str) -> None:
         world, order = self._world, self.orders[name].popleft()
         match order:
-            case SuspendTrainer(number):
+            case SetDevices("trainer", number, False):
                 if world.has_trainer:
                     self.num_parks += 1
                     self.park(number)
-            case SleepEngine(number):
+            case SetDevices("rollout", number, False):
                 world.give_up(name)
                 self.awake.discard(name)
                 self.given_up.discard(name)
                 self.num_slept += 1
-                said = NodeReleased(name, EngineAsleep(number, 1000, 0.1))
+                said = NodeReleased(name, DevicesReleased("rollout", number, 1000, 0.1))
                 world.remember(said)
-            case WakeEngine():
+            case SetDevices("rollout", active=True):
                 self.num_wakes += 1
                 whole = world.core.fleet.devices.are_whole
                 assert not (self.train and whole), f"{name} wakes beside the ranks"

@@ -13,7 +13,7 @@ import pytest
 
 from lightrl.messages.nodes import Bye, Drain, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
-from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.weights import WeightsFailed, WeightsReady
 from tests.daemon.test_reconnect import NAMES, scripted, some_tokens, until_says
 from tests.daemon.test_runs import children_of
@@ -61,13 +61,13 @@ async def awake_node(tmp_path: Path, **args: float) -> AsyncIterator[Node]:
 
 
 async def wake(head: ScriptedHead, number: int, version: int) -> None:
-    head.send(WakeEngine(number))
+    head.send(SetDevices("rollout", number, True))
     assert (await head.expect(WeightsReady)).policy_version == version
 
 
-async def release(head: ScriptedHead, number: int) -> EngineAsleep:
-    head.send(SleepEngine(number))
-    released = await head.expect(EngineAsleep)
+async def release(head: ScriptedHead, number: int) -> DevicesReleased:
+    head.send(SetDevices("rollout", number, False))
+    released = await head.expect(DevicesReleased)
     assert released.number == number
     return released
 
@@ -91,7 +91,7 @@ def test_no_engine_is_started_before_the_devices_are_its_own(tmp_path: Path):
     async def scenario():
         async with shared_node(tmp_path) as (head, daemon):
             head.offer("a", 0)
-            assert await release(head, 5) == EngineAsleep(5, 0, 0.0)
+            assert await release(head, 5) == DevicesReleased("rollout", 5, 0, 0.0)
             assert children_of(daemon.pid) == []
             await wake(head, 6, 0)
             await one_engine(daemon)
@@ -108,7 +108,7 @@ def test_the_last_tokens_are_said_before_it_is_released_and_go_on_under_the_same
             head.generate(*NAMES)
             await some_tokens(head)
             released = await release(head, 1)
-            assert released.freed_bytes == 14_800_000
+            assert released.num_bytes == 14_800_000
             held = {}
             for name in NAMES:
                 items = head.items(name)
@@ -139,8 +139,8 @@ def test_a_version_that_is_published_meanwhile_is_fetched_and_loaded_when_it_wak
             hello = await head.ask_to_rejoin()
             assert (hello.serves, hello.is_released) == (None, True)
             head.send(head.welcome)
-            assert (await release(head, 2)).freed_bytes == 14_800_000  # it still sleeps
-            head.send(WakeEngine(3))
+            assert (await release(head, 2)).num_bytes == 14_800_000  # it still sleeps
+            head.send(SetDevices("rollout", 3, True))
             ready = await head.expect(WeightsReady)
             assert (ready.policy_version, ready.digest) == (1, file.digest)
             assert ready.load_s > 0
@@ -154,19 +154,19 @@ def test_a_version_that_is_published_meanwhile_is_fetched_and_loaded_when_it_wak
 def test_orders_that_come_twice_or_late_or_crosswise(tmp_path: Path):
     async def scenario():
         async with awake_node(tmp_path, sleep_ms=200.0) as (head, _):
-            head.send(SleepEngine(3))
+            head.send(SetDevices("rollout", 3, False))
             first = await release(head, 3)
             again = await release(head, 3)
             assert (first.seconds >= 0.2, again.seconds) == (True, 0.0)
-            head.send(SleepEngine(1))  # late
+            head.send(SetDevices("rollout", 1, False))  # late
             await wake(head, 4, 0)
-            head.send(WakeEngine(4))
+            head.send(SetDevices("rollout", 4, True))
             await head.expect(WeightsReady)  # it serves
-            assert {m.number for m in head.heard if isinstance(m, EngineAsleep)} == {3}
+            assert {m.number for m in head.heard if isinstance(m, DevicesReleased)} == {3}
             since = len(head.heard)
-            head.send(SleepEngine(5))
+            head.send(SetDevices("rollout", 5, False))
             await wake(head, 6, 0)  # before it was released: one after the other
-            assert not any(isinstance(m, EngineAsleep) for m in head.heard[since:])
+            assert not any(isinstance(m, DevicesReleased) for m in head.heard[since:])
             await release(head, 7)
 
     asyncio.run(scenario())
@@ -180,9 +180,9 @@ def test_an_engine_that_loads_a_version_sleeps_when_it_has_it(tmp_path: Path):
             while (await head.ask_to_rejoin()).serves is not None:  # it does not load yet
                 head.send(head.welcome)
             head.send(head.welcome)
-            head.send(SleepEngine(1))
+            head.send(SetDevices("rollout", 1, False))
             assert (await head.expect(WeightsReady)).policy_version == 1
-            assert (await head.expect(EngineAsleep)).number == 1
+            assert (await head.expect(DevicesReleased)).number == 1
 
     asyncio.run(scenario())
 
@@ -196,7 +196,7 @@ def test_an_engine_that_does_not_sleep_in_time_is_killed_and_its_devices_are_fre
             await some_tokens(head)
             os.kill(engine, signal.SIGSTOP)
             released = await release(head, 1)
-            assert released.freed_bytes == 0
+            assert released.num_bytes == 0
             assert 0.8 <= released.seconds < DEADLINE_S
             assert children_of(daemon.pid) == []
             assert not any(isinstance(m, WeightsFailed) for m in head.heard)
@@ -215,12 +215,12 @@ def test_an_engine_that_still_starts_gets_up_and_then_sleeps_at_once(tmp_path: P
     async def scenario():
         async with shared_node(tmp_path, grace_s=0.2, start_ms=2000.0) as (head, daemon):
             head.offer("a", 0)
-            head.send(WakeEngine(0))
+            head.send(SetDevices("rollout", 0, True))
             engine = await one_engine(daemon)
-            head.send(SleepEngine(1))
+            head.send(SetDevices("rollout", 1, False))
             await until_says(daemon, STARTS)
-            released = await head.expect(EngineAsleep)
-            assert (released.number, released.freed_bytes) == (1, 14_800_000)
+            released = await head.expect(DevicesReleased)
+            assert (released.number, released.num_bytes) == (1, 14_800_000)
             assert released.seconds > 0.2
             assert not any(isinstance(m, WeightsReady) for m in head.heard)
             await wake(head, 2, 0)
@@ -233,10 +233,10 @@ def test_an_engine_that_still_starts_gets_up_and_then_sleeps_at_once(tmp_path: P
 def test_a_start_that_hangs_is_cut_short_in_the_end(tmp_path: Path):
     async def scenario():
         async with shared_node(tmp_path, patience_s=1.5, start_ms=60_000.0) as (head, daemon):
-            head.send(WakeEngine(0))
+            head.send(SetDevices("rollout", 0, True))
             await one_engine(daemon)
             released = await release(head, 1)
-            assert released.freed_bytes == 0
+            assert released.num_bytes == 0
             assert released.seconds >= 1.5
             assert children_of(daemon.pid) == []
 
@@ -259,7 +259,7 @@ def test_an_engine_that_dies_asleep_is_started_when_it_is_woken_and_after_the_se
                     await wake(head, 2, 0)
             await until_says(daemon, b"its devices only train")
             head.skip()
-            head.send(WakeEngine(4))
+            head.send(SetDevices("rollout", 4, True))
             failed = await head.expect(WeightsFailed)
             assert "engines here do not wake, so its devices only train" in failed.reason
             assert "killed by SIGKILL" in failed.reason
@@ -277,7 +277,7 @@ def test_an_engine_that_dies_while_it_wakes_is_started_again_at_once(tmp_path: P
     async def scenario():
         async with awake_node(tmp_path, wake_ms=60_000.0) as (head, daemon):
             await release(head, 1)
-            head.send(WakeEngine(2))
+            head.send(SetDevices("rollout", 2, True))
             engine = await one_engine(daemon)
             hello = await head.ask_to_rejoin()
             assert (hello.is_released, hello.serves) == (False, None)
@@ -300,7 +300,7 @@ def test_a_coordinator_that_missed_the_release_hears_of_it(tmp_path: Path):
         async with awake_node(tmp_path, sleep_ms=1000.0) as (head, _):
             head.generate(*NAMES)
             await some_tokens(head)
-            head.send(SleepEngine(7))
+            head.send(SetDevices("rollout", 7, False))
             await head.until_finished(*NAMES)
             hello = await head.ask_to_rejoin()
             assert not hello.is_released
@@ -311,7 +311,7 @@ def test_a_coordinator_that_missed_the_release_hears_of_it(tmp_path: Path):
             since = len(head.heard)
             head.send(head.welcome)
             await head.until_finished(*NAMES, since=since)
-            assert not any(isinstance(m, EngineAsleep) for m in head.heard)
+            assert not any(isinstance(m, DevicesReleased) for m in head.heard)
             await wake(head, 0, 0)  # it counts anew
 
     asyncio.run(scenario())
@@ -341,10 +341,10 @@ def test_a_node_with_devices_of_its_own_keeps_them(tmp_path: Path):
             head.send(head.welcome)
             head.offer("a", 0)
             await head.expect(WeightsReady)
-            head.send(SleepEngine(1))
+            head.send(SetDevices("rollout", 1, False))
             head.generate("r")
             await head.until_finished("r")
-            assert not any(isinstance(m, EngineAsleep) for m in head.heard)
+            assert not any(isinstance(m, DevicesReleased) for m in head.heard)
 
     asyncio.run(scenario())
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
+from lightrl.daemon.state import EDGES, ConnectionEvent, ConnectionState
 from tests.support.state_tables import readme, table, walk
 
 E = ConnectionEvent
@@ -14,7 +14,6 @@ class Node:
 
     is_admitted: bool = False
     awaits_answer: bool = False
-    has_namesake: bool = False
 
     def after(self, event: ConnectionEvent) -> "Node | None":
         match event:
@@ -22,8 +21,6 @@ class Node:
                 return Node()
             case E.HELLO_SENT if not self.is_admitted:
                 return replace(self, awaits_answer=True)
-            case E.NAME_REFUSED if self.awaits_answer:
-                return replace(self, has_namesake=True)
             case E.DISMISSED if self.awaits_answer:
                 return Node()
             case E.WELCOMED if self.awaits_answer:
@@ -35,7 +32,7 @@ class Node:
 def test_every_path_follows_the_table_and_no_other_exists():
     start = ConnectionState.DISCONNECTED
     nodes = walk(EDGES, start, ConnectionEvent, Node(), Node.after)
-    assert {s for s, node in nodes.items() if node.awaits_answer} == AWAITS_ANSWER
+    assert [s for s, node in nodes.items() if node.awaits_answer] == [ConnectionState.JOINING]
     assert [s for s, node in nodes.items() if node.is_admitted] == [ConnectionState.ADMITTED]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.devices.assign import Part, TooLittleMemory, Wanted, assign, environment
+from lightrl.devices.assign import DeviceRequest, Part, TooLittleMemory, assign, environment
 from lightrl.devices.driver import NO_DRIVER, Gpu, Machine, Slice
 from lightrl.devices.memory import GIB, Item
 from lightrl.devices.visible import visible
@@ -34,7 +34,9 @@ SLICED = machine(
     gpu(1),
 )
 SIZES = {"engines": 2, "parallel": (1, 2), "asleep": 1}  # that take turns
-RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEED, least=5 * GIB)
+RUN = DeviceRequest(
+    ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEED, least=5 * GIB
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lightrl.config.run_file import parse_config
 from lightrl.config.schema import Config
 from lightrl.core_settings import settings_of
 from lightrl.devices import plan
-from lightrl.devices.assign import NO_GPUS, Assignment, Wanted, assign
+from lightrl.devices.assign import NO_GPUS, Assignment, DeviceRequest, assign
 from lightrl.devices.plan import part_with, shared_with
 from tests.devices.test_assign import gpus
 
@@ -58,7 +58,7 @@ def test_how_many_parts_change_sides_by_themselves(parts: int, fields: dict[str,
 def found(config: Config, **changes: Any) -> Assignment:
     train = config.train
     shares = {"trainers": train.nodes, "is_shared": True}
-    wanted = Wanted(ranks=train.world, engines=config.rollout.nodes, **{**shares, **changes})
+    wanted = DeviceRequest(ranks=train.world, engines=config.rollout.nodes, **{**shares, **changes})
     return assign(gpus(8), {}, wanted)
 
 

@@ -232,22 +232,6 @@ def test_a_run_that_goes_on_leaves_out_the_rounds_that_come_again(tmp_path):
     assert file.read_bytes() == b""
 
 
-def test_of_what_a_long_run_has_written_a_resume_reads_the_end_alone(tmp_path):
-    file = tmp_path / "speeds.jsonl"
-    with file.open("wb") as sparse:
-        sparse.truncate(1 << 40)  # a terabyte that is on no disk
-        sparse.seek(0, 2)
-        sparse.write(b'\n{"step":6}\n{"step":7}\n')
-    told: list[str] = []
-    log = WorkloadLog(tmp_path, 7, told.append)
-    log.write_step({"step": 7, "again": True})
-    log.close()
-    assert not told
-    with file.open("rb") as written:
-        written.seek(1 << 40)
-        assert written.read() == b'\n{"step":6}\n{"step":7,"again":true}\n'
-
-
 def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
     (tmp_path / "lengths.jsonl").mkdir()  # in the way
     told: list[str] = []

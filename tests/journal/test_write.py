@@ -16,7 +16,8 @@ import pytest
 from lightrl.core.log_entries import LogEntry, RoundOpened, SnapshotBegan, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
-from lightrl.journal.read import LOG, is_in_use, newest, read_segment, segments
+from lightrl.journal.disk import is_in_use
+from lightrl.journal.read import LOG, newest, read_segment, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.messages.responses import ResponseTokens
 from lightrl.system import framing

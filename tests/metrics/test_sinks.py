@@ -76,15 +76,6 @@ def test_the_newest_steps_are_as_among_all_of_them(tmp_path):
         assert sinks.read_newest(tmp_path, num, until=4) == everything[:5][-num:]
 
 
-def test_only_the_end_is_read_for_the_newest_steps(tmp_path):
-    write(tmp_path)
-    with (tmp_path / "metrics.jsonl").open("wb") as sparse:
-        sparse.truncate(1 << 40)  # a terabyte that is on no disk
-        sparse.seek(0, 2)
-        sparse.write(b'\n{"step":6,"a":1.0}\n{"step":7,"a":2.0}\n{"step":7,"eval/x":0.5}\n')
-    assert sinks.read_newest(tmp_path, 1) == [{"step": 7, "a": 2.0, "eval/x": 0.5}]
-
-
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb", "mlflow"])
 def test_a_backend_that_is_not_installed_says_what_to_install(tmp_path, backend):
     if importlib.util.find_spec(backend) is not None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus
 from lightrl.messages.message import Message
 from lightrl.messages.responses import Generate, ResponseRequest, Sampling, TokenChunk
-from lightrl.messages.weights import BadSource, WeightsFailed, WeightsReady
+from lightrl.messages.weights import WeightsFailed, WeightsReady
 from lightrl.rollout.agent import RolloutAgent
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.engine_spec import RolloutOptions
@@ -372,7 +372,7 @@ def test_a_manifest_that_cannot_be_had_ends_the_broadcast(tmp_path: Path, files)
             with rank() as one:
                 offer = published(files[2], (source(trainer, "a", 2, via=liar),))
                 a.rollout.handle(replace(offer, group=one.group))
-                await a.hears(BadSource)
+                await a.hears(WeightsFailed)
                 status = await a.hears(BroadcastStatus)
                 assert (status.group, "digest" in status.reason) == (one.group.name, True)
             assert a.rollout.serves == (1, files[1].digest)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.messages.weights import BadSource, PublishWeights
+from lightrl.messages.weights import PublishWeights, WeightsFailed
 from lightrl.rollout import weights
 from lightrl.weights.delta.encoding import ZSTD
 from lightrl.weights.delta.file import DeltaManifest
@@ -201,8 +201,8 @@ def test_who_sends_a_damaged_delta_is_named(tmp_path, versions, deltas, caplog):
             fetched = await a.got(versions[1])
             assert fetched.stats.num_bytes - fetched.delta_bytes == versions[1].num_bytes
             bad = await a.said.get()
-            assert isinstance(bad, BadSource)
-            assert (bad.policy_version, bad.node) == (1, "holder-0")
+            assert isinstance(bad, WeightsFailed)
+            assert (bad.policy_version, bad.source) == (1, "holder-0")
 
     asyncio.run(scenario())
     [line] = caplog.messages

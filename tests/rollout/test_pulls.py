@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.weights import WeightsReady
 from lightrl.rollout import weights
 from lightrl.rollout.agent import RolloutAgent
@@ -142,10 +142,10 @@ def test_no_start_is_begun_once_the_devices_are_to_be_given_back(tmp_path: Path)
         async with pulling(tmp_path, shares="t") as node:
             for _ in range(5):  # it waits for its devices
                 await asyncio.sleep(0)
-            node.rollout.handle(WakeEngine(0))
-            node.rollout.handle(SleepEngine(1))
+            node.rollout.handle(SetDevices("rollout", 0, True))
+            node.rollout.handle(SetDevices("rollout", 1, False))
             released = await node.said.get()
-            assert isinstance(released, EngineAsleep)
-            assert (released.number, released.freed_bytes, node.rollout.device) == (1, 0, "")
+            assert isinstance(released, DevicesReleased)
+            assert (released.number, released.num_bytes, node.rollout.device) == (1, 0, "")
 
     asyncio.run(scenario())

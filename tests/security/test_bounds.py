@@ -24,7 +24,6 @@ from lightrl.messages.responses import ResponseTokens, TokenChunk
 from lightrl.messages.snapshot import Watch
 from lightrl.messages.training import Checkpointed, StepDone, TrainShard
 from lightrl.messages.weights import (
-    BadSource,
     Canary,
     DeltaOffer,
     PublishWeights,
@@ -126,10 +125,9 @@ def test_honest_messages_pass(message: Message):
         WeightsEndpoint(("h:1",), "s" * 15),
         WeightsEndpoint(("h:1",), "s" * 129),
         *(WeightsEndpoint(("h:1", address), SECRET) for address in NO_ADDRESSES),
-        BadSource(1, "", "r"),
-        BadSource(1, "\x1b[2J", "r"),
-        BadSource(-1, "n", "r"),
-        BadSource(1, "n", "r" * 10_000),
+        WeightsFailed(1, "r", "\x1b[2J"),
+        WeightsFailed(-1, "r", "n"),
+        WeightsFailed(1, "r" * 10_000, "n"),
         WeightsReady(1, "d", pull_s=float("nan")),
         WeightsReady(1, "d", load_s=float("inf")),
         WeightsReady(1, "d", canary_diff=float("nan")),
@@ -169,9 +167,9 @@ def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publis
             require_allowed("n", message)
             allowed.add(type(message).__name__)
     of_itself = {"Hello", "Heartbeat", "TokenChunk", "Bye"}
-    of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed", "BadSource"}
+    of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed"}
     of_groups = {"BroadcastStatus"}
-    of_devices = {"EngineAsleep"}
+    of_devices = {"DevicesReleased"}
     assert allowed == of_itself | of_weights | of_groups | of_devices
 
 

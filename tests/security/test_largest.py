@@ -161,7 +161,6 @@ TABLE = [
         lambda n: {**PUBLISH, "base": {**BASE, "digest": "\U0001f600" * n}},
     ),
     text("WeightsReady", {"policy_version": 1}, "digest", fields.MAX_WORD),
-    text("BadSource", {"policy_version": 1, "node": "n"}, "reason", fields.MAX_TEXT),
     text("WeightsFailed", {"policy_version": 1}, "reason", fields.MAX_TEXT),
     text("BroadcastStatus", {"policy_version": 1, "group": "g"}, "reason", fields.MAX_TEXT),
     Largest(
@@ -190,12 +189,16 @@ TABLE = [
     of("Snapshot", SHOWN, "events", fields.MAX_ROWS, (1, "e")),
     of("Snapshot", SHOWN, "rewards", fields.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
-    of("AssignDevices", {"step": BIG}, "parts", fields.MAX_PARTS, BIG),
+    of(
+        "SetDevices",
+        {"role": "trainer", "number": BIG, "active": True},
+        *("parts", fields.MAX_PARTS, BIG),
+    ),
 ]
 # numbers alone
 FIXED = {
     *("Checkpointed", "ShardsTaken", "Watch"),
-    *("SleepEngine", "EngineAsleep", "WakeEngine", "SuspendTrainer", "TrainerSuspended"),
+    "DevicesReleased",
 }
 
 

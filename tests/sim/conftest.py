@@ -11,7 +11,7 @@ from lightrl.core.settings import Settings
 from lightrl.messages.responses import Sampling
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.nodes import NodeSpec
-from lightrl.sim.inputs.scenario import Scenario, Switches, Training, Transfer
+from lightrl.sim.inputs.scenario import Scenario, SimTraining, SimTransfer, Switches
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.inputs.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
 from lightrl.sim.world import World
@@ -40,8 +40,8 @@ SCENARIO = Scenario(
         reward=RewardTimes((RewardClass(constant_s=0.1, median_s=0.2, sigma=0.5),)),
     ),
     engines={1: EngineProfile(context_s=1e-6), 2: EngineProfile(step_s=0.007, context_s=1e-6)},
-    training=Training(token_s=2e-4, step_s=0.5),
-    transfer=Transfer(num_bytes=1e9, load_s=0.3),
+    training=SimTraining(token_s=2e-4, step_s=0.5),
+    transfer=SimTransfer(num_bytes=1e9, load_s=0.3),
 )
 COLOCATED = replace(SCENARIO, training=replace(SCENARIO.training, placement="colocated"))
 

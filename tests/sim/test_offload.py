@@ -9,7 +9,7 @@ from lightrl.core.sharing.sharing_rules import Change, Rule, StepTimes, View
 from lightrl.messages.responses import Sampling
 from lightrl.sim.inputs.scenario import OffloadRule, Switches
 from lightrl.sim.inputs.traces import TraceEvent
-from lightrl.sim.outcome import Outcome
+from lightrl.sim.outcome import SimOutcome
 from lightrl.sim.world import World
 from tests.sim.conftest import COLOCATED, nodes, world
 
@@ -24,7 +24,7 @@ def shared_world(rule: OffloadRule, trace: tuple[TraceEvent, ...] = ALWAYS, **ch
     return world(SCENARIO, Switches(offload=rule), trace=trace, **changes)
 
 
-def steps_s(outcome: Outcome) -> list[float]:
+def steps_s(outcome: SimOutcome) -> list[float]:
     return [step.step_s for step in outcome.steps]
 
 

@@ -8,7 +8,7 @@ from lightrl.core.settings import Tail
 from lightrl.errors import SimError
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec, can_group, of_all_sizes
 from lightrl.sim.inputs.scenario import PRESETS, Switches
-from lightrl.sim.variants import Fleet, compare
+from lightrl.sim.variants import SimFleet, compare
 from lightrl.sim.world import World
 from tests.sim.conftest import COLOCATED, SCENARIO, SETTINGS, nodes, world
 
@@ -66,8 +66,8 @@ def test_what_cannot_be_is_refused_in_one_line():
 
 def test_compared_where_the_nodes_can_be_grouped():
     settings = replace(SETTINGS, num_steps=1)
-    assert "planner" in compare(settings, SCENARIO, Fleet(nodes(2)))
-    assert "planner" not in compare(settings, SCENARIO, Fleet(nodes(3)))
+    assert "planner" in compare(settings, SCENARIO, SimFleet(nodes(2)))
+    assert "planner" not in compare(settings, SCENARIO, SimFleet(nodes(3)))
     assert not can_group(nodes(4), [1])
 
 

@@ -19,7 +19,7 @@ from lightrl.metrics.speeds import Decoded, NodeSpeeds, SpeedRecorder, Start, St
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
 from lightrl.sim.inputs.recorded import RecordedRun, read_run
-from lightrl.sim.inputs.scenario import Scenario, Switches, Training, Transfer
+from lightrl.sim.inputs.scenario import Scenario, SimTraining, SimTransfer, Switches
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.inputs.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
 from lightrl.sim.prediction import Rerun
@@ -46,8 +46,8 @@ TRUTH = Scenario(
         reward=RewardTimes((RewardClass(constant_s=0.004, workers=1),), overhead_s=0.003),
     ),
     engines={1: EngineProfile(0.012, 12.0, 1e-6, 2e-4, start_s=0.04)},
-    training=Training(token_s=8e-5, step_s=0.07, shard_s=0.02),
-    transfer=Transfer(load_s=0.06, publish_s=0.05, lost_after_s=0.0),
+    training=SimTraining(token_s=8e-5, step_s=0.07, shard_s=0.02),
+    transfer=SimTransfer(load_s=0.06, publish_s=0.05, lost_after_s=0.0),
 )
 FLEET = (NodeSpec("fast", 8), NodeSpec("slow", 8, slowness=2.0))
 COMES_AND_GOES = (TraceEvent(0.0, "spot", True), TraceEvent(14.0, "spot", False))

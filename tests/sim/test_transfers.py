@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.sim.inputs.hardware import Training, Transfer
+from lightrl.sim.inputs.hardware import SimTraining, SimTransfer
 from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.report import figures, tables
@@ -15,7 +15,7 @@ from tests.sim.conftest import SCENARIO, nodes, world
 from tests.support.tiers import e2e
 
 SIZE = 10e9
-LINE = Transfer(
+LINE = SimTransfer(
     num_bytes=SIZE, receiver_bytes_per_s=1e10, sender_bytes_per_s=1e10, load_s=0.3
 )  # one node alone: a second
 MANY = 20
@@ -124,7 +124,7 @@ def test_rates_say_how_long_publishing_and_loading_take():
 
 @pytest.mark.parametrize("num", [2, *e2e([MANY])])
 def test_on_the_trainers_machine_its_file_is_proved_and_nothing_is_pulled(num: int):
-    there = Training(token_s=2e-4, step_s=0.5, placement="colocated")
+    there = SimTraining(token_s=2e-4, step_s=0.5, placement="colocated")
     scenario = replace(lines(file_bytes_per_s=SIZE / 2), training=there)
     out = world(scenario, fleet=nodes(num), num_steps=2).run()
     assert out.weights.num_pulls == out.weights.trainer_bytes == 0
@@ -133,7 +133,7 @@ def test_on_the_trainers_machine_its_file_is_proved_and_nothing_is_pulled(num: i
 
 @pytest.mark.parametrize("num", [2, *e2e([MANY])])
 def test_others_pull_over_the_trainers_line_and_not_over_those_of_its_machine(num: int):
-    there = Training(token_s=2e-4, step_s=0.5, placement="colocated")
+    there = SimTraining(token_s=2e-4, step_s=0.5, placement="colocated")
     scenario = replace(lines(relays=False, receiver_bytes_per_s=4e10), training=there)
     spot = tuple(TraceEvent(0.0, f"s{k}", True) for k in range(2))
     out = world(scenario, fleet=nodes(num), trace=spot, num_steps=1).run()

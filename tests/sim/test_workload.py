@@ -188,7 +188,7 @@ def test_models_are_as_large_as_their_published_shapes(
         ('{"speed": 1}', "speed: unknown key"),
         ('{"num_prompts": 1.5}', "num_prompts = 1.5: input should be a valid integer"),
         ('{"engine": 3}', "engine = 3: input should be an object"),
-        ("{\n oops", ":2: not valid JSON"),
+        ("{\n oops", "not valid JSON: key must be a string at line 2 column 2"),
         ("[]", "an object is needed"),
     ],
 )

@@ -11,7 +11,7 @@ from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.scenario import Scenario, Switches
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.inputs.workload import RewardClass, RewardTimes
-from lightrl.sim.outcome import Outcome
+from lightrl.sim.outcome import SimOutcome
 from lightrl.sim.report import figures
 from scripts.studies.published_lib.synthetic import synthetic_trace
 from tests.sim.conftest import COLOCATED, LIMIT, SCENARIO, nodes, world
@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[Scenario, Switches, Tail]] = {
 CHECKED = ("tail", "clock", "stream trainer", "planner")  # after every event; that takes its time
 
 
-def step_s(outcome: Outcome) -> float:
+def step_s(outcome: SimOutcome) -> float:
     return figures(outcome, SCENARIO).step_s
 
 

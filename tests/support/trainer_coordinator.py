@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightrl.journal.read import StepPortions, recut
 from lightrl.messages.broadcasts import VersionTaken
-from lightrl.messages.sharing import AssignDevices
+from lightrl.messages.sharing import SetDevices
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.rank_processes import Place
@@ -111,7 +111,7 @@ class Coordinator:
 
     def hand_over(self, shard):
         if self.parts is not None:
-            self.trainer.handle(AssignDevices(shard.step, self.parts))
+            self.trainer.handle(SetDevices("trainer", shard.step, True, self.parts))
         self.trainer.handle(shard)
 
     def feed(self, step):

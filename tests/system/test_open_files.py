@@ -35,35 +35,6 @@ assert until_none(open_files.insist) == 16
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (112, 128)
 """
 
-# Three times ZeroMQ takes all that is free before the file is opened, until its strangers go.
-QUICKER = """
-import errno, os, resource
-from lightrl.system import open_files
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
-open_files.raise_limit()
-open_, null, taken, num_left = os.open, os.open(os.devnull, os.O_RDONLY), [], 3
-def take_all():
-    try:
-        while True:
-            taken.append(os.dup(null))
-    except OSError as e:
-        assert e.errno == errno.EMFILE
-def open_later(path, flags, mode=0o777):
-    global num_left
-    if num_left and resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 128:
-        num_left -= 1
-        take_all()
-    return open_(path, flags, mode)
-take_all()
-os.open = open_later
-os.close(open_files.insist(os.devnull, os.O_RDONLY))
-assert num_left == 0 and max(taken) >= 112
-for descriptor in taken[-3:]:
-    os.close(descriptor)
-opened = [open_files.insist(os.devnull, os.O_RDONLY) for _ in range(16)]
-assert sorted(opened) == list(range(112, 128))
-"""
-
 CHILD = """
 import asyncio, resource
 from lightrl.system import open_files
@@ -86,10 +57,6 @@ def said_by(code: str) -> str:
 
 def test_limit_is_raised_and_what_is_set_aside_serves_files_alone():
     said_by(EXHAUST)
-
-
-def test_who_is_quicker_than_a_file_takes_one_of_those_set_aside_and_not_all():
-    said_by(QUICKER)
 
 
 def test_children_have_the_limit_that_the_daemon_was_started_with():

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from lightrl.config.run_file import parse_config
-from lightrl.messages.sharing import AssignDevices, SuspendTrainer, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import ShardsTaken, TrainShard
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.protocol import Accumulate, Suspended, Update
@@ -53,7 +53,7 @@ class Giving(Coordinator):
     number = 0
 
     def give(self, step, parts):
-        self.trainer.handle(AssignDevices(step, parts))
+        self.trainer.handle(SetDevices("trainer", step, True, parts))
 
     async def hand(self, shard):
         self.trainer.handle(shard)
@@ -61,11 +61,11 @@ class Giving(Coordinator):
 
     @property
     def parked(self):
-        return [m.number for m in self.sent if isinstance(m, TrainerSuspended)]
+        return [m.number for m in self.sent if isinstance(m, DevicesReleased)]
 
     async def park(self):
         self.number += 1
-        self.trainer.handle(SuspendTrainer(self.number))
+        self.trainer.handle(SetDevices("trainer", self.number, False))
         await until(lambda: self.number in self.parked)
 
 
@@ -227,7 +227,7 @@ def test_a_rank_that_dies_while_it_is_asked_for_half_of_the_devices_answers_by_t
             await half_of_a_step(coordinator)
             kill(1, signal.SIGSTOP)
             coordinator.number += 1
-            coordinator.trainer.handle(SuspendTrainer(coordinator.number))
+            coordinator.trainer.handle(SetDevices("trainer", coordinator.number, False))
             await turns()
             assert 1 not in coordinator.parked
             kill(1)
@@ -277,9 +277,9 @@ def test_who_may_work(node):
     devices.published()
     devices.on_message(SHARD)
     assert not devices.is_given
-    devices.give(AssignDevices(3, BOTH))
+    devices.give(SetDevices("trainer", 3, True, BOTH))
     assert not devices.is_given
-    devices.give(AssignDevices(4, HALF))
+    devices.give(SetDevices("trainer", 4, True, HALF))
     assert devices.is_given
     assert not devices.all_given
     assert [devices.is_given_to(k) for k in BOTH] == [False, True]
@@ -287,13 +287,13 @@ def test_who_may_work(node):
     devices.ask(1, ends_first=True)  # it cannot end
     assert not devices.is_given
     park(devices)
-    assert sent == [TrainerSuspended(1, 200, sent[0].seconds)]
-    devices.give(AssignDevices(4, BOTH))
+    assert sent == [DevicesReleased("trainer", 1, 200, sent[0].seconds)]
+    devices.give(SetDevices("trainer", 4, True, BOTH))
     assert devices.all_given
     devices.on_command(Update(4, 1, 1, 5))
-    devices.give(AssignDevices(4, BOTH))  # it was on its way
+    devices.give(SetDevices("trainer", 4, True, BOTH))  # it was on its way
     assert not devices.is_given
-    devices.give(AssignDevices(5, HALF))
+    devices.give(SetDevices("trainer", 5, True, HALF))
     devices.forget_orders()
     assert not devices.is_given
 
@@ -305,14 +305,14 @@ def test_whose_ranks_are_lost_says_so_only_while_they_have_to_wait(node):
     assert devices.has_devices  # no version was announced: they restart immediately
     park(devices)
     devices.published()
-    devices.give(AssignDevices(0, BOTH))
+    devices.give(SetDevices("trainer", 0, True, BOTH))
     devices.on_command(Accumulate(0, ()))
     devices.ask(1, ends_first=True)
     devices.lost()
     assert devices.has_devices
     assert sent == []
     devices.forget_orders()
-    devices.give(AssignDevices(0, HALF))
+    devices.give(SetDevices("trainer", 0, True, HALF))
     devices.ask(2)
     devices.lost()
     assert not devices.has_devices

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from lightrl.config.run_file import parse_config
-from lightrl.messages.sharing import SuspendTrainer, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.trainers import TrainerRelay
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import PublishWeights
@@ -61,11 +61,11 @@ class Asking(Coordinator):
 
     @property
     def parked(self):
-        return [m for m in self.sent if isinstance(m, TrainerSuspended)]
+        return [m for m in self.sent if isinstance(m, DevicesReleased)]
 
     def ask(self):
         self.number += 1
-        self.trainer.handle(SuspendTrainer(self.number))
+        self.trainer.handle(SetDevices("trainer", self.number, False))
 
     async def park(self):
         """Has it park, and sees that it stays so."""
@@ -278,7 +278,7 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     assert not node.has_devices
     assert sent == []
     node.announce()
-    assert sent == [TrainerSuspended(0, 3, 0.3)]
+    assert sent == [DevicesReleased("trainer", 0, 3, 0.3)]
     node.on_command(ResetStep(0))
     assert not node.has_devices
     node.on_command(Accumulate(0, ()))
@@ -289,18 +289,21 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     node.on_event(1, Suspended(101, 1.5))
     assert sent[1:] == []
     node.on_event(0, Suspended(100, 0.5))
-    assert sent[1:] == [TrainerSuspended(4, 201, 2.5)]
+    assert sent[1:] == [DevicesReleased("trainer", 4, 201, 2.5)]
     assert not node.is_asked
     node.ask(4)  # again: it is still true
     node.ask(3)  # late
-    assert sent[2:] == [TrainerSuspended(4, 201, 0.0)]
+    assert sent[2:] == [DevicesReleased("trainer", 4, 201, 0.0)]
     node.on_command(Update(0, 1, 1, 1))
     node.ask(4)  # no longer
     assert not node.is_asked
     node.ask(5)
     park(node)
     node.announce()
-    assert sent[3:] == [TrainerSuspended(5, 201, 0.0), TrainerSuspended(0, 201, 1.5)]
+    assert sent[3:] == [
+        DevicesReleased("trainer", 5, 201, 0.0),
+        DevicesReleased("trainer", 0, 201, 1.5),
+    ]
 
 
 def test_who_has_the_devices(devices):

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from lightrl.launch.report import status_lines
-from lightrl.messages.costs import CostRow
 from lightrl.messages.snapshot import (
+    CostRow,
     NodeRow,
     SampleText,
     Snapshot,

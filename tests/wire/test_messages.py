@@ -16,7 +16,6 @@ from lightrl.messages.broadcasts import (
     BroadcastStatus,
     VersionTaken,
 )
-from lightrl.messages.costs import CostRow, StepForecast
 from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
@@ -28,18 +27,13 @@ from lightrl.messages.responses import (
     Sampling,
     TokenChunk,
 )
-from lightrl.messages.sharing import (
-    AssignDevices,
-    EngineAsleep,
-    SleepEngine,
-    SuspendTrainer,
-    TrainerSuspended,
-    WakeEngine,
-)
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.snapshot import (
+    CostRow,
     NodeRow,
     SampleText,
     Snapshot,
+    StepForecast,
     TailRow,
     WaitRow,
     WarningRow,
@@ -55,7 +49,6 @@ from lightrl.messages.training import (
     TrainShard,
 )
 from lightrl.messages.weights import (
-    BadSource,
     Canary,
     DeltaOffer,
     PublishWeights,
@@ -128,18 +121,13 @@ EXAMPLES: list[Message] = [
         base=WeightsBase("4b7e", 2112512, 8190),
     ),
     WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
-    BadSource(4, "rollout-3", "bucket 7: digest differs"),
-    WeightsFailed(4, "bucket 3: digest differs"),
+    WeightsFailed(4, "bucket 7: digest differs", "rollout-3"),
     VersionTaken(4, wants_delta=False, broadcast=BroadcastOrder("7c1f", 4, "gloo")),
     BroadcastStatus(4, "7c1f", "10.0.0.1:41873", "rank 0: timed out"),
     TrainerSet("trainer-0", (("trainer-1", 2),)),
     TrainerRelay("trainer-1", b"frame"),
-    SleepEngine(3),
-    EngineAsleep(3, 14_800_000_000, 0.6),
-    WakeEngine(4),
-    AssignDevices(4, (0, 1)),
-    SuspendTrainer(2),
-    TrainerSuspended(2, 22_000_000_000, 1.1),
+    SetDevices("trainer", 4, True, (0, 1)),
+    DevicesReleased("trainer", 2, 22_000_000_000, 1.1),
     Drain("rollout-0", "SIGTERM"),
     Bye("drained", True),
     Watch(0.5),
@@ -195,18 +183,21 @@ def test_every_field_without_a_default_is_required_and_checked(message: Message)
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_17_are_pinned():
+def test_bytes_of_protocol_18_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert PROTOCOL == 17
+    assert PROTOCOL == 18
     abort = wire.MESSAGES.encode(Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(Checkpointed(20, 10))
     assert checkpointed.hex() == "92ac436865636b706f696e74656482a47374657014a66f6c646573740a"
     taken = wire.MESSAGES.encode(ShardsTaken(4, 2))
     assert taken.hex() == "92ab53686172647354616b656e82a47374657004a5696e64657802"
-    given = wire.MESSAGES.encode(AssignDevices(4, (0, 1)))
-    assert given.hex() == "92ad41737369676e4465766963657382a47374657004a57061727473920001"
+    given = wire.MESSAGES.encode(SetDevices("trainer", 4, True, (0, 1)))
+    assert given.hex() == (
+        "92aa5365744465766963657384a4726f6c65a7747261696e6572a66e756d62657204a6616374697665c3"
+        "a57061727473920001"
+    )
     saving = wire.MESSAGES.encode(Heartbeat(is_saving=True))
     assert saving.hex().endswith("ab6e756d5f776f726b65727300a969735f736176696e67c3")
     chunk = TokenChunk(
@@ -250,9 +241,10 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
         "727983a9746f6b656e5f696473c400a86c6f6770726f6273c400a56474797065a7666c6f61743332a8706f72"
         "74696f6e739103a87265706c69636173920001a567726f7570c0a462617365c0"
     )
-    bad = wire.MESSAGES.encode(BadSource(4, "n", "r"))
+    bad = wire.MESSAGES.encode(WeightsFailed(4, "r", "n"))
     assert bad.hex() == (
-        "92a9426164536f7572636583ae706f6c6963795f76657273696f6e04a46e6f6465a16ea6726561736f6ea172"
+        "92ad576569676874734661696c656483ae706f6c6963795f76657273696f6e04a6726561736f6ea172a6736f75726365"
+        "a16e"
     )
 
 

@@ -22,7 +22,6 @@ from lightrl.core.weights.weight_sources import PULLING, PublishedVersion, Weigh
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.weights import (
-    BadSource,
     Canary,
     DeltaOffer,
     PublishWeights,
@@ -344,11 +343,11 @@ class Fleet:
         for name in names:
             self._send_sources(self.nodes[name], only_news=True)
 
-    def report_bad_source(self, name: str, report: BadSource) -> None:
+    def report_bad_source(self, name: str, report: WeightsFailed) -> None:
         """A node received wrong bytes from a source: send the node other sources."""
         if self.sources.report_bad_source(name, report):
             self.num_bad_sources += 1
-            what = f"wrong bytes of version {report.policy_version} from {report.node}"
+            what = f"wrong bytes of version {report.policy_version} from {report.source}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
             self._send_new_sources([name])
 

@@ -20,7 +20,7 @@ from lightrl.core.sharing.shared_devices import NO_PARTS, NO_TRAINER, SharedDevi
 from lightrl.core.sharing.sharing_policy import SharingPolicy
 from lightrl.core.state import RESTING, Node, NodeState, Round, RoundState
 from lightrl.messages.nodes import Hello
-from lightrl.messages.sharing import SuspendTrainer, TrainerSuspended
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import StepDone
 
 LABELS = ("rollout", "switch", "train", "wait")
@@ -63,7 +63,7 @@ class Colocation:
 
     # Events
 
-    def on_trainer_suspended(self, name: str, message: TrainerSuspended) -> None:
+    def on_trainer_suspended(self, name: str, message: DevicesReleased) -> None:
         """Handle the release of a trainer node's devices, by order or before it publishes."""
         if name not in self._fleet.trainers or message.number not in {0, self._asked.get(name)}:
             return
@@ -249,7 +249,7 @@ class Colocation:
             if is_here and name not in devices.parked and name not in self._asked:
                 self._num_suspends += 1
                 self._asked[name] = self._num_suspends
-                self._outbox.send(name, SuspendTrainer(self._num_suspends))
+                self._outbox.send(name, SetDevices("trainer", self._num_suspends, False))
 
 
 class DeviceTimes:

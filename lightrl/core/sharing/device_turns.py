@@ -2,9 +2,9 @@
 
 A node takes turns with the trainer's ranks or with engines of other sizes; `colocation` and
 `engine_sizes` decide which side has the turn, and call this module. Owns the numbers of orders: an
-answer repeats the number, and an older answer is ignored. A node that does not answer SleepEngine
-within `release_s` is lost: it would have killed its engine by then. An engine that was not ready
-may have to start before it can sleep, so its node gets `patience_s` more.
+answer repeats the number, and an older answer is ignored. A node that does not answer an order to
+sleep within `release_s` is lost: it would have killed its engine by then. An engine that was not
+ready may have to start before it can sleep, so its node gets `patience_s` more.
 """
 
 from lightrl.core.commands import Outbox
@@ -12,7 +12,7 @@ from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
-from lightrl.messages.sharing import EngineAsleep, SleepEngine, WakeEngine
+from lightrl.messages.sharing import DevicesReleased, SetDevices
 
 AWAKE = {NodeState.JOINING, NodeState.LOADING, NodeState.READY, NodeState.UPDATING}
 
@@ -36,26 +36,26 @@ class DeviceTurns:
         is_up = node.state is NodeState.READY
         (self._may_start.discard if is_up else self._may_start.add)(node.name)
         self._fleet.release(node)
-        self._send(node, SleepEngine)
+        self._send(node, active=False)
 
     def wake(self, node: Node) -> None:
         """Order a sleeping node to sample again."""
         if node.shares:
             self._devices.wake()
         self._fleet.wake(node)
-        self._send(node, WakeEngine)
+        self._send(node, active=True)
 
     def repeat(self, node: Node) -> None:
-        """Send SleepEngine again to a node that has reconnected: the first may be lost."""
+        """Order to sleep again a node that has reconnected: the first may be lost."""
         if node.state is NodeState.RELEASING:
-            self._send(node, SleepEngine)
+            self._send(node, active=False)
 
-    def _send(self, node: Node, order: type[SleepEngine | WakeEngine]) -> None:
+    def _send(self, node: Node, active: bool) -> None:
         self.num_orders += 1
         node.order += 1
-        self._outbox.send(node.name, order(node.order))
+        self._outbox.send(node.name, SetDevices("rollout", node.order, active))
 
-    def on_asleep(self, name: str, message: EngineAsleep) -> None:
+    def on_asleep(self, name: str, message: DevicesReleased) -> None:
         """Handle an engine that sleeps; its responses resume on other nodes."""
         node = self._fleet.nodes.get(name)
         if node is None or node.state is not NodeState.RELEASING or message.number != node.order:
@@ -88,10 +88,10 @@ class DeviceTurns:
         return [n for n in self._ordered() if n.since + self.limit_s(n) <= now]
 
     def limit_s(self, node: Node) -> float:
-        """Return the seconds within which a node must answer SleepEngine."""
+        """Return the seconds within which a node must answer an order to sleep."""
         return self._release_s + (self._patience_s if node.name in self._may_start else 0.0)
 
     def _ordered(self) -> list[Node]:
-        """Return nodes that have not answered SleepEngine."""
+        """Return nodes that have not answered an order to sleep."""
         nodes = (*self._devices.nodes.values(), *self._devices.parallel.values())
         return [n for n in nodes if n.state is NodeState.RELEASING]

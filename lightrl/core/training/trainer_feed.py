@@ -14,7 +14,7 @@ from lightrl.core.commands import Outbox, ReplayShards
 from lightrl.core.log_entries import ShardSent
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.state import Group, Round, RoundState
-from lightrl.messages.sharing import AssignDevices
+from lightrl.messages.sharing import SetDevices
 from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard
 
 MAX_SHARD_TOKENS = 1 << 18  # about 2 MiB with their logprobs
@@ -124,7 +124,9 @@ class TrainerFeed:
             return
         if not (free := devices.free) <= devices.given:
             devices.give(free)
-            self._outbox.send(trainer, AssignDevices(self.trained_step, tuple(sorted(free))))
+            self._outbox.send(
+                trainer, SetDevices("trainer", self.trained_step, True, tuple(sorted(free)))
+            )
 
     @property
     def is_behind(self) -> bool:

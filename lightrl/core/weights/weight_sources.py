@@ -14,12 +14,12 @@ from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
 from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.messages.weights import (
-    BadSource,
     Canary,
     DeltaOffer,
     PublishWeights,
     WeightsBase,
     WeightsEndpoint,
+    WeightsFailed,
     WeightsSource,
 )
 from lightrl.tickets import pull_tickets
@@ -183,11 +183,11 @@ class WeightSources:
         if name == self.trainer:
             self.trainer = None
 
-    def report_bad_source(self, name: str, report: BadSource) -> bool:
+    def report_bad_source(self, name: str, report: WeightsFailed) -> bool:
         """Exclude a source that sent this node wrong bytes, for this node and this version only.
         Other nodes keep the source: each verifies every bucket and drops bad sources itself.
         Returns whether the report is new, of the published version and of an assigned source."""
-        pair, was_assigned = (name, report.node), report.node in self.assigned.get(name, ())
+        pair, was_assigned = (name, report.source), report.source in self.assigned.get(name, ())
         is_current = report.policy_version == self.policy_version
         is_new = is_current and was_assigned and pair not in self.bad
         if is_new:

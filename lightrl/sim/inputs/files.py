@@ -73,11 +73,7 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
     if path.suffix == ".jsonl":
         return _from_lines(path, text, max_response_tokens, seed)
     try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise SimError(f"{path}:{e.lineno}: not valid JSON: {e.msg}") from None
-    try:
-        return _from_parts(_converted(_File, tree), path.stem, max_response_tokens, seed)
+        return _from_parts(_parsed(_File, text), path.stem, max_response_tokens, seed)
     except SimError as e:
         raise SimError(f"{path}: {e}") from None
 
@@ -115,9 +111,7 @@ def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
         if not line.strip():
             continue
         try:
-            row = _converted(_Line, json.loads(line))
-        except json.JSONDecodeError as e:
-            raise SimError(f"{path}:{number}: not valid JSON: {e.msg}") from None
+            row = _parsed(_Line, line)
         except SimError as e:
             raise SimError(f"{path}:{number}: {e}") from None
         if row.prompt and row.lengths:
@@ -159,14 +153,17 @@ def _changed(start: T, changes: Part, key: str) -> T:
     """Return a dataclass with some of its fields replaced."""
     if changes is None:
         return start
-    return _converted(type(start), asdict(cast("Any", start)) | changes, f"{key}.")
+    tree = asdict(cast("Any", start)) | changes
+    return _parsed(type(start), json.dumps(tree), f"{key}.")
 
 
-def _converted(kind: type[T], tree: object, prefix: str = "") -> T:
+def _parsed(kind: type[T], text: str, prefix: str = "") -> T:
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(tree), strict=True)
+        return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as e:
         error = e.errors()[0]
+        if error["type"] == "json_invalid":
+            raise SimError(f"not valid JSON: {error['ctx']['error']}") from None  # pyright: ignore
         if not error["loc"]:
             raise SimError("an object is needed") from None
         key = prefix + ".".join(map(str, error["loc"]))

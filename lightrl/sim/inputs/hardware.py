@@ -113,7 +113,7 @@ class EngineProfile:
 
 @with_config(STRICT)
 @dataclass(frozen=True, slots=True)
-class Training:
+class SimTraining:
     """Seconds of the trainer. A response has a cost of its own where samples are padded, or
     launched one by one."""
 
@@ -140,7 +140,7 @@ class Training:
 
 @with_config(STRICT)
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class SimTransfer:
     """How a version of the weights reaches a node: pulled while the node still samples, then
     loaded; or broadcast in place. The core decides on sources and on broadcast groups.
 
@@ -202,7 +202,7 @@ class Transfer:
 
 @with_config(STRICT)
 @dataclass(frozen=True, slots=True)
-class Prices:
+class SimPrices:
     """Dollars per hour; 0 = not counted."""
 
     node: NonNegativeFloat = 0.0

@@ -18,7 +18,7 @@ from lightrl.errors import SimError
 from lightrl.history import lengths
 from lightrl.metrics import sinks
 from lightrl.metrics.speeds import Decoded, NodeSpeeds, Start, StepSpeeds
-from lightrl.sim.inputs.hardware import MIN_STEP_S, EngineProfile, Training, Transfer
+from lightrl.sim.inputs.hardware import MIN_STEP_S, EngineProfile, SimTraining, SimTransfer
 from lightrl.sim.inputs.nodes import SPOT, NodeChange, NodeChanges, NodeSpec
 from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.inputs.workload import (
@@ -68,7 +68,7 @@ class RecordedRun:
         finish_s = _mean(records, "timing_s/finish") or _mean(records, "timing_s/publish")
         optimizer_s = min(finish_s, _mean(records, "timing_s/optimizer"))
         train = self.config.train
-        training = Training(
+        training = SimTraining(
             token_s=_token_s(records, prompt_tokens),
             step_s=optimizer_s,
             shard_s=_fmean(seconds for step in self.counted for seconds in step.shard_s),
@@ -84,7 +84,7 @@ class RecordedRun:
             signal=signal,
             note=note,
         )
-        transfer = Transfer(
+        transfer = SimTransfer(
             publish_s=finish_s - optimizer_s, load_s=0.0, lost_after_s=0.0, ready_s=self._ready_s()
         )
         chunk_s = self.config.rollout.chunk_ms / 1000

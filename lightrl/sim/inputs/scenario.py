@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lightrl.sim.inputs.hardware import EngineProfile, Prices, SimSpeculation, Training, Transfer
+from lightrl.sim.inputs.hardware import (
+    EngineProfile,
+    SimPrices,
+    SimSpeculation,
+    SimTraining,
+    SimTransfer,
+)
 from lightrl.sim.inputs.workload import (
     FITTED_8K,
     FITTED_16K,
@@ -29,9 +35,9 @@ class Scenario:
     workload: Workload
     # by parallelism, in multiples of the smallest engine's; the planner may switch between them
     engines: Mapping[int, EngineProfile] = field(default_factory=lambda: {1: EngineProfile()})
-    training: Training = field(default_factory=Training)
-    transfer: Transfer = field(default_factory=Transfer)
-    prices: Prices = field(default_factory=Prices)
+    training: SimTraining = field(default_factory=SimTraining)
+    transfer: SimTransfer = field(default_factory=SimTransfer)
+    prices: SimPrices = field(default_factory=SimPrices)
     # tokens in the KV cache of a spot node; 0 = as on the others
     spot_kv_tokens: int = 0
     # used where `Switches.speculation` is on
@@ -97,7 +103,7 @@ LOAD_BYTES_PER_S = 5.9e9
 
 def transfer(
     num_bytes: float, engine_gpus: int, machines: int, line: float, sender_line: float = 0.0
-) -> Transfer:
+) -> SimTransfer:
     """Return the transfer of a version of `num_bytes` to engines on `engine_gpus` GPUs each.
 
     `machines` train as one: the ranks of all but one send their rows to that one, and their engines
@@ -106,7 +112,7 @@ def transfer(
     """
     sender = sender_line or line
     others = (machines - 1) / machines + (machines > 1)
-    return Transfer(
+    return SimTransfer(
         num_bytes=num_bytes,
         receiver_bytes_per_s=line * (engine_gpus / GPUS_PER_MACHINE),
         sender_bytes_per_s=sender,
@@ -154,7 +160,7 @@ _INFINIBAND = 50e9  # 400 Gbit/s, of each machine of eight
 
 # Of RollPacker, section 7.1: calibrated against its figure 12 and table 2, see scripts/studies. A
 # node is an engine: one GPU for 7B, two for 14B. A token of context costs the reading of its keys
-# and values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars for eight, 5.32 for
+# and values at 70 % of 3.35 TB/s. SimPrices: of H100 by the hour, 83.79 dollars for eight, 5.32 for
 # two spot ones.
 #
 # Of RLBoost (arXiv 2510.19225), section 7: eight reserved GPUs as four engines, spot nodes of two;
@@ -171,32 +177,32 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-7b-8k": lambda: Scenario(
         Workload("rollpacker-7b-8k", FITTED_8K, reward=_MIX),
         engines={1: EngineProfile(0.0086, 165, 57_344 / 2.345e12, 5e-5, kv_tokens=980_000)},
-        training=Training(9.4e-6, 14.4, response_s=0.04, switch_s=3.0, placement="colocated"),
+        training=SimTraining(9.4e-6, 14.4, response_s=0.04, switch_s=3.0, placement="colocated"),
         transfer=transfer(QWEN2_5_7B, engine_gpus=1, machines=2, line=_INFINIBAND),
-        prices=Prices(node=10.47, spot=2.66),
+        prices=SimPrices(node=10.47, spot=2.66),
         speculation=_HISTORY,
     ),
     "rollpacker-14b-16k": lambda: Scenario(
         Workload("rollpacker-14b-16k", FITTED_16K, reward=_MIX),
         engines={1: EngineProfile(0.0131, 165, 196_608 / 4.69e12, 8e-5, kv_tokens=540_000)},
-        training=Training(9.4e-6, 8.0, response_s=0.0906, switch_s=3.0, placement="colocated"),
+        training=SimTraining(9.4e-6, 8.0, response_s=0.0906, switch_s=3.0, placement="colocated"),
         transfer=transfer(QWEN2_5_14B, engine_gpus=2, machines=4, line=_INFINIBAND),
-        prices=Prices(node=20.95, spot=5.32),
+        prices=SimPrices(node=20.95, spot=5.32),
         speculation=_HISTORY,
     ),
     "rlboost-14b-14k": lambda: Scenario(
         Workload("rlboost-14b-14k", LONG_REASONING),
         engines={1: EngineProfile(0.0075, 300, 163_840 / 5.03e12, 3.7e-5, kv_tokens=347_000)},
         spot_kv_tokens=438_000,
-        training=Training(6.06e-5, 5.0, switch_s=3.0, placement="colocated"),
+        training=SimTraining(6.06e-5, 5.0, switch_s=3.0, placement="colocated"),
         transfer=transfer(QWEN3_14B, engine_gpus=2, machines=1, line=25e9, sender_line=25e9),
-        prices=Prices(node=83.79 / 4, spot=5.32),
+        prices=SimPrices(node=83.79 / 4, spot=5.32),
         speculation=_HISTORY,
     ),
     "rollpacker-32b-32k": lambda: Scenario(
         Workload("rollpacker-32b-32k", LONG_TAIL, reward=_MIX),
         engines=_LARGE,
-        training=Training(token_s=6e-5, step_s=5.0, switch_s=3.0, placement="colocated"),
+        training=SimTraining(token_s=6e-5, step_s=5.0, switch_s=3.0, placement="colocated"),
         transfer=transfer(QWEN2_5_32B, engine_gpus=2, machines=8, line=_INFINIBAND),
     ),
 }

@@ -3,10 +3,9 @@
 Owns what the trainer answers to the core's orders, and when members have a version. Decides
 nothing: the core decides who is a member, when a group is over and who pulls instead.
 
-From member to member, so that the trainer's line and those of the members carry the bytes once in
-each direction, all at the pace of the one that has least left beside the pulls. A member checks
-what it received beside the transfer, so only what that takes longer is added. Until the trainer has
-sent, it does not train. A lost member holds up the others until the core ends the group.
+Members relay to each other, so the trainer's line carries the bytes once. A member checks what it
+received beside the transfer, so only what that takes longer is added. Until the trainer has sent,
+it does not train. A lost member holds up the others until the core ends the group.
 """
 
 import math
@@ -17,14 +16,16 @@ from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, Version
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import TRAINER
 from lightrl.sim.mechanism import Simulation
-from lightrl.sim.weights.swarm import Parcel, Swarm
+from lightrl.sim.weights.swarm import FluidSwarm, Parcel
+
+BROADCAST = -2  # the base of what goes to a group: no other node can serve it
 
 
 class Broadcast:
     def __init__(
         self,
         world: Simulation,
-        swarm: Swarm,
+        swarm: FluidSwarm,
         plan: Callable[[], None],
         received: Callable[[str], None],
     ) -> None:
@@ -89,13 +90,13 @@ class Broadcast:
         is_there = all(machines[name].present for name in self._path[1:])  # else one is lost soon
         if order is self._order and is_there:
             self._began_at, self._group = self._world.now, group
-            parcel = Parcel(order.policy_version)
-            self._swarm.send(self._world.now, self._path, parcel, self._transfer.num_bytes)
+            sent = Parcel(order.policy_version, BROADCAST), self._transfer.num_bytes
+            self._swarm.pull(self._world.now, TRAINER, (sent,))
             self._plan()
 
     def _stop(self) -> None:
         self._order = None
-        self._swarm.end_send(self._world.now)
+        self._swarm.end_pull(self._world.now, TRAINER)
 
     def _await(self, is_awaited: bool) -> None:
         """The trainer trains the next step when it has nothing more to send."""

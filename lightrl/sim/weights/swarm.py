@@ -1,29 +1,24 @@
-"""Nodes that pull weights from several sources and serve what they have, modelled as a fluid.
+"""Nodes that pull weights from the trainer and from each other, modelled as a fluid.
 
-The core chooses the sources of each node; peers come before the last resort, the trainer. Fast
-enough for a thousand nodes. Approximations:
+All rollout nodes have equal lines, and buckets are infinitely small. Of a version that no other
+node holds, the trainer sends each byte once, and the nodes that pull it exchange the rest (the
+bounds of Kumar and Ross, Peer-assisted file distribution: the minimum distribution time, 2006):
 
-- Buckets are infinitely small: a node relays bytes at the moment at which they arrive, and no
-  bucket is sent to two nodes that could have had it from each other. New bytes reach the pulling
-  nodes at the rate at which all complete sources send together; no node is ahead of that sum, and
-  the last resort sends nothing twice to nodes that have peers (the bounds of Kumar and Ross,
-  Peer-assisted file distribution: the minimum distribution time, 2006). Behind it, any node has
-  something for any other that pulls from it. Exact for many small buckets where all know each other
-  (within 12 % for 512 buckets and up to 16 nodes, see tests/sim/test_swarm.py). Where 32 know 16
-  each, some buckets leave the trainer twice, which is not modelled: real pulls take 1.3 times as
-  long for 477 buckets, 1.7 times for 120.
-- Rates are constant for GRAIN of a pull, and a pull with all but half of that is complete.
-- Bytes that a lost source owed are requested from others immediately; bytes that only lost nodes
-  had are new again.
+- A node that is ahead of the others gets new bytes at the rate at which the trainer sends, or the
+  nodes that hold all of it; one that is behind gets its share of all outbound lines.
+- The trainer's line is divided equally among the parcels that it sends.
+
+Rates are constant between two changes. Real pulls of 32 nodes that know 16 others each take 1.3
+times as long, since some buckets leave the trainer twice.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-GRAIN = 0.01
+COMPLETE = 1e-6  # the missing share of a parcel that counts as nothing
 
 
 class Parcel(NamedTuple):
@@ -34,255 +29,147 @@ class Parcel(NamedTuple):
     base: int = -1
 
 
-class Arrived(NamedTuple):
-    """A pull is complete, or the first node of a path has sent to all others. Bytes: transferred,
-    and those from peers."""
+@dataclass(slots=True, eq=False)
+class Pull:
+    """Parcels on their way to one node, in this order, with their bytes."""
 
-    node: str
-    parcel: Parcel
-    num_bytes: float
-    peer_bytes: float
-
-
-@dataclass(slots=True)
-class _Pull:
-    parcel: Parcel
-    num_bytes: float
+    parcels: deque[tuple[Parcel, float]]
+    # of the first parcel
     left: float
-    sources: dict[str, None] = field(default_factory=dict[str, None])
-    rate: float = 0.0
-    peer_rate: float = 0.0
+    # of all parcels that have arrived
+    num_bytes: float = 0.0
     peer_bytes: float = 0.0
-
-
-@dataclass(slots=True)
-class _Send:
-    path: tuple[str, ...]
-    parcel: Parcel
-    num_bytes: float
-    left: float
+    delta_bytes: float = 0.0
     rate: float = 0.0
+    peer_share: float = 0.0
+
+    @property
+    def parcel(self) -> Parcel:
+        return self.parcels[0][0]
+
+    @property
+    def size(self) -> float:
+        return self.parcels[0][1]
 
 
-class Swarm:
+class FluidSwarm:
     """The current pulls, and which nodes hold which parcels. Times never decrease; call `advance`
-    at `next_at`. `sent`: bytes that each node has sent."""
+    at `next_at`. `sent`: bytes that the trainer has sent."""
 
-    def __init__(self, last_resort: str) -> None:
-        self.sent: dict[str, float] = {}
-        self._last_resort = last_resort
-        self._up: dict[str, float] = {}
-        self._down: dict[str, float] = {}
-        self._pulls: dict[str, _Pull] = {}  # by node
-        self._send: _Send | None = None
-        self._whole: set[tuple[str, Parcel]] = set()
-        self._new: dict[Parcel, float] = {}  # bytes that have reached a pulling node
-        self._new_rates: dict[Parcel, float] = {}
-        self._sending: dict[str, float] = {}  # bytes per second, by source
+    def __init__(self, sender: float, relay: float, receiver: float, relays: bool = True) -> None:
+        """Bytes per second: of the trainer's line; of a node's line, outbound and inbound.
+
+        Without `relays` all nodes pull from the trainer alone."""
+        self.sent = 0.0
+        self._sender, self._relay, self._receiver = sender, relay, receiver
+        self._relays = relays
+        self._pulls: dict[str, Pull] = {}  # by node
+        self._held: set[tuple[str, Parcel]] = set()  # by nodes other than the trainer
+        self._sent_rate = 0.0
+        self._catches_up_s = math.inf  # until a node has as much as those ahead of it
         self._now = 0.0
-        self._shared_at = 0.0
-        self._is_stale = False  # all rates
-
-    def add_node(self, node: str, up: float, down: float) -> None:
-        """`up`, `down`: bytes per second of its line."""
-        self._up[node], self._down[node] = up, down
-        self.sent.setdefault(node, 0.0)
 
     def hold(self, now: float, node: str, parcel: Parcel) -> None:
         """The node holds all of it and serves it."""
         self._move(now)
-        self._whole.add((node, parcel))
-        self._is_stale = True
+        self._held.add((node, parcel))
+        self._share()
 
-    def pull(
-        self, now: float, node: str, parcel: Parcel, num_bytes: float, sources: Sequence[str]
-    ) -> None:
-        """Start a pull, instead of one of another parcel, or add sources to it."""
+    def pull(self, now: float, node: str, parcels: Iterable[tuple[Parcel, float]]) -> Pull:
+        """Start a pull instead of an earlier one; what has arrived of the same parcel counts."""
         self._move(now)
-        pull = self._pulls.get(node)
-        if pull is None or pull.parcel != parcel:
-            pull = self._pulls[node] = _Pull(parcel, num_bytes, num_bytes)
-        pull.sources |= dict.fromkeys(sources)
-        self._is_stale = True
+        before, queue = self._pulls.get(node), deque(parcels)
+        parcel, size = queue[0]
+        left = before.left if before is not None and before.parcel == parcel else size
+        pull = self._pulls[node] = Pull(queue, left)
+        self._share()
+        return pull
 
     def left(self, now: float, node: str, parcel: Parcel) -> float | None:
-        """Return the missing bytes of a pull, None if the node does not pull this parcel."""
+        """Return the missing bytes of a parcel, None if the node does not pull it now."""
         self._move(now)
         pull = self._pulls.get(node)
         return pull.left if pull is not None and pull.parcel == parcel else None
 
     def end_pull(self, now: float, node: str) -> None:
         self._move(now)
-        pull = self._pulls.pop(node, None)
-        if pull is not None:
-            self._is_stale = True
-            others = [p for p in self._pulls.values() if p.parcel == pull.parcel]
-            self._new[pull.parcel] = max((p.num_bytes - p.left for p in others), default=0.0)
-
-    def send(self, now: float, path: tuple[str, ...], parcel: Parcel, num_bytes: float) -> None:
-        """Send along a path: each node relays to the next what it receives. None of them serves it.
-        There is one path at a time."""
-        self.end_send(now)
-        self._send = _Send(path, parcel, num_bytes, num_bytes)
-
-    def end_send(self, now: float) -> None:
-        self._move(now)
-        self._send, self._is_stale = None, True
+        if self._pulls.pop(node, None) is not None:
+            self._share()
 
     def lose(self, now: float, node: str) -> None:
-        """Remove what it holds; nodes that pull from it use their other sources."""
-        self.end_pull(now, node)
-        self._whole = {(n, p) for n, p in self._whole if n != node}
-        self._is_stale = True
+        """Remove what the node pulls and holds."""
+        self._move(now)
+        self._pulls.pop(node, None)
+        self._held = {(n, p) for n, p in self._held if n != node}
+        self._share()
 
     def forget(self, before: int) -> None:
         """Remove parcels of versions before this one."""
-        self._whole = {(n, p) for n, p in self._whole if p.version >= before}
-        pulled = {pull.parcel for pull in self._pulls.values()}
-        self._new = {p: b for p, b in self._new.items() if p.version >= before or p in pulled}
+        self._held = {(n, p) for n, p in self._held if p.version >= before}
+        self._share()
 
     def next_at(self) -> float:
-        self._share()
-        soonest, grain_s = math.inf, math.inf
-        if (send := self._send) is not None and send.rate > 0:
-            soonest, grain_s = send.left / send.rate, GRAIN * send.num_bytes / send.rate
-        for pull in self._pulls.values():
-            if pull.rate <= 0:
-                continue
-            soonest = min(soonest, pull.left / pull.rate)
-            grain_s = min(grain_s, GRAIN * pull.num_bytes / pull.rate)
-            new, new_rate = self._new[pull.parcel], self._new_rates[pull.parcel]
-            lag, closer = new - (pull.num_bytes - pull.left), pull.rate - new_rate
-            if lag > 0 and closer > 0:
-                soonest = min(soonest, lag / closer)
-            if new_rate > 0 and new < pull.num_bytes:
-                soonest = min(soonest, (pull.num_bytes - new) / new_rate)
-        return max(self._now + soonest, self._shared_at + grain_s)
+        """Return when a parcel is complete, or rates change."""
+        ends = (pull.left / pull.rate for pull in self._pulls.values() if pull.rate > 0)
+        return self._now + min(min(ends, default=math.inf), self._catches_up_s)
 
-    def advance(self, now: float) -> list[Arrived]:
+    def advance(self, now: float) -> list[tuple[str, Pull]]:
+        """Return the nodes whose pulls are complete."""
         self._move(now)
-        self._is_stale = True
-        arrived: list[Arrived] = []
-        if (send := self._send) is not None and send.left <= GRAIN / 2 * send.num_bytes:
-            self._send = None
-            arrived.append(Arrived(send.path[0], send.parcel, send.num_bytes, 0.0))
+        done: list[tuple[str, Pull]] = []
         for node, pull in list(self._pulls.items()):
-            if pull.left <= GRAIN / 2 * pull.num_bytes:
+            if pull.left > COMPLETE * pull.size:
+                continue
+            parcel, size = pull.parcels.popleft()
+            self._held.add((node, parcel))
+            pull.num_bytes += size
+            pull.delta_bytes += size if parcel.base >= 0 else 0.0
+            if pull.parcels:
+                pull.left = pull.size
+            else:
                 del self._pulls[node]
-                self._whole.add((node, pull.parcel))
-                arrived.append(Arrived(node, pull.parcel, pull.num_bytes, pull.peer_bytes))
-        return arrived
+                done.append((node, pull))
+        self._share()
+        return done
 
     def _move(self, now: float) -> None:
-        elapsed = now - self._now
-        if elapsed <= 0:
-            return
-        self._share()
-        self._now = now
+        elapsed, self._now = max(0.0, now - self._now), max(now, self._now)
+        self.sent += self._sent_rate * elapsed
         for pull in self._pulls.values():
             pull.left -= pull.rate * elapsed
-            pull.peer_bytes += pull.peer_rate * elapsed
-        if self._send is not None:
-            self._send.left -= self._send.rate * elapsed
-        for parcel, rate in self._new_rates.items():
-            self._new[parcel] += rate * elapsed
-        for source, rate in self._sending.items():
-            self.sent[source] += rate * elapsed
+            pull.peer_bytes += pull.peer_share * pull.rate * elapsed
+        self._catches_up_s -= elapsed
 
     def _share(self) -> None:
-        if not self._is_stale:
-            return
-        self._is_stale, self._shared_at = False, self._now
-        for pull in self._pulls.values():
-            self._new.setdefault(pull.parcel, 0.0)
-        flows = [(s, node) for node, p in self._pulls.items() for s in self._sources(p)]
-        down = dict(self._down)
-        can_be_new = self._from_whole(flows, [self._up[source] for source, _ in flows], once=True)
+        """Set all rates."""
+        groups: dict[tuple[Parcel, str], list[Pull]] = {}
         for node, pull in self._pulls.items():
-            pull.rate = pull.peer_rate = 0.0
-            new = min(self._new[pull.parcel], pull.num_bytes)
-            if pull.num_bytes - pull.left >= new - GRAIN / 2 * pull.num_bytes:
-                down[node] = min(down[node], can_be_new.get(pull.parcel, 0.0))
-        paths = [self._send.path] if self._send is not None else []
-        rates = fair_rates([*flows, *paths], self._up, down)
-        self._sending = {}
-        if self._send is not None:
-            self._send.rate = rates.pop()
-            self._sending = dict.fromkeys(self._send.path[:-1], self._send.rate)
-        for (source, node), rate in zip(flows, rates, strict=True):
-            self._pulls[node].rate += rate
-            self._pulls[node].peer_rate += rate if source != self._last_resort else 0.0
-            self._sending[source] = self._sending.get(source, 0.0) + rate
-        self._new_rates = self._from_whole(flows, rates, once=False)
-        for pull in self._pulls.values():
-            self._new_rates.setdefault(pull.parcel, 0.0)
+            groups.setdefault((pull.parcel, "" if self._relays else node), []).append(pull)
+        num_held = dict.fromkeys(groups, 0)
+        for _, parcel in self._held if self._relays else ():
+            if (parcel, "") in num_held:
+                num_held[parcel, ""] += 1
+        line = self._sender / max(1, sum(num == 0 for num in num_held.values()))
+        self._sent_rate, self._catches_up_s = 0.0, math.inf
+        for key, group in groups.items():
+            self._share_in(group, num_held[key] * self._relay, line)
 
-    def _sources(self, pull: _Pull) -> list[str]:
-        """Return the nodes that send to it: peers that have something, and the last resort while no
-        peer has everything."""
-        senders: list[str] = []
-        a_peer_has_all = False
-        for source in pull.sources:
-            other = self._pulls.get(source)
-            is_whole = (source, pull.parcel) in self._whole
-            if source == self._last_resort:
-                all_is_out = self._new[pull.parcel] >= (1 - GRAIN / 2) * pull.num_bytes
-                if not is_whole or a_peer_has_all or (all_is_out and senders):
-                    continue
-            elif not is_whole and (other is None or other.parcel != pull.parcel):
-                continue
-            else:
-                a_peer_has_all |= is_whole
-            senders.append(source)
-        return senders
-
-    def _from_whole(
-        self, flows: Sequence[tuple[str, str]], rates: Sequence[float], once: bool
-    ) -> dict[Parcel, float]:
-        """Return the rates from complete sources; `once`: of each source, not flow."""
-        total: dict[Parcel, float] = {}
-        seen: set[tuple[str, Parcel]] = set()
-        for (source, node), rate in zip(flows, rates, strict=True):
-            key = (source, self._pulls[node].parcel)
-            if key in self._whole and not (once and key in seen):
-                seen.add(key)
-                total[key[1]] = total.get(key[1], 0.0) + rate
-        return total
-
-
-def fair_rates(
-    flows: Sequence[Sequence[str]], up: Mapping[str, float], down: Mapping[str, float]
-) -> list[float]:
-    """Return the rate of each flow in bytes per second. A flow goes from its first node to its
-    last, through those between, at one rate. `up` and `down`: bandwidth of each node's line.
-
-    Rates are max-min fair, which TCP connections of equal round trips approximate, found by
-    progressive filling (Bertsekas and Gallager, Data Networks, 2nd edition 1992, section 6.5.2):
-    all flows grow together until a line is full, whose flows keep their rate then. In O(n log n):
-    the share of a line only grows while other lines fill up, so a stale entry of the heap is always
-    too early, never too late.
-    """
-    members: dict[tuple[bool, str], list[int]] = {}
-    crossed = [[*((True, n) for n in f[:-1]), *((False, n) for n in f[1:])] for f in flows]
-    for k, lines in enumerate(crossed):
-        for line in lines:
-            members.setdefault(line, []).append(k)
-    left = {line: (up if line[0] else down)[line[1]] for line in members}
-    growing = {line: len(flows) for line, flows in members.items()}
-    heap = [(left[line] / growing[line], line) for line in members]
-    heapify(heap)
-    rates = [math.nan] * len(flows)
-    while heap:
-        share, line = heappop(heap)
-        if not growing[line]:
-            continue
-        if (grown := max(0.0, left[line]) / growing[line]) > share:
-            heappush(heap, (grown, line))
-            continue
-        for k in members[line]:
-            if math.isnan(rates[k]):
-                rates[k] = grown
-                for full in crossed[k]:
-                    left[full] -= grown
-                    growing[full] -= 1
-    return rates
+    def _share_in(self, group: list[Pull], held: float, line: float) -> None:
+        """Set the rates of pulls of one parcel. Bytes per second: `held` of the nodes that hold all
+        of it, which send in place of the trainer; `line` of the trainer."""
+        new = held or line
+        exchanged = self._relay * len(group) if len(group) > 1 else 0.0
+        each = min(self._receiver, (new + exchanged) / len(group))
+        ahead = min(each, new)
+        least = min(pull.left for pull in group)
+        for pull in group:
+            lag = pull.left - least
+            is_behind = lag > COMPLETE * pull.size
+            pull.rate = each if is_behind else ahead
+            if is_behind and each > ahead:
+                self._catches_up_s = min(self._catches_up_s, lag / (each - ahead))
+        total = sum(pull.rate for pull in group)
+        sent = 0.0 if held else min(new, max(ahead, total - exchanged))
+        self._sent_rate += sent
+        for pull in group:
+            pull.peer_share = 1 - sent / total

@@ -9,7 +9,7 @@ version from which sources and deltas; a scenario's `Transfer` has the rates. Ho
 import math
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightrl.core.events import TokensArrived, WeightsPublished
 from lightrl.core.weights.weight_sources import MAX_CHAIN
@@ -20,7 +20,9 @@ from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import TRAINER, digest_of, publication, version_of
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.weights.broadcast import Broadcast
-from lightrl.sim.weights.swarm import Arrived, Parcel, Swarm
+from lightrl.sim.weights.swarm import FluidSwarm, Parcel, Pull
+
+NOTHING = Pull(deque(), 0.0)  # of a version that is not pulled
 
 
 @dataclass(slots=True)
@@ -32,13 +34,7 @@ class _Inbound:
     began_at: float
     # of the broadcast; "" = it is pulled
     group: str = ""
-    sources: tuple[str, ...] = ()
-    # with their bytes: still to be pulled, in this order
-    parcels: deque[tuple[Parcel, float]] = field(default_factory=deque[tuple[Parcel, float]])
-    # transferred
-    num_bytes: float = 0.0
-    peer_bytes: float = 0.0
-    delta_bytes: float = 0.0
+    pull: Pull = NOTHING
     pull_s: float = 0.0
 
 
@@ -47,11 +43,9 @@ class Transfers:
         self._world = world
         self._transfer = transfer = world.scenario.transfer
         self._is_colocated = world.scenario.is_colocated
-        self._swarm = Swarm(TRAINER)
-        self._swarm.add_node(TRAINER, transfer.sender_bytes_per_s, math.inf)
-        for name in world.machines:
-            down = transfer.receiver_bytes_per_s
-            self._swarm.add_node(name, transfer.relay_bytes_per_s or down, down)
+        sender, down = transfer.sender_bytes_per_s, transfer.receiver_bytes_per_s
+        relay = transfer.relay_bytes_per_s or down
+        self._swarm = FluidSwarm(sender, relay, down, transfer.relays)
         self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the current event
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
         self._broadcast = Broadcast(world, self._swarm, self._plan, self._received)
@@ -61,10 +55,8 @@ class Transfers:
 
     def publish(self, version: int) -> None:
         """The trainer holds a version, and the delta to the one before, and announces it."""
-        now, swarm, transfer = self._world.now, self._swarm, self._transfer
-        swarm.forget(version - MAX_CHAIN)
-        swarm.hold(now, TRAINER, Parcel(version))
-        swarm.hold(now, TRAINER, Parcel(version, version - 1))
+        transfer = self._transfer
+        self._swarm.forget(version - MAX_CHAIN)
         message = publication(version, transfer.num_bytes, transfer.delta_bytes)
         self._world.feed(WeightsPublished(TRAINER, message))
 
@@ -92,9 +84,8 @@ class Transfers:
         for machine, message in offered:
             inbound = self._inbound.get(machine.spec.name)
             current = (inbound.version, inbound.group) if inbound is not None else None
-            if inbound is not None and current == (message.policy_version, _group(message)):
-                self._add_sources(inbound, message)
-                continue
+            if current == (message.policy_version, _group(message)):
+                continue  # it has another source: nodes pull from all
             if not machine.engine.running:
                 machine.engine.hold(self._world.now, "weights")
             self._begin(machine, message)
@@ -118,19 +109,20 @@ class Transfers:
             return WeightsReady(version, digest, num_bytes, broadcast_s=now - inbound.began_at)
         self._serve(machine, version)
         self._plan()
+        pull = inbound.pull
         return WeightsReady(
             version,
             digest,
-            num_bytes=round(inbound.num_bytes),
+            num_bytes=round(pull.num_bytes),
             pull_s=inbound.pull_s,
             load_s=self._transfer.loading_s,
-            peer_bytes=round(inbound.peer_bytes),
-            delta_bytes=round(inbound.delta_bytes),
+            peer_bytes=round(pull.peer_bytes),
+            delta_bytes=round(pull.delta_bytes),
         )
 
     def end(self) -> None:
         self._swarm.advance(self._world.now)
-        self._world.outcome.weights.trainer_bytes += self._swarm.sent[TRAINER]
+        self._world.outcome.weights.trainer_bytes += self._swarm.sent
 
     # Pull
 
@@ -143,8 +135,7 @@ class Transfers:
             self._broadcast.join(machine, message.group)
             world.at(world.now, lambda: self._stop(inbound))
         elif self._transfer.num_bytes and not machine.is_with_trainer(self._is_colocated):
-            inbound.parcels = self._parcels(machine, message)
-            self._add_sources(inbound, message)
+            inbound.pull = self._swarm.pull(world.now, name, self._parcels(machine, message))
         else:
             world.at(world.now + self._transfer.verify_file_s, lambda: self._load(inbound))
 
@@ -166,19 +157,6 @@ class Transfers:
         chain.appendleft((Parcel(base), float(message.num_bytes)))
         return chain
 
-    def _add_sources(self, inbound: _Inbound, message: PublishWeights) -> None:
-        sources = tuple(s.node for s in message.sources)
-        if not self._transfer.relays:
-            sources = (TRAINER,)
-        inbound.sources = tuple(dict.fromkeys((*inbound.sources, *sources)))
-        if inbound.parcels:
-            self._pull(inbound)
-
-    def _pull(self, inbound: _Inbound) -> None:
-        parcel, num_bytes = inbound.parcels[0]
-        name = inbound.machine.spec.name
-        self._swarm.pull(self._world.now, name, parcel, num_bytes, inbound.sources)
-
     def _plan(self) -> None:
         """Schedule the next step of the swarm, once for all changes at this time."""
         if not self._is_planned and self._transfer.num_bytes:
@@ -197,25 +175,17 @@ class Transfers:
         if now < self._next_at:
             return  # superseded
         self._next_at = math.inf
-        for arrived in self._swarm.advance(now):
-            if arrived.node == TRAINER:
+        for node, pull in self._swarm.advance(now):
+            if node == TRAINER:
                 self._broadcast.sent()
             else:
-                self._pulled(self._inbound[arrived.node], arrived)
+                self._pulled(self._inbound[node], pull)
         self._plan()
 
-    def _pulled(self, inbound: _Inbound, arrived: Arrived) -> None:
-        inbound.parcels.popleft()
-        inbound.num_bytes += arrived.num_bytes
-        inbound.peer_bytes += arrived.peer_bytes
-        if arrived.parcel.base >= 0:
-            inbound.delta_bytes += arrived.num_bytes
-        if inbound.parcels:
-            self._pull(inbound)
-            return
+    def _pulled(self, inbound: _Inbound, pull: Pull) -> None:
         inbound.pull_s = self._world.now - inbound.began_at
         self._world.outcome.weights.add_pull(
-            inbound.pull_s, inbound.num_bytes, inbound.peer_bytes, inbound.delta_bytes
+            inbound.pull_s, pull.num_bytes, pull.peer_bytes, pull.delta_bytes
         )
         self._load(inbound)
 

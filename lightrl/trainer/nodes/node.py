@@ -18,7 +18,7 @@ from lightrl.config.schema import Config
 from lightrl.errors import LightRLError, ProtocolError
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
-from lightrl.messages.sharing import AssignDevices, SuspendTrainer
+from lightrl.messages.sharing import SetDevices
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.system.child import ChildDied
@@ -108,7 +108,7 @@ class Follower:
         self._leader = leader
 
     def handle(self, message: object) -> None:
-        if isinstance(message, SuspendTrainer):
+        if isinstance(message, SetDevices) and not message.active:
             self.devices.ask(message.number)
 
     def pause(self) -> None:
@@ -236,12 +236,7 @@ class TrainerNode:
 
     def handle(
         self,
-        message: TrainShard
-        | VersionTaken
-        | AssignDevices
-        | SuspendTrainer
-        | TrainerSet
-        | TrainerRelay,
+        message: TrainShard | VersionTaken | SetDevices | TrainerSet | TrainerRelay,
     ) -> None:
         match message:
             case TrainerSet(leader, followers) if leader == self._name:

@@ -12,7 +12,7 @@ from lightrl.core.state import Round
 from lightrl.messages.responses import Sampling
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.nodes import NodeSpec
-from lightrl.sim.inputs.scenario import Scenario, Switches, Training, Transfer
+from lightrl.sim.inputs.scenario import Scenario, SimTraining, SimTransfer, Switches
 from lightrl.sim.inputs.workload import LengthDistribution, LengthModel, Workload
 from lightrl.sim.world import World
 
@@ -66,8 +66,8 @@ def evaluations(
     scenario = Scenario(
         Workload("sets", OfSets(shapes), num_prompts=64, prompt_tokens=100),
         engines={1: replace(ENGINE, step_s=step_s)},
-        training=Training(token_s=1e-6, step_s=0.1),
-        transfer=Transfer(num_bytes=1e6, load_s=0.1),
+        training=SimTraining(token_s=1e-6, step_s=0.1),
+        transfer=SimTransfer(num_bytes=1e6, load_s=0.1),
     )
     settings = Settings(
         run_seed=seed,

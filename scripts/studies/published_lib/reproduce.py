@@ -20,7 +20,7 @@ from lightrl.sim.inputs.nodes import NodeSpec
 from lightrl.sim.inputs.scenario import PRESETS, Scenario
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.inputs.workload import LengthModel, RewardTimes
-from lightrl.sim.outcome import Outcome
+from lightrl.sim.outcome import SimOutcome
 from lightrl.sim.report import figures
 from lightrl.sim.world import World
 from scripts.studies.published_lib.instances import checks_extra, checks_of
@@ -95,7 +95,7 @@ def simulate(job: Setting) -> Simulated:
     return Simulated(f, kinds, f.cost / outcome.elapsed_s)
 
 
-def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outcome:
+def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> SimOutcome:
     system, workload = job.system, scenario.workload
     settings = Settings(
         run_seed=job.seed,

@@ -30,7 +30,7 @@ class Surplus(Mechanism):
         for d in deltas if self._kept else ():
             kept = self._kept.pop((d.response, d.attempt), None) if d.finished else None
             if kept is not None:
-                self._world.deferred.defer(kept[1])
+                self._world.reward_workers.defer(kept[1])
 
     def round_closed(self, round: Round) -> None:
         for (response, number), (machine, _) in self._kept.items():

@@ -86,10 +86,10 @@ def test_nodes_load_it_and_the_journal_says_how_far_it_is_from_the_one_before():
     # Nodes that hold the old one are no sources of the new one, before they have it.
     for name in "ab":
         assert "t" in [s.node for s in told[name].sources]
-    assert d.core.fleet.sources.complete.names == []
+    assert list(d.core.fleet.sources.complete) == []
     d.confirm("a", 2, "other-2")
     assert d.core.fleet.ready.keys() == {"a"}
-    assert d.core.fleet.sources.complete.names == ["a"]
+    assert list(d.core.fleet.sources.complete) == ["a"]
 
 
 def test_a_node_that_has_just_loaded_the_old_one_is_neither_ready_nor_blamed():

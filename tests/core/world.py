@@ -87,8 +87,6 @@ class World:
         self.driver.opens_endpoints = self.rng.random() < 0.5
         # node -> version and sources that it was told of
         self.offered: dict[str, tuple[int, set[str]]] = {}
-        # (node, version) -> bad sources, each with the numbers of the two when it was reported
-        self.reported: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         self.num_told_again = 0
         self.num_without_trainer = 0  # nodes told of sources while the trainer was away
         self.num_late_endpoints = 0
@@ -172,7 +170,7 @@ class World:
                 self.leave(node, drain.reason)
 
     def take_offer(self, node: str, offer: PublishWeights) -> None:
-        """Tickets are good, and nobody is sent to itself or to whom it has reported."""
+        """Tickets are good, and nobody is sent to itself."""
         names = [source.node for source in offer.sources]
         peers = [name for name in names if name != "t"]
         has_it = node in self.core.fleet.sources.complete  # its engine died, or it is told again
@@ -181,9 +179,6 @@ class World:
         assert names[: len(peers)] == peers, "the trainer comes last"
         assert len(peers) <= MAX_PEERS
         version = offer.policy_version
-        reported = self.reported.get((node, version), {})
-        bad = {n for n, numbers in reported.items() if numbers == self.numbers(node, n)} - {"t"}
-        assert not bad.intersection(names)
         assert node not in names
         for source in offer.sources:
             endpoint = self.core.fleet.sources.endpoints[source.node]
@@ -196,12 +191,6 @@ class World:
         self.num_told_again += known == version
         self.num_without_trainer += "t" not in names
         self.offered[node] = version, (told if known == version else set()) | set(names)
-
-    def numbers(self, *names: str) -> tuple[int, int]:
-        """Of two nodes; a node that joins again has another one. -1: it is not there."""
-        nodes = self.core.fleet.nodes
-        one, other = (nodes[name].number if name in nodes else -1 for name in names)
-        return one, other
 
     def can_load(self, name: str) -> bool:
         """Whether it was told of the version, and of a node that has it and is there."""
@@ -292,10 +281,6 @@ class World:
             source = self.rng.choice(sorted(told) or names)
             if self.rng.random() < 0.1:
                 source = self.rng.choice([*NAMES, "t"])
-            is_there = source in self.core.fleet.nodes
-            if is_there and source in self.core.fleet.sources.assigned.get(name, ()):
-                pair = self.numbers(name, source)
-                self.reported.setdefault((name, version), {})[source] = pair
             report = BadSource(version, source, "bucket 7: digest differs")
             self.feed(lambda: self.driver.feed(SourceReported(name, report)))
 
@@ -493,7 +478,6 @@ class World:
             i for i, f in enumerate(self.driver.segment) if isinstance(f, SnapshotEnded | ShardSent)
         )
         lost = self.rng.randint(0, len(self.driver.segment) - kept)
-        self.reported.clear()  # nobody says again what was said of sources
         self.sharing.orders.clear()
         self.past = [e for e in self.past if not isinstance(e, NodeReleased)]
         self.feed(lambda: self.driver.restart(lost))

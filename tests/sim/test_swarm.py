@@ -81,7 +81,7 @@ def play(
 def peers_of(name: str, names: list[str] = NAMES) -> list[str]:
     """By the core's own assignment."""
     index = names.index(name) if name in names else len(names)
-    return list(choose(index, (), names, "trainer", lambda other: other == name))
+    return list(choose(index, (), names, "trainer", {name}))
 
 
 def pull_all(p: Play, names: list[str] = NAMES, relays: bool = True) -> Play:

@@ -135,7 +135,7 @@ def _broadcast(core: "Coordinator") -> None:
     if group is None:
         return
     _require(fleet.sources.trainer in fleet.nodes, "a group without a trainer")
-    for name, incarnation in zip(group.members, group.incarnations, strict=True):
+    for name, (incarnation, _) in group.members.items():
         node = fleet.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             raise InvariantViolation(f"{name} is a member, but not there")

@@ -56,6 +56,7 @@ from lightrl.core.sharing.device_turns import DeviceTurns
 from lightrl.core.sharing.engine_sizes import EngineSizes
 from lightrl.core.sharing.sharing_policy import SharingPolicy
 from lightrl.core.state import Node, NodeState, RunState
+from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.core.training.versions import Versions
 from lightrl.messages.nodes import ENDING, Drain, Hello, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
@@ -75,10 +76,8 @@ class Coordinator:
         self.balance = Balance(settings, fleet, table, expect, now)
         self.arrivals = Arrivals(settings, fleet, table, group_filter, out)
         self.scaling = Scaling(settings, fleet, expect, out, now)
-        self.steps = RoundScheduler(
-            settings, fleet, table, group_filter, self.backlog, predictor, self.scaling, out, now
-        )
-        self.trainer_feed = self.steps.trainer_feed
+        self.trainer_feed = feed = TrainerFeed(fleet, table, out)
+        self.steps = RoundScheduler(fleet, table, group_filter, predictor, self.scaling, feed, out)
         self.shutdown = shutdown = Shutdown(settings, fleet, self.steps, out)
         self.versions = Versions(settings, fleet, self.steps, shutdown, out)
         self.policy = policy = SharingPolicy(settings, fleet, table, predictor)
@@ -118,6 +117,7 @@ class Coordinator:
         return self.outbox.drain()
 
     def _take(self, event: Event, now: float) -> None:
+        flush = self.shutdown.flush
         match event:
             case TokensArrived(name, chunk):
                 self._accept(name, chunk, now)
@@ -162,9 +162,9 @@ class Coordinator:
                 self.trainer_feed.has_finished |= step == self.settings.num_steps
             case ShardsDelivered(name, taken):
                 if name == self.fleet.trainer:
-                    self.shutdown.flush(lambda: self.steps.shards_taken(taken.step, taken.index))
+                    flush(self.trainer_feed.on_shards_taken, taken.step, taken.index)
             case ShardLeft(step, index):
-                self.shutdown.flush(lambda: self.steps.shard_left(step, index))
+                flush(self.trainer_feed.on_shard_left, step, index)
             case ShellFailed(reason):
                 self.shutdown.begin(RunState.FAILED, reason)
             case TimerFired():
@@ -361,7 +361,7 @@ class Coordinator:
             if self.table.rounds:
                 is_eval = self.table.is_evaluating
                 self._state = RunState.EVALUATING if is_eval else RunState.RUNNING
-            if (trouble := self.group_filter.unscored.trouble) is not None:
+            if (trouble := self.group_filter.trouble) is not None:
                 self.shutdown.begin(RunState.FAILED, trouble)
             elif self.steps.finished:
                 self.shutdown.begin(RunState.FINISHED, f"{self.step} steps done")

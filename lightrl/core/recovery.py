@@ -179,7 +179,7 @@ class _Recovery:
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
         core.table.was_recovered = True
-        core.group_filter.unscored.forgive()
+        core.group_filter.forgive()
         core.scaling.forget_open()
         core.scaling.announce()
         return [*closed, *core.outbox.drain()]

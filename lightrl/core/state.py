@@ -307,6 +307,10 @@ class Round:
     cut: int = UNBOUNDED
     # the clock of a race by the clock
     num_scores: int = 0
+    # rewards that were computed, and those that failed, with the reason of the first
+    num_rewards: int = 0
+    num_failed: int = 0
+    failure: str = ""
     # complete groups at which acceptance is checked again
     recheck_at: int = 0
     closed_at: float = 0.0

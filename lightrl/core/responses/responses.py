@@ -29,7 +29,7 @@ class ResponseTable:
         self.num_finished = 0  # in the run so far, as seen by this core
         self.counters = Counters()
         self.was_recovered = False  # nodes may have attempts that another coordinator has placed
-        self._settings = settings
+        self.settings = settings
         self._fleet = fleet
         self._outbox = outbox
         self._is_dirty = False  # work was added, or slots of nodes outside `_freed` became free
@@ -41,6 +41,11 @@ class ResponseTable:
     @property
     def round(self) -> Round | None:
         return self.rounds[0] if self.rounds else None
+
+    @property
+    def training(self) -> Round | None:
+        """The round that is being trained; rounds of later steps wait for it."""
+        return None if self.round is None or self.round.is_eval else self.round
 
     @property
     def is_evaluating(self) -> bool:

@@ -14,30 +14,20 @@ from typing import assert_never
 
 from lightrl.core.commands import Command, Outbox
 from lightrl.core.events import (
-    BroadcastReported,
     CheckpointWritten,
     DrainRequested,
-    EndpointOpened,
     Event,
-    HeartbeatArrived,
+    MessageArrived,
     NodeDraining,
     NodeJoined,
     NodeLeft,
     NodeLost,
-    NodeReleased,
+    NodeMessage,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
-    ShardsDelivered,
     ShellFailed,
-    SourceReported,
-    StepTrained,
     TimerFired,
-    TokensArrived,
-    TrainerParked,
-    WeightsConfirmed,
-    WeightsPublished,
-    WeightsRefused,
 )
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.nodes.scaling import Scaling
@@ -58,9 +48,18 @@ from lightrl.core.sharing.sharing_policy import SharingPolicy
 from lightrl.core.state import Node, NodeState, RunState
 from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.core.training.versions import Versions
-from lightrl.messages.nodes import ENDING, Drain, Hello, Welcome
+from lightrl.messages.broadcasts import BroadcastStatus
+from lightrl.messages.nodes import ENDING, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
-from lightrl.messages.weights import WeightsFailed, WeightsReady
+from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
+from lightrl.messages.training import ShardsTaken, StepDone
+from lightrl.messages.weights import (
+    BadSource,
+    PublishWeights,
+    WeightsEndpoint,
+    WeightsFailed,
+    WeightsReady,
+)
 
 
 class Coordinator:
@@ -117,15 +116,12 @@ class Coordinator:
         return self.outbox.drain()
 
     def _take(self, event: Event, now: float) -> None:
-        flush = self.shutdown.flush
         match event:
-            case TokensArrived(name, chunk):
-                self._accept(name, chunk, now)
+            case MessageArrived(name, message):
+                self._receive(name, message, now)
             case ResponseScored():
                 if not self.shutdown.has_begun:
                     self.group_filter.score(event)
-            case HeartbeatArrived(name, heartbeat):
-                self.fleet.on_heartbeat(name, heartbeat, now)
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -138,39 +134,48 @@ class Coordinator:
                 self._request_drain(name, reason)
             case PromptsDrawn(prompts):
                 self.steps.fill(prompts)
-            case WeightsPublished(name, message):
-                self.versions.publish(name, message, now)
-            case EndpointOpened(name, endpoint):
-                self.fleet.open_endpoint(name, endpoint)
-            case SourceReported(name, report):
-                self.fleet.report_bad_source(name, report)
-            case BroadcastReported(name, status):
-                self.fleet.on_broadcast(name, status)
-            case WeightsConfirmed(name, ready):
-                self._confirm(name, ready)
-            case WeightsRefused(name, failed):
-                self._refuse(name, failed)
-            case StepTrained(name, done):
-                if name == self.fleet.trainer:
-                    self.steps.on_step_done(done)
-                    self.colocation.on_step_done(done, now)
-            case NodeReleased(name, message):
-                self.turns.on_asleep(name, message)
-            case TrainerParked(name, message):
-                self.colocation.on_trainer_suspended(name, message)
             case CheckpointWritten(step):
                 self.trainer_feed.has_finished |= step == self.settings.num_steps
-            case ShardsDelivered(name, taken):
-                if name == self.fleet.trainer:
-                    flush(self.trainer_feed.on_shards_taken, taken.step, taken.index)
             case ShardLeft(step, index):
-                flush(self.trainer_feed.on_shard_left, step, index)
+                self.shutdown.flush(self.trainer_feed.on_shard_left, step, index)
             case ShellFailed(reason):
                 self.shutdown.begin(RunState.FAILED, reason)
             case TimerFired():
                 self._on_timer(now)
             case _:
                 assert_never(event)
+
+    def _receive(self, name: str, message: NodeMessage, now: float) -> None:
+        """Handle a message of a node; those of steps are accepted from the leading trainer node."""
+        is_trainer = name == self.fleet.trainer
+        match message:
+            case TokenChunk():
+                self._accept(name, message, now)
+            case Heartbeat():
+                self.fleet.on_heartbeat(name, message, now)
+            case PublishWeights():
+                self.versions.publish(name, message, now)
+            case WeightsEndpoint():
+                self.fleet.open_endpoint(name, message)
+            case WeightsReady():
+                self._confirm(name, message)
+            case WeightsFailed():
+                self._refuse(name, message)
+            case BadSource():
+                self.fleet.report_bad_source(name, message)
+            case BroadcastStatus():
+                self.fleet.on_broadcast(name, message)
+            case StepDone() if is_trainer:
+                self.steps.on_step_done(message)
+                self.colocation.on_step_done(message, now)
+            case ShardsTaken(step, index) if is_trainer:
+                self.shutdown.flush(self.trainer_feed.on_shards_taken, step, index)
+            case EngineAsleep():
+                self.turns.on_asleep(name, message)
+            case TrainerSuspended():
+                self.colocation.on_trainer_suspended(name, message)
+            case _:
+                pass
 
     def next_deadline(self) -> float | None:
         """Return when to feed TimerFired, or None."""

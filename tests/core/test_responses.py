@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightrl.core.commands import CloseRound, Report, ScoreResponse
-from lightrl.core.events import NodeLost, TokensArrived
+from lightrl.core.events import MessageArrived, NodeLost
 from lightrl.core.rounds.rounds import sample_seed
 from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.training import TrainShard
@@ -66,7 +66,7 @@ def test_peer_that_breaks_the_protocol_is_lost_and_its_tokens_are_not_taken(
 def test_logprob_that_is_not_finite_loses_the_peer(driver: Driver):
     driver.start("a", slots=1)
     item = ResponseTokens("p0@0#0", 1, 0, ids(7), array("f", [math.nan]).tobytes())
-    driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
+    driver.feed(MessageArrived("a", TokenChunk(0, "digest-0", (item,))))
     assert "a" not in driver.core.fleet.nodes
 
 

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 
 from lightrl.core.commands import Command
-from lightrl.core.events import (
-    DrainRequested,
-    HeartbeatArrived,
-    NodeLost,
-    NodeReleased,
-    ResponseScored,
-    StepTrained,
-    TrainerParked,
-)
+from lightrl.core.events import DrainRequested, MessageArrived, NodeLost, ResponseScored
 from lightrl.core.waits import Scoring, Wait, WaitClock, WaitKind, decide
 from lightrl.messages.nodes import Heartbeat
 from lightrl.messages.sharing import EngineAsleep, TrainerSuspended
@@ -41,7 +33,7 @@ def wait_of(d: Driver, scoring: Scoring = NONE) -> Wait:
 
 def beat(d: Driver, name: str, **said: Any) -> None:
     """By default its engine, or its ranks, have started."""
-    d.feed(HeartbeatArrived(name, Heartbeat(**{"device": "cpu", **said})))
+    d.feed(MessageArrived(name, Heartbeat(**{"device": "cpu", **said})))
 
 
 def test_from_nothing_to_the_first_token(driver):
@@ -87,7 +79,7 @@ def test_a_run_waits_for_each_part_of_a_step(driver):
     d.now = 20.0
     d.publish(1)  # how the step ended is not said yet: a node that has the version does not sample
     assert kind(d) is K.TRAINING
-    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {})))
     assert wait_of(d) == Wait(K.WEIGHTS, since=20.0, step=1, nodes=("a",))
     d.now = 21.0
     d.confirm("a", 1)
@@ -170,17 +162,17 @@ def test_devices_that_change_sides():
     d.join("t", "trainer", is_released=True)
     d.publish(0)
     d.join("a", shares="t")
-    d.feed(TrainerParked("t", TrainerSuspended(0, 0, 0.0)))
+    d.feed(MessageArrived("t", TrainerSuspended(0, 0, 0.0)))
     d.confirm("a", 0)
     d.now = 4.0
     d.finish_round()
     assert wait_of(d) == Wait(K.DEVICES, 4.0, step=0, nodes=("a",))
     d.now = 5.0
-    d.feed(NodeReleased("a", EngineAsleep(d.core.fleet.nodes["a"].order, 0, 0.1)))
+    d.feed(MessageArrived("a", EngineAsleep(d.core.fleet.nodes["a"].order, 0, 0.1)))
     assert kind(d) is K.TRAINING
     d.train(0)
     assert kind(d) is K.DEVICES  # the engine sleeps, and the ranks have not parked
-    d.feed(TrainerParked("t", TrainerSuspended(0, 0, 0.0)))
+    d.feed(MessageArrived("t", TrainerSuspended(0, 0, 0.0)))
     assert kind(d) is K.ENGINES  # it was told to wake, and nobody has heard of its engine
 
 

@@ -3,20 +3,9 @@
 from dataclasses import replace
 
 from lightrl.core.commands import Command, Record, Report
-from lightrl.core.events import (
-    EndpointOpened,
-    HeartbeatArrived,
-    NodeDraining,
-    NodeJoined,
-    NodeLeft,
-    NodeLost,
-    SourceReported,
-    StepTrained,
-    WeightsPublished,
-    WeightsRefused,
-)
+from lightrl.core.events import MessageArrived, NodeDraining, NodeJoined, NodeLeft, NodeLost
 from lightrl.core.log_entries import VersionPublished
-from lightrl.core.weights.weight_sources import MAX_PEERS
+from lightrl.core.weights.weight_sources import MAX_PEERS, MAX_UPDATES_PER_JOIN
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.training import StepDone
 from lightrl.messages.weights import (
@@ -69,7 +58,7 @@ def test_endpoint_that_comes_late_is_waited_for():
     assert offers(d.join("b")) == {}
     assert offers(d.open("t")) == {"a": ["t"], "b": ["a", "t"]}
     assert d.core.fleet.nodes["a"].state == "loading"
-    assert offers(d.open("b")) == {}  # a has sources
+    assert offers(d.open("b")) == {"a": ["b", "t"]}
 
 
 def test_version_that_is_published_before_the_endpoint_is_known_is_waited_for():
@@ -93,21 +82,23 @@ def test_endpoint_said_again_is_no_news_and_another_one_is():
 
 def test_endpoint_of_a_node_that_is_not_there_is_nobodys():
     d = late()
-    d.feed(EndpointOpened("stranger", endpoint_of("stranger")))
+    d.feed(MessageArrived("stranger", endpoint_of("stranger")))
     assert "stranger" not in d.core.fleet.sources.endpoints
     d.open("a")
     d.feed(NodeLost("a", "gone"))
     assert "a" not in d.core.fleet.sources.endpoints
 
 
-def test_fleet_that_joins_together_costs_one_message_a_node():
+def test_fleet_that_joins_together_costs_a_few_messages_a_node():
     d, names = Driver(lease_s=1e9), [f"n{i}" for i in range(64)]
     d.join("t", "trainer")
     d.publish(0)
-    for num_before, name in enumerate(names):
-        [(node, sources)] = offers(d.join(name)).items()
-        assert (node, len(sources)) == (name, min(num_before, MAX_PEERS) + 1)
-        assert sources[-1] == "t"
+    sent_to = [offers(d.join(name)) for name in names]
+    assert sum(map(len, sent_to)) <= (1 + MAX_UPDATES_PER_JOIN) * len(names)
+    last = {name: sources for each in sent_to for name, sources in each.items()}
+    assert set(last) == set(names)
+    assert all(sources[-1] == "t" for sources in last.values())
+    assert all(len(sources) > MAX_UPDATES_PER_JOIN for sources in last.values())
 
 
 def test_version_goes_to_all_in_one_message_each_and_everybody_serves_as_many():
@@ -205,7 +196,7 @@ def test_engine_that_died_loads_what_its_node_has_while_nobody_else_is_there():
     d = Driver()
     d.start("a")
     d.feed(NodeLost("t", "gone"))
-    commands = d.feed(WeightsRefused("a", WeightsFailed(0, "killed")))
+    commands = d.feed(MessageArrived("a", WeightsFailed(0, "killed")))
     assert offers(commands) == {"a": []}
     assert offers(d.join("b", serves=0)) == {"a": ["b"]}
 
@@ -216,7 +207,7 @@ def test_node_that_cannot_pull_while_the_trainer_is_away_is_not_sent_away():
     d.feed(NodeLost("t", "gone"))
     d.join("b")
     commands = [
-        c for _ in range(5) for c in d.feed(WeightsRefused("b", WeightsFailed(0, "no route")))
+        c for _ in range(5) for c in d.feed(MessageArrived("b", WeightsFailed(0, "no route")))
     ]
     assert sent(commands, Drain) == []
     assert len(sent(commands, PublishWeights)) == 2
@@ -232,7 +223,7 @@ def test_resumed_coordinator_knows_enough_for_nodes_to_pull_from_each_other():
     message = PublishWeights(0, "digest-0", 1000, 10, canary=canary, base=base)
     [entry] = [
         c.entry
-        for c in of_kind(d.feed(WeightsPublished("t", message)), Record)
+        for c in of_kind(d.feed(MessageArrived("t", message)), Record)
         if isinstance(c.entry, VersionPublished)
     ]
     assert (entry.num_bytes, entry.manifest_bytes, entry.canary) == (1000, 10, canary)
@@ -254,7 +245,7 @@ def test_the_base_of_adapters_is_pulled_with_tickets_that_hold_for_every_version
     d = Driver()
     d.join("t", "trainer")
     message = replace(publication(0), base=WeightsBase("base", 5000, 50))
-    d.feed(WeightsPublished("t", message))
+    d.feed(MessageArrived("t", message))
     [(_, offer)] = sent(d.join("a"), PublishWeights)
     assert offer.base is not None
     secret = d.core.fleet.sources.endpoints["t"].secret
@@ -310,7 +301,7 @@ def test_source_that_drains_serves_until_it_is_gone():
 
 
 def bad(d: Driver, reporter: str, source: str, version: int = 0) -> list[Command]:
-    return d.feed(SourceReported(reporter, BadSource(version, source, "bucket 7: digest differs")))
+    return d.feed(MessageArrived(reporter, BadSource(version, source, "bucket 7: digest differs")))
 
 
 def test_wrong_bytes_are_counted_and_cost_a_warning(driver: Driver):
@@ -344,14 +335,14 @@ def publish(d: Driver, version: int, *deltas: DeltaOffer) -> dict[str, tuple[Del
     """node -> the differences that it was told of."""
     p = publication(version)
     message = PublishWeights(version, p.digest, p.num_bytes, p.manifest_bytes, deltas=deltas)
-    commands = d.feed(WeightsPublished("t", message))
+    commands = d.feed(MessageArrived("t", message))
     return {n: m.deltas for n, m in sent(commands, PublishWeights)}
 
 
 def step(d: Driver, version: int, *deltas: DeltaOffer) -> dict[str, tuple[DeltaOffer, ...]]:
     d.finish_round()
     got = publish(d, version, *deltas)
-    d.feed(StepTrained("t", StepDone(version - 1, version, {})))
+    d.feed(MessageArrived("t", StepDone(version - 1, version, {})))
     for name in list(d.core.fleet.updating):
         if name != "slow":
             d.confirm(name, version)
@@ -396,7 +387,7 @@ def test_progress_of_a_pull_is_known_until_the_node_is_ready(driver: Driver):
     driver.start("a")
     driver.join("b")
     progress = WeightsProgress(0, 500, 1000, 2)
-    driver.feed(HeartbeatArrived("b", Heartbeat(weights=progress)))
+    driver.feed(MessageArrived("b", Heartbeat(weights=progress)))
     assert driver.core.fleet.nodes["b"].weights == progress
     driver.confirm("b", 0)
     assert driver.core.fleet.nodes["b"].weights is None
@@ -408,7 +399,7 @@ def test_endpoints_that_change_all_the_time_cost_others_nothing():
     for i in range(30):
         d.join(f"late-{i}")
     for k in range(20):
-        changed = EndpointOpened("late-3", WeightsEndpoint(("h:1",), f"{k}" * 16))
+        changed = MessageArrived("late-3", WeightsEndpoint(("h:1",), f"{k}" * 16))
         assert not sent(d.feed(changed), PublishWeights)
 
 

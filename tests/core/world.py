@@ -9,30 +9,24 @@ from typing import Any
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
-    BroadcastReported,
     DrainRequested,
-    EndpointOpened,
     Event,
+    MessageArrived,
     NodeDraining,
     NodeLeft,
     NodeLost,
-    NodeReleased,
     ResponseScored,
-    ShardsDelivered,
-    SourceReported,
-    StepTrained,
     TimerFired,
-    TokensArrived,
-    WeightsPublished,
-    WeightsRefused,
 )
 from lightrl.core.log_entries import ShardSent, SnapshotEnded
 from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import Node, Response, Round
 from lightrl.core.training import trainer_feed
 from lightrl.core.weights.weight_sources import MAX_PEERS
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.messages.sharing import EngineAsleep
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
 from lightrl.messages.weights import BadSource, PublishWeights, WeightsEndpoint, WeightsFailed
 from lightrl.tickets import pull_ticket
@@ -270,7 +264,7 @@ class World:
             name = self.rng.choice(sorted(self.core.fleet.nodes))
             self.num_late_endpoints += name not in self.core.fleet.sources.endpoints
             secret = f"secret {self.rng.randint(0, 2)} of {name}"
-            opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret))
+            opened = MessageArrived(name, WeightsEndpoint((f"{name}:1",), secret))
             self.feed(lambda: self.driver.feed(opened))
 
     def report_source(self) -> None:
@@ -282,7 +276,7 @@ class World:
             if self.rng.random() < 0.1:
                 source = self.rng.choice([*NAMES, "t"])
             report = BadSource(version, source, "bucket 7: digest differs")
-            self.feed(lambda: self.driver.feed(SourceReported(name, report)))
+            self.feed(lambda: self.driver.feed(MessageArrived(name, report)))
 
     def lose(self) -> None:
         name = self.rng.choice(NAMES)
@@ -310,7 +304,7 @@ class World:
         version = published.policy_version
         if self.rng.random() < 0.05:
             failed = WeightsFailed(version, "no space left")
-            self.feed(lambda: self.driver.feed(WeightsRefused(name, failed)))
+            self.feed(lambda: self.driver.feed(MessageArrived(name, failed)))
             return
         digest = "wrong" if self.rng.random() < 0.05 else None
         self.load_newest(name, max(0, version - (self.rng.random() < 0.05)), digest)
@@ -321,7 +315,7 @@ class World:
             name, published = self.rng.choice(ready), self.core.fleet.published
             assert published is not None
             died = WeightsFailed(published.policy_version, "engine killed by SIGKILL")
-            self.feed(lambda: self.driver.feed(WeightsRefused(name, died)))
+            self.feed(lambda: self.driver.feed(MessageArrived(name, died)))
 
     def load_newest(self, name: str, version: int | None = None, digest: str | None = None) -> None:
         node, published = self.core.fleet.nodes[name], self.core.fleet.published
@@ -357,7 +351,7 @@ class World:
         version = self.driver.version_at(name) if version is None else version
         known = self.core.fleet.digests.get(version, (f"digest-{version}",))
         chunk = TokenChunk(version, known[len(items) % len(known)], tuple(items))
-        self.remember(TokensArrived(name, chunk))
+        self.remember(MessageArrived(name, chunk))
 
     def remember(self, event: Event) -> None:
         self.past.append(event)
@@ -398,9 +392,9 @@ class World:
             self.untaken.clear()
             self.trained_step = step + 1
             self.sharing.park()
-            self.remember(WeightsPublished("t", self.driver.publication(step + 1)))
+            self.remember(MessageArrived("t", self.driver.publication(step + 1)))
             metrics = {"timing_s/forward_backward": self.train_s, "timing_s/optimizer": 0.0}
-            self.remember(StepTrained("t", StepDone(step, step + 1, metrics)))
+            self.remember(MessageArrived("t", StepDone(step, step + 1, metrics)))
             if self.rng.random() < 0.4 and not self.forgets:
                 self.checkpoint = step + 1
 
@@ -410,7 +404,7 @@ class World:
         if num_taken and self.has_trainer:
             taken = [self.untaken.popleft() for _ in range(num_taken)][-1]
             known = len(self.shards[taken.step])
-            self.remember(ShardsDelivered("t", ShardsTaken(taken.step, taken.index)))
+            self.remember(MessageArrived("t", ShardsTaken(taken.step, taken.index)))
             self.num_held_back += len(self.shards[taken.step]) > known
 
     def lose_trainer(self) -> None:
@@ -454,8 +448,8 @@ class World:
         self.to_train.clear()
         self.untaken.clear()
         self.broadcasts.forget("t")
-        said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastReported
-        self.past = [e for e in self.past if not isinstance(e, said)]
+        said = PublishWeights | StepDone | ShardsTaken | BroadcastStatus
+        self.past = [e for e in self.past if not _is_message(e, said)]
         self.sharing.orders.pop("t", None)
         self.sharing.given = set()
         parked = {"is_released": not self.sharing.train} if self.sharing.is_on else {}
@@ -465,7 +459,7 @@ class World:
         self.feed(lambda: self.driver.publish(self.trained_step))
         if self.trained_step and self.rng.random() < 0.7:
             done = StepDone(self.trained_step - 1, self.trained_step, {})
-            self.feed(lambda: self.driver.feed(StepTrained("t", done)))
+            self.feed(lambda: self.driver.feed(MessageArrived("t", done)))
 
     def restart_coordinator(self) -> None:
         """Killed at any moment: the newest facts may be lost, but not what was sent to the
@@ -479,7 +473,7 @@ class World:
         )
         lost = self.rng.randint(0, len(self.driver.segment) - kept)
         self.sharing.orders.clear()
-        self.past = [e for e in self.past if not isinstance(e, NodeReleased)]
+        self.past = [e for e in self.past if not _is_message(e, EngineAsleep)]
         self.feed(lambda: self.driver.restart(lost))
         self.sharing.adopt()
         if self.has_trainer:
@@ -687,3 +681,7 @@ class World:
 
 def num_tokens(shard: TrainShard) -> int:
     return sum(len(r.token_ids) // 4 for group in shard.groups for r in group.responses)
+
+
+def _is_message(event: Event, kinds: Any) -> bool:
+    return isinstance(event, MessageArrived) and isinstance(event.message, kinds)

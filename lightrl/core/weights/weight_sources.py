@@ -2,8 +2,8 @@
 
 Owns the endpoints of all nodes, the nodes that hold or pull the version, the message that lists a
 node's sources, and the rule that chooses them. A node is sent sources when it has to pull, and
-again only when none of them is left. `fleet.py` sends these messages and changes the states of
-nodes; weights/pull and weights/delta transfer the bytes.
+again when none of them is left, or when one of the next nodes begins to pull. `fleet.py` sends
+these messages and changes the states of nodes; weights/pull and weights/delta transfer the bytes.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -22,6 +22,9 @@ from lightrl.messages.weights import (
 from lightrl.tickets import pull_tickets
 
 MAX_PEERS = 16  # rollout nodes among the sources of one node, besides the trainer
+# Pulling nodes that are notified of a node that begins to pull. With the message to that node, a
+# fleet that joins at the same moment costs five messages a node.
+MAX_UPDATES_PER_JOIN = 4
 MAX_CHAIN = 4  # most steps that a node may be behind to receive deltas
 MAX_SHARE = 0.5  # largest size of a chain of deltas, as a share of the version
 
@@ -97,8 +100,9 @@ class WeightSources:
         return [name for name, sources in self.assigned.items() if not sources]
 
     def open_endpoint(self, node: Node, endpoint: WeightsEndpoint) -> list[str]:
-        """Store the endpoint of a node. Returns the nodes to notify: all that pull, if the node is
-        the trainer. Tickets for the endpoint before are invalid."""
+        """Store the endpoint of a node. Returns the nodes to notify: those without a source and the
+        last few that began to pull; all that pull, if the node is the trainer. Tickets for the
+        endpoint before are invalid."""
         before = self.endpoints.get(node.name)
         if before == endpoint:
             return []
@@ -108,7 +112,10 @@ class WeightSources:
             return [name for name in self.assigned if name != node.name]
         if before is not None:
             self._withdraw(node.name)
-        return self.waiting
+            return self.waiting
+        is_source = node.name in self.complete or node.name in self.partial
+        others = [name for name in self.partial if name != node.name] if is_source else []
+        return list(dict.fromkeys([*self.waiting, *others[-MAX_UPDATES_PER_JOIN:]]))
 
     def update(self, node: Node) -> None:
         """Update the lists of sources after a change of a node's state, version or endpoint."""

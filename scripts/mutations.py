@@ -294,7 +294,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("TrainerFeed.send", "assign 4", never, "shards are sent before they are on the disk"),
         (
             "TrainerFeed.feed",
-            "assign 3",
+            "assign 4",
             never,
             "a step that was published is trained by new groups",
         ),

@@ -178,7 +178,6 @@ class _Recovery:
         core.outbox.report(
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
-        core.table.was_recovered = True
         core.group_filter.forgive()
         core.scaling.forget_open()
         core.scaling.announce()

@@ -163,8 +163,6 @@ class Response:
     queued_as: int = 0
     # placements so far; messages about an older one are ignored
     attempt: int = 0
-    # by this core: `attempt` is exact from then on
-    is_placed: bool = False
     # the attempt of its newest tokens
     token_attempt: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))

@@ -307,9 +307,3 @@ def test_attempts_given_out_before_a_restart_are_taken_up_if_there_can_have_been
     )
     attempts = {r.id: r.attempt for r in driver.core.fleet.nodes["a"].running.values()}
     assert attempts == {"p0@0#0": most, "p0@0#1": 1, "p1@0#0": 1, "p1@0#1": 1}
-    driver.feed(NodeLost("a", "gone"))  # from here on it is known what was given out
-    driver.join("a", slots=4, serves=0, running={"p0@0#0": most + 1, "p0@0#1": 2})
-    assert driver.held("p0@0#0").attempt == most + 1
-    assert driver.held("p0@0#1").attempt == 2
-    aborted = driver.join("b", slots=4, serves=0, running={"p0@0#0": most + 2})
-    assert sent(aborted, Abort) == [("b", Abort((("p0@0#0", most + 2),)))]

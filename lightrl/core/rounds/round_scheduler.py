@@ -154,8 +154,8 @@ class RoundScheduler:
         if round.is_eval:
             self._draw(round, round.needed)
             return
-        waiting = rounds.first_prompts(round, self._backlog)
-        self._start(round, waiting)
+        if round.kind in {"long", "flush"}:
+            self._start(round, self._backlog.pop_oldest(round.needed))
         self._draw_more(round)
 
     def _draw_more(self, round: Round) -> None:
@@ -241,7 +241,7 @@ class RoundScheduler:
         round.move(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
-        closed_at = self.train_began(round)
+        closed_at = max(round.closed_at, self._step_began)
         self._train_s.append(round.published_at - closed_at)
         self._outbox.add(
             CloseStep(
@@ -256,13 +256,9 @@ class RoundScheduler:
         self._step_began = now
         self._table.retire()
 
-    def train_began(self, round: Round) -> float:
-        """Return when only training was left of the step of a closed round."""
-        return max(round.closed_at, self._step_began)
-
     @property
     def usual_train_s(self) -> float | None:
-        """The median seconds from `train_began` to publication of the newest steps, or None."""
+        """The median seconds in which only training was left, of the newest steps; or None."""
         return median(self._train_s) if self._train_s else None
 
     def training(self) -> Round | None:

@@ -231,7 +231,6 @@ class Coordinator:
         """
         if self.shutdown.has_begun:
             return
-        self.balance.relieve()
         if nodes := self.table.nodes_with_room():
             room = sum(n.room for n in nodes)
             waiting = self.group_filter.pop_waiting(min(room, self._num_unreserved(nodes)))

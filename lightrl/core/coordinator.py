@@ -284,7 +284,7 @@ class Coordinator:
         if is_ready:
             self.table.mark_free(node)
         if taken_back:
-            self.outbox.report(f"{node.name} goes on with {taken_back} responses")
+            self.outbox.report(f"{node.name} keeps {taken_back} running responses")
 
     def _lose(self, name: str, reason: str, now: float) -> None:
         """Remove a lost node, which may return, also if it trains."""

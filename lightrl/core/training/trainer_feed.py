@@ -104,7 +104,7 @@ class TrainerFeed:
             round.is_handed_over = False
             self.send()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Send the shards that waited for the devices, which are free now."""
         if self._owes_replay:
             self._replay()

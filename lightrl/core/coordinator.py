@@ -14,30 +14,20 @@ from typing import assert_never
 
 from lightrl.core.commands import Command, Outbox
 from lightrl.core.events import (
-    BroadcastReported,
     CheckpointWritten,
     DrainRequested,
-    EndpointOpened,
     Event,
-    HeartbeatArrived,
+    MessageArrived,
     NodeDraining,
     NodeJoined,
     NodeLeft,
     NodeLost,
-    NodeReleased,
+    NodeMessage,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
-    ShardsDelivered,
     ShellFailed,
-    SourceReported,
-    StepTrained,
     TimerFired,
-    TokensArrived,
-    TrainerParked,
-    WeightsConfirmed,
-    WeightsPublished,
-    WeightsRefused,
 )
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.nodes.scaling import Scaling
@@ -56,10 +46,19 @@ from lightrl.core.sharing.device_turns import DeviceTurns
 from lightrl.core.sharing.engine_sizes import EngineSizes
 from lightrl.core.sharing.sharing_policy import SharingPolicy
 from lightrl.core.state import Node, NodeState, RunState
+from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.core.training.versions import Versions
-from lightrl.messages.nodes import ENDING, Drain, Hello, Welcome
+from lightrl.messages.broadcasts import BroadcastStatus
+from lightrl.messages.nodes import ENDING, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
-from lightrl.messages.weights import WeightsFailed, WeightsReady
+from lightrl.messages.sharing import DevicesReleased
+from lightrl.messages.training import ShardsTaken, StepDone
+from lightrl.messages.weights import (
+    PublishWeights,
+    WeightsEndpoint,
+    WeightsFailed,
+    WeightsReady,
+)
 
 
 class Coordinator:
@@ -75,10 +74,8 @@ class Coordinator:
         self.balance = Balance(settings, fleet, table, expect, now)
         self.arrivals = Arrivals(settings, fleet, table, group_filter, out)
         self.scaling = Scaling(settings, fleet, expect, out, now)
-        self.steps = RoundScheduler(
-            settings, fleet, table, group_filter, self.backlog, predictor, self.scaling, out, now
-        )
-        self.trainer_feed = self.steps.trainer_feed
+        self.trainer_feed = feed = TrainerFeed(fleet, table, out)
+        self.steps = RoundScheduler(fleet, table, group_filter, predictor, self.scaling, feed, out)
         self.shutdown = shutdown = Shutdown(settings, fleet, self.steps, out)
         self.versions = Versions(settings, fleet, self.steps, shutdown, out)
         self.policy = policy = SharingPolicy(settings, fleet, table, predictor)
@@ -119,13 +116,11 @@ class Coordinator:
 
     def _take(self, event: Event, now: float) -> None:
         match event:
-            case TokensArrived(name, chunk):
-                self._accept(name, chunk, now)
+            case MessageArrived(name, message):
+                self._receive(name, message, now)
             case ResponseScored():
                 if not self.shutdown.has_begun:
                     self.group_filter.score(event)
-            case HeartbeatArrived(name, heartbeat):
-                self.fleet.on_heartbeat(name, heartbeat, now)
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -138,39 +133,48 @@ class Coordinator:
                 self._request_drain(name, reason)
             case PromptsDrawn(prompts):
                 self.steps.fill(prompts)
-            case WeightsPublished(name, message):
-                self.versions.publish(name, message, now)
-            case EndpointOpened(name, endpoint):
-                self.fleet.open_endpoint(name, endpoint)
-            case SourceReported(name, report):
-                self.fleet.report_bad_source(name, report)
-            case BroadcastReported(name, status):
-                self.fleet.on_broadcast(name, status)
-            case WeightsConfirmed(name, ready):
-                self._confirm(name, ready)
-            case WeightsRefused(name, failed):
-                self._refuse(name, failed)
-            case StepTrained(name, done):
-                if name == self.fleet.trainer:
-                    self.steps.on_step_done(done)
-                    self.colocation.on_step_done(done, now)
-            case NodeReleased(name, message):
-                self.turns.on_asleep(name, message)
-            case TrainerParked(name, message):
-                self.colocation.on_trainer_suspended(name, message)
             case CheckpointWritten(step):
                 self.trainer_feed.has_finished |= step == self.settings.num_steps
-            case ShardsDelivered(name, taken):
-                if name == self.fleet.trainer:
-                    self.shutdown.flush(lambda: self.steps.shards_taken(taken.step, taken.index))
             case ShardLeft(step, index):
-                self.shutdown.flush(lambda: self.steps.shard_left(step, index))
+                self.shutdown.flush(self.trainer_feed.on_shard_left, step, index)
             case ShellFailed(reason):
                 self.shutdown.begin(RunState.FAILED, reason)
             case TimerFired():
                 self._on_timer(now)
             case _:
                 assert_never(event)
+
+    def _receive(self, name: str, message: NodeMessage, now: float) -> None:
+        """Handle a message of a node; those of steps are accepted from the leading trainer node."""
+        is_trainer = name == self.fleet.trainer
+        match message:
+            case TokenChunk():
+                self._accept(name, message, now)
+            case Heartbeat():
+                self.fleet.on_heartbeat(name, message, now)
+            case PublishWeights():
+                self.versions.publish(name, message, now)
+            case WeightsEndpoint():
+                self.fleet.open_endpoint(name, message)
+            case WeightsReady():
+                self._confirm(name, message)
+            case WeightsFailed(source=""):
+                self._refuse(name, message)
+            case WeightsFailed():
+                self.fleet.report_bad_source(name, message)
+            case BroadcastStatus():
+                self.fleet.on_broadcast(name, message)
+            case StepDone() if is_trainer:
+                self.steps.on_step_done(message)
+                self.colocation.on_step_done(message, now)
+            case ShardsTaken(step, index) if is_trainer:
+                self.shutdown.flush(self.trainer_feed.on_shards_taken, step, index)
+            case DevicesReleased("rollout"):
+                self.turns.on_asleep(name, message)
+            case DevicesReleased():
+                self.colocation.on_trainer_suspended(name, message)
+            case _:
+                pass
 
     def next_deadline(self) -> float | None:
         """Return when to feed TimerFired, or None."""
@@ -226,7 +230,6 @@ class Coordinator:
         """
         if self.shutdown.has_begun:
             return
-        self.balance.relieve()
         if nodes := self.table.nodes_with_room():
             room = sum(n.room for n in nodes)
             waiting = self.group_filter.pop_waiting(min(room, self._num_unreserved(nodes)))
@@ -280,7 +283,7 @@ class Coordinator:
         if is_ready:
             self.table.mark_free(node)
         if taken_back:
-            self.outbox.report(f"{node.name} goes on with {taken_back} responses")
+            self.outbox.report(f"{node.name} keeps {taken_back} running responses")
 
     def _lose(self, name: str, reason: str, now: float) -> None:
         """Remove a lost node, which may return, also if it trains."""
@@ -361,7 +364,7 @@ class Coordinator:
             if self.table.rounds:
                 is_eval = self.table.is_evaluating
                 self._state = RunState.EVALUATING if is_eval else RunState.RUNNING
-            if (trouble := self.group_filter.unscored.trouble) is not None:
+            if (trouble := self.group_filter.trouble) is not None:
                 self.shutdown.begin(RunState.FAILED, trouble)
             elif self.steps.finished:
                 self.shutdown.begin(RunState.FINISHED, f"{self.step} steps done")

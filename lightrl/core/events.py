@@ -17,12 +17,27 @@ class NodeJoined:
     hello: Hello
 
 
+# Messages of nodes that the core handles itself
+NodeMessage: TypeAlias = (
+    TokenChunk
+    | Heartbeat
+    | PublishWeights
+    | WeightsEndpoint
+    | WeightsReady
+    | WeightsFailed
+    | BroadcastStatus
+    | StepDone
+    | ShardsTaken
+    | DevicesReleased
+)
+
+
 @dataclass(frozen=True, slots=True)
-class HeartbeatArrived:
-    """A node has sent a heartbeat."""
+class MessageArrived:
+    """A node has sent a message."""
 
     node: str
-    heartbeat: Heartbeat
+    message: NodeMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +81,6 @@ class PromptsDrawn:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensArrived:
-    node: str
-    chunk: TokenChunk
-
-
-@dataclass(frozen=True, slots=True)
 class ResponseScored:
     """The score of a finished attempt. `reward` None: no score; `failure` is the reason."""
 
@@ -81,58 +90,6 @@ class ResponseScored:
     failure: str = ""
     # seconds of its slowest test, if the reward "code" accepts it
     slowest_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsPublished:
-    """The trainer has published a complete version."""
-
-    node: str
-    message: PublishWeights
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointOpened:
-    """A node serves its weights at this endpoint."""
-
-    node: str
-    endpoint: WeightsEndpoint
-
-
-@dataclass(frozen=True, slots=True)
-class SourceReported:
-    """A node reports that it received wrong bytes from a source."""
-
-    node: str
-    report: WeightsFailed
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastReported:
-    """The trainer or a member reports on a broadcast."""
-
-    node: str
-    status: BroadcastStatus
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsConfirmed:
-    """The engine of a node serves a version, whose bytes match the digest."""
-
-    node: str
-    ready: WeightsReady
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsRefused:
-    node: str
-    failed: WeightsFailed
-
-
-@dataclass(frozen=True, slots=True)
-class StepTrained:
-    node: str
-    done: StepDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +108,6 @@ class ShardLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardsDelivered:
-    """The trainer has accepted a shard, and those before it, for training."""
-
-    node: str
-    taken: ShardsTaken
-
-
-@dataclass(frozen=True, slots=True)
 class ShellFailed:
     """The coordinator's shell cannot execute a command; `reason` is one line."""
 
@@ -170,44 +119,17 @@ class TimerFired:
     """The time returned by `next_deadline` has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReleased:
-    """A rollout node has released the devices that it shares."""
-
-    node: str
-    message: DevicesReleased
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerParked:
-    """The ranks of a trainer node have released its devices, possibly before it publishes."""
-
-    node: str
-    message: DevicesReleased
-
-
 Event: TypeAlias = (
     NodeJoined
-    | HeartbeatArrived
+    | MessageArrived
     | NodeLost
     | NodeDraining
     | NodeLeft
     | DrainRequested
     | PromptsDrawn
-    | TokensArrived
     | ResponseScored
-    | WeightsPublished
-    | EndpointOpened
-    | SourceReported
-    | BroadcastReported
-    | WeightsConfirmed
-    | WeightsRefused
-    | StepTrained
     | CheckpointWritten
     | ShardLeft
-    | ShardsDelivered
-    | NodeReleased
-    | TrainerParked
     | ShellFailed
     | TimerFired
 )

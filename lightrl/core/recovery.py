@@ -36,10 +36,10 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
 )
-from lightrl.core.weights.weight_sources import PublishedVersion
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.messages.training import StepDone
+from lightrl.messages.weights import PublishWeights
 
 MAX_ENTRY_TOKENS = 1 << 20  # in one entry: some 8 MiB
 
@@ -137,16 +137,11 @@ class _Recovery:
                 early, self._early = self._early, []
                 for version, item in early:
                     self._take(version, (item,))
-            case VersionPublished(version, digest, _, num_bytes, manifest_bytes, canary, base):
-                core.fleet.set_current_version(
-                    PublishedVersion(version, digest, num_bytes, manifest_bytes, canary, base)
-                )
+            case VersionPublished():
+                core.fleet.set_current_version(_message_of(entry))
                 core.steps.published(self._now)
             case VersionRetrained():
-                what = entry.num_bytes, entry.manifest_bytes, entry.canary, entry.base
-                core.fleet.add_retrained_version(
-                    PublishedVersion(entry.version, entry.digest, *what)
-                )
+                core.fleet.add_retrained_version(_message_of(entry))
             case StepDone():
                 core.steps.on_step_done(entry)
             case ShardSent() | ShellNote():
@@ -183,8 +178,7 @@ class _Recovery:
         core.outbox.report(
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
-        core.table.was_recovered = True
-        core.group_filter.unscored.forgive()
+        core.group_filter.forgive()
         core.scaling.forget_open()
         core.scaling.announce()
         return [*closed, *core.outbox.drain()]
@@ -204,9 +198,10 @@ class _Recovery:
         core.fleet.digests.update(began.digests)
         core.fleet.canaries.update(began.canaries)
         if (version := began.version) is not None:
-            what = began.num_bytes, began.manifest_bytes, began.canaries.get(version), began.base
+            digest, canary = began.digests[version][-1], began.canaries.get(version)
+            sizes = began.num_bytes, began.manifest_bytes
             core.fleet.set_current_version(
-                PublishedVersion(version, began.digests[version][-1], *what)
+                PublishWeights(version, digest, *sizes, canary=canary, base=began.base)
             )
 
     def _set_up(self, entry: RoundSnapshot) -> None:
@@ -257,6 +252,11 @@ class _Recovery:
         if response is not None:
             response.attempt = max(response.attempt, entry.attempt)
             core.group_filter.score(replace(entry, attempt=response.attempt))
+
+
+def _message_of(entry: VersionPublished | VersionRetrained) -> PublishWeights:
+    sizes = entry.num_bytes, entry.manifest_bytes
+    return PublishWeights(entry.version, entry.digest, *sizes, canary=entry.canary, base=entry.base)
 
 
 class _HeldTokens(NamedTuple):

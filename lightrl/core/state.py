@@ -163,8 +163,6 @@ class Response:
     queued_as: int = 0
     # placements so far; messages about an older one are ignored
     attempt: int = 0
-    # by this core: `attempt` is exact from then on
-    is_placed: bool = False
     # the attempt of its newest tokens
     token_attempt: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
@@ -307,6 +305,10 @@ class Round:
     cut: int = UNBOUNDED
     # the clock of a race by the clock
     num_scores: int = 0
+    # rewards that were computed, and those that failed, with the reason of the first
+    num_rewards: int = 0
+    num_failed: int = 0
+    failure: str = ""
     # complete groups at which acceptance is checked again
     recheck_at: int = 0
     closed_at: float = 0.0

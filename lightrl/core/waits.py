@@ -1,7 +1,7 @@
 """Determine from the state what a run currently waits for: at most one `Wait`. Pure.
 
-Owns the choice among several waits, and the begin of a wait. Changes no state; metrics/waits.py has
-the texts. The first of these that applies is returned:
+Owns the choice among several waits. Changes no state; metrics/waits.py has the texts. The first of
+these that applies is returned:
 
 1. a run that ends: its last checkpoint, then the nodes that have not left;
 2. a trainer that was lost, or has not joined: no step can be trained, and a lost trainer that does
@@ -59,10 +59,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait; `since` None: not in the state. Example: Wait(K.SCORES, num=31, of=1, step=4)."""
+    """A wait; `since` is set by a WaitClock. Example: Wait(K.SCORES, num=31, of=1, step=4)."""
 
     kind: WaitKind
-    since: float | None = None
+    since: float = 0.0
     # missing nodes, responses, prompts
     num: int = 0
     # needed nodes; reward workers
@@ -85,13 +85,11 @@ class WaitClock:
         self._wait: Wait | None = None
 
     def look(self, wait: Wait | None, now: float) -> Wait | None:
-        """Return `wait` with its begin: `wait.since`, or else the time of the first look."""
-        before = self._wait
-        if wait is None or before is None or (wait.kind, wait.step) != (before.kind, before.step):
-            since = now if wait is None or wait.since is None else min(wait.since, now)
-        else:
-            since = before.since
-        self._wait = None if wait is None else replace(wait, since=since)
+        """Return `wait` with its begin: the time of the first look."""
+        before, self._wait = self._wait, wait
+        if wait is not None:
+            same = before is not None and (wait.kind, wait.step) == (before.kind, before.step)
+            self._wait = replace(wait, since=before.since if before and same else now)
         return self._wait
 
 
@@ -117,11 +115,10 @@ def _end(core: Coordinator) -> Wait:
 
 
 def _trainer_away(core: Coordinator) -> Wait | None:
-    trainers, since = core.fleet.trainers, core.trainer_feed.missing_since
+    trainers = core.fleet.trainers
     missing, needed = trainers.num_missing, trainers.num_needed
-    if since is not None and missing:
-        ends_at = core.shutdown.patience_ends_at
-        return Wait(K.TRAINER_LOST, since, missing, needed, ends_at=ends_at)
+    if missing and core.trainer_feed.missing_since is not None:
+        return Wait(K.TRAINER_LOST, num=missing, of=needed, ends_at=core.shutdown.patience_ends_at)
     return Wait(K.TRAINER, num=missing, of=needed) if missing else None
 
 
@@ -135,17 +132,14 @@ def _training(core: Coordinator, round: Round) -> Wait:
         return Wait(K.CHECKPOINT, step=feed.trained_step)
     moving = [n for n in devices.nodes.values() if not n.is_asleep]
     if moving and not devices.are_training and feed.is_owed(round):
-        return Wait(K.DEVICES, min(n.since for n in moving), step=round.step, nodes=_names(moving))
-    if feed.is_behind:  # steps are trained again
-        return Wait(K.TRAINING, step=feed.trained_step, usual_s=core.steps.usual_train_s)
-    since = core.steps.train_began(round)
-    return Wait(K.TRAINING, since, step=round.step, usual_s=core.steps.usual_train_s)
+        return Wait(K.DEVICES, step=round.step, nodes=_names(moving))
+    # a trainer that is behind trains steps again
+    step = feed.trained_step if feed.is_behind else round.step
+    return Wait(K.TRAINING, step=step, usual_s=core.steps.usual_train_s)
 
 
 def _ranks(core: Coordinator) -> Wait:
-    trainer = core.fleet.nodes.get(core.fleet.trainer or "")
-    since = trainer.joined_at if trainer is not None else None
-    return Wait(K.RANKS, since, nodes=tuple(core.fleet.trainers.names))
+    return Wait(K.RANKS, nodes=tuple(core.fleet.trainers.names))
 
 
 def _samples(core: Coordinator, scoring: Scoring) -> Wait | None:
@@ -177,21 +171,14 @@ def _is_sampled(core: Coordinator) -> bool:
     return is_open and not (table.num_running or table.queue.has_waiting)
 
 
-def _none_ready(core: Coordinator, nodes: list[Node]) -> Wait | None:
-    published = core.fleet.published
-    version = published.policy_version if published is not None else None
-    moving = [n for n in nodes if n.state in RESTING]
+def _none_ready(core: Coordinator, nodes: list[Node]) -> Wait:
     coming = [n for n in nodes if n.state not in RESTING]
-    if moving and not coming:
-        since = min(n.since for n in moving)
-        return Wait(K.DEVICES, since, step=core.step, nodes=_names(moving))
-    # Nodes with a started engine come first.
-    started = [n for n in coming if n.device]
-    if started:
-        return Wait(K.WEIGHTS, min(n.since for n in started), step=version, nodes=_names(started))
-    first = {NodeState.JOINING, NodeState.LOADING}
-    since = min((n.joined_at if n.state in first else n.since for n in coming), default=None)
-    return Wait(K.ENGINES, since, nodes=_names(coming)) if coming else None
+    if not coming:
+        return Wait(K.DEVICES, step=core.step, nodes=_names(nodes))
+    if started := [n for n in coming if n.device]:  # nodes with a started engine come first
+        version = core.fleet.sources.policy_version
+        return Wait(K.WEIGHTS, step=version, nodes=_names(started))
+    return Wait(K.ENGINES, nodes=_names(coming))
 
 
 def _last_ones(core: Coordinator, scoring: Scoring) -> Wait | None:

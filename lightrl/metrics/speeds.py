@@ -13,20 +13,19 @@ from lightrl.core.commands import CloseRound, CloseStep, Command, ScoreResponse,
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     Event,
+    MessageArrived,
     NodeDraining,
     NodeLeft,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
-    TokensArrived,
-    WeightsConfirmed,
 )
 from lightrl.core.nodes.chunk_stats import ENOUGH_STEPS, MOST, ChunkWindow
 from lightrl.core.nodes.speed import size_of
 from lightrl.core.state import Node
 from lightrl.messages.responses import Abort, Generate, ResponseRequest, TokenChunk
 from lightrl.messages.training import TrainShard
-from lightrl.messages.weights import PublishWeights
+from lightrl.messages.weights import PublishWeights, WeightsReady
 
 MAX_STARTS = 32  # stored of a node in a step
 MAX_ALL_STARTS = 1024  # stored of all nodes together; at least one of each
@@ -153,8 +152,8 @@ class SpeedRecorder:
     def handle(self, core: Coordinator, event: Event, now: float) -> list[Command]:
         """Let the core handle an event, and record it."""
         self._now = now
-        if isinstance(event, TokensArrived):  # most events
-            commands = self._tokens(core, event, now)
+        if isinstance(event, MessageArrived) and isinstance(event.message, TokenChunk):
+            commands = self._tokens(core, event, event.message, now)  # most events
         elif isinstance(event, ResponseScored):
             self._scored(event.response, now)
             commands = core.handle(event, now)
@@ -172,14 +171,16 @@ class SpeedRecorder:
                 self._ordered(core, command, now)
         return commands
 
-    def _tokens(self, core: Coordinator, event: TokensArrived, now: float) -> list[Command]:
+    def _tokens(
+        self, core: Coordinator, event: MessageArrived, chunk: TokenChunk, now: float
+    ) -> list[Command]:
         node, watched = core.fleet.nodes.get(event.node), self._nodes.get(event.node)
         if node is None or watched is None:
             return core.handle(event, now)
         batch, before, counts = len(node.running), node.num_tokens, not core.table.is_evaluating
         commands = core.handle(event, now)
         if counts and (tokens := node.num_tokens - before):
-            _take(watched, event.chunk, batch, tokens, now)
+            _take(watched, chunk, batch, tokens, now)
         if not node.running:
             watched.rest()
         return commands
@@ -214,8 +215,8 @@ class SpeedRecorder:
 
     def _event(self, core: Coordinator, event: Event, now: float) -> None:
         match event:
-            case WeightsConfirmed(name, ready):
-                self._confirmed(name, ready.policy_version, now)
+            case MessageArrived(name, WeightsReady(version)):
+                self._confirmed(name, version, now)
             case ShardLeft(step, index):
                 if (sent_at := self._shards.pop((step, index), None)) is not None:
                     self._shard_s.append(now - sent_at)

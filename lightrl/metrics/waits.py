@@ -122,10 +122,9 @@ def _of_step(row: WaitRow) -> str:
 
 
 def _row(wait: Wait, now: float, hint: str) -> WaitRow:
-    since = now if wait.since is None else wait.since
     return WaitRow(
         str(wait.kind),
-        max(0.0, now - since),
+        max(0.0, now - wait.since),
         wait.num,
         wait.of,
         wait.step,

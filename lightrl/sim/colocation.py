@@ -10,7 +10,7 @@ rollout. Spot nodes never train.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightrl.core.events import Event, HeartbeatArrived, NodeReleased, TokensArrived, TrainerParked
+from lightrl.core.events import Event, MessageArrived
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
@@ -131,9 +131,9 @@ class SimColocation(Mechanism):
         events: list[Event] = []
         deltas = machine.engine.abort_all(world.now)
         if deltas:
-            events.append(TokensArrived(name, machine.chunk(deltas)))
+            events.append(MessageArrived(name, machine.chunk(deltas)))
         machine.engine.hold(world.now, "train")
-        released = NodeReleased(name, DevicesReleased("rollout", order.number, 0, switch_s))
+        released = MessageArrived(name, DevicesReleased("rollout", order.number, 0, switch_s))
 
         def sleep() -> None:
             if machine.order == number and machine.present:
@@ -158,7 +158,7 @@ class SimColocation(Mechanism):
             return
         self._trains, self._num_given = False, 0
         self._share()
-        parked = TrainerParked(TRAINER, DevicesReleased("trainer", order.number, 0, self.park_s))
+        parked = MessageArrived(TRAINER, DevicesReleased("trainer", order.number, 0, self.park_s))
         world.at(world.now + self.park_s, lambda: world.feed(parked))
 
     def begin_training(self) -> None:
@@ -181,7 +181,7 @@ class SimColocation(Mechanism):
     def heartbeats(self) -> list[Event]:
         """Return the loads of engines that take turns with other sizes."""
         return [
-            HeartbeatArrived(name, Heartbeat(m.load(), device=DEVICE))
+            MessageArrived(name, Heartbeat(m.load(), device=DEVICE))
             for name, m in self._world.machines.items()
             if m.spec.parallel and m.present
         ]

@@ -4,7 +4,7 @@ core drains them."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightrl.core.events import Event, NodeDraining, NodeLeft, NodeLost, TokensArrived
+from lightrl.core.events import Event, MessageArrived, NodeDraining, NodeLeft, NodeLost
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import Hello
 from lightrl.sim.colocation import SimColocation
@@ -100,7 +100,7 @@ class SimMembership:
         if not machine.present:
             return []
         deltas = machine.engine.abort_all(self._world.now)
-        last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
+        last = [MessageArrived(name, machine.chunk(deltas))] if deltas else []
         self._remove(machine)
         return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]
 

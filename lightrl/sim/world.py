@@ -22,16 +22,12 @@ from lightrl.core.commands import (
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     Event,
+    MessageArrived,
     NodeLeft,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
-    ShardsDelivered,
-    StepTrained,
     TimerFired,
-    TokensArrived,
-    TrainerParked,
-    WeightsConfirmed,
 )
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, Response
@@ -212,7 +208,7 @@ class World:
     def _deliver_to_trainer(self, message: Message, todo: deque[Event]) -> None:
         if isinstance(message, TrainShard):
             step, index = message.step, message.index
-            events = ShardLeft(step, index), ShardsDelivered(TRAINER, ShardsTaken(step, index))
+            events = ShardLeft(step, index), MessageArrived(TRAINER, ShardsTaken(step, index))
             if delay_s := self.scenario.training.shard_s:
                 self.at(self.now + delay_s, lambda: self._train_later(message, events))
                 return
@@ -276,7 +272,7 @@ class World:
         if machine.engine.next_at <= self.now:
             deltas = machine.engine.step(self.now)
             if deltas:
-                self.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
+                self.feed(MessageArrived(machine.spec.name, machine.chunk(deltas)))
                 for mechanism in self.mechanisms:
                     mechanism.tokens(deltas)
         self._schedule(machine)
@@ -317,13 +313,13 @@ class World:
         park_s = self._colocation.park_s
         publish_s = park_s + self.scenario.transfer.publishing_s
         self.trainer.publish(self.now, publish_s)
-        parked = TrainerParked(TRAINER, DevicesReleased("trainer", 0, 0, park_s))
+        parked = MessageArrived(TRAINER, DevicesReleased("trainer", 0, 0, park_s))
         self._soon(park_s, lambda: self.feed(parked))
         self._soon(publish_s, lambda: self._step_done(done))
 
     def _step_done(self, done: StepDone) -> None:
         self._transfers.publish(done.policy_version)
-        self.feed(StepTrained(TRAINER, done))
+        self.feed(MessageArrived(TRAINER, done))
         self.plan_training()
 
     def confirm(self, machine: SimMachine, version: int) -> None:
@@ -331,4 +327,4 @@ class World:
         machine.engine.hold(self.now, "train" if machine.asleep else None)
         machine.engine.idle_label = "idle"
         ready = self._transfers.confirm(machine, version)
-        self.feed(WeightsConfirmed(machine.spec.name, ready))
+        self.feed(MessageArrived(machine.spec.name, ready))

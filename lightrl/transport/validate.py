@@ -8,31 +8,14 @@ moment. Without bounds a broken peer could stop a timer with a period that is no
 
 from math import isfinite
 
-from lightrl.core.events import (
-    BroadcastReported,
-    EndpointOpened,
-    Event,
-    HeartbeatArrived,
-    NodeDraining,
-    NodeLeft,
-    NodeLost,
-    NodeReleased,
-    ShardsDelivered,
-    SourceReported,
-    StepTrained,
-    TokensArrived,
-    TrainerParked,
-    WeightsConfirmed,
-    WeightsPublished,
-    WeightsRefused,
-)
+from lightrl.core.events import Event, MessageArrived, NodeDraining, NodeLeft, NodeLost, NodeMessage
 from lightrl.errors import ProtocolError
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
 from lightrl.messages.sharing import DevicesReleased
-from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone
+from lightrl.messages.training import Checkpointed, StepDone
 from lightrl.messages.weights import (
     Canary,
     PublishWeights,
@@ -135,36 +118,14 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
     """Return the event for the core of a node's message; a message that a node must not send
     removes the node."""
     match message:
-        case TokenChunk():
-            return TokensArrived(peer, message)
-        case Heartbeat():
-            return HeartbeatArrived(peer, message)
-        case PublishWeights():
-            return WeightsPublished(peer, message)
-        case WeightsEndpoint():
-            return EndpointOpened(peer, message)
-        case BroadcastStatus():
-            return BroadcastReported(peer, message)
-        case WeightsReady():
-            return WeightsConfirmed(peer, message)
-        case WeightsFailed(source=""):
-            return WeightsRefused(peer, message)
-        case WeightsFailed():
-            return SourceReported(peer, message)
-        case StepDone():
-            return StepTrained(peer, message)
-        case ShardsTaken():
-            return ShardsDelivered(peer, message)
-        case DevicesReleased("rollout"):
-            return NodeReleased(peer, message)
-        case DevicesReleased():
-            return TrainerParked(peer, message)
         case Bye(reason, ok):
             return NodeLeft(peer, reason, ok)
         case Drain(_, reason):
             return NodeDraining(peer, reason)
         case ProtocolError():
             return NodeLost(peer, str(message)[:200])
+        case _ if isinstance(message, NodeMessage):
+            return MessageArrived(peer, message)
         case _:
             return NodeLost(peer, f"unexpected {type(message).__name__}")
 

@@ -12,16 +12,12 @@ import pytest
 from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
-    EndpointOpened,
     Event,
+    MessageArrived,
     NodeJoined,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
-    StepTrained,
-    TokensArrived,
-    WeightsConfirmed,
-    WeightsPublished,
 )
 from lightrl.core.log_entries import LogEntry, ShardSent
 from lightrl.core.recovery import recover, take_snapshot
@@ -194,10 +190,10 @@ class Driver:
 
     def open(self, name: str, incarnation: int = 1) -> list[Command]:
         """The node says where it serves the weights, as each does after its welcome."""
-        return self.feed(EndpointOpened(name, endpoint_of(name, incarnation)))
+        return self.feed(MessageArrived(name, endpoint_of(name, incarnation)))
 
     def publish(self, version: int, trainer: str = "t") -> list[Command]:
-        return self.feed(WeightsPublished(trainer, self.publication(version)))
+        return self.feed(MessageArrived(trainer, self.publication(version)))
 
     def publication(self, version: int) -> PublishWeights:
         digest = self.digests.get(version, f"digest-{version}")
@@ -209,7 +205,7 @@ class Driver:
 
     def confirm(self, node: str, version: int, digest: str | None = None) -> list[Command]:
         digest = self.digest(version) if digest is None else digest
-        return self.feed(WeightsConfirmed(node, WeightsReady(version, digest)))
+        return self.feed(MessageArrived(node, WeightsReady(version, digest)))
 
     def start(self, *rollouts: str, slots: int = 0) -> list[Command]:
         """A trainer and rollout nodes that serve version 0; the commands of the last event."""
@@ -244,7 +240,7 @@ class Driver:
             finish,
         )
         return self.feed(
-            TokensArrived(node or where, TokenChunk(version, f"digest-{version}", (item,)))
+            MessageArrived(node or where, TokenChunk(version, f"digest-{version}", (item,)))
         )
 
     def version_at(self, node: str) -> int:
@@ -317,7 +313,7 @@ class Driver:
     def train(self, step: int) -> list[Command]:
         commands = self.publish(step + 1)
         return commands + self.feed(
-            StepTrained("t", StepDone(step, step + 1, {"loss/policy": 0.5}))
+            MessageArrived("t", StepDone(step, step + 1, {"loss/policy": 0.5}))
         )
 
     def next_step(self) -> list[Command]:

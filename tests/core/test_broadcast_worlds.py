@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightrl.core.events import BroadcastReported, NodeLost, TimerFired, WeightsRefused
+from lightrl.core.events import MessageArrived, NodeLost, TimerFired
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.weights import WeightsFailed
 from tests.core.test_worlds import check_end, settings
@@ -64,7 +64,7 @@ def ends(world: World, name: str) -> None:
     assert published is not None
     group = world.core.fleet.broadcasts.name
     failed = BroadcastStatus(published.policy_version, group, reason="member 1 is gone")
-    world.feed(lambda: world.driver.feed(BroadcastReported(name, failed)))
+    world.feed(lambda: world.driver.feed(MessageArrived(name, failed)))
 
 
 def a_daemon_is_killed(world: World, member: str) -> None:
@@ -80,7 +80,7 @@ def an_engine_is_killed(world: World, member: str) -> None:
     published = world.core.fleet.published
     assert published is not None
     died = WeightsFailed(published.policy_version, "engine killed by SIGKILL")
-    world.feed(lambda: world.driver.feed(WeightsRefused(member, died)))
+    world.feed(lambda: world.driver.feed(MessageArrived(member, died)))
     ends(world, member)
 
 

@@ -6,18 +6,7 @@ from typing import Any
 import pytest
 
 from lightrl.core.commands import Command, Report, Send
-from lightrl.core.events import (
-    BroadcastReported,
-    EndpointOpened,
-    HeartbeatArrived,
-    NodeDraining,
-    NodeJoined,
-    NodeLost,
-    TimerFired,
-    WeightsConfirmed,
-    WeightsPublished,
-    WeightsRefused,
-)
+from lightrl.core.events import MessageArrived, NodeDraining, NodeJoined, NodeLost, TimerFired
 from lightrl.core.weights.broadcasts import MAX_FAILURES, Broadcasts, Phase
 from lightrl.messages.broadcasts import (
     BroadcastGroup,
@@ -63,16 +52,16 @@ class Group:
         fields = {"incarnation": 1, "host": f"host of {name}", **fields}
         hello = Hello(name, roles=(role,), protocol=PROTOCOL, pid=1, **fields)
         commands = self.d.feed(NodeJoined(hello))
-        commands += self.d.feed(EndpointOpened(name, endpoint_of(name, fields["incarnation"])))
+        commands += self.d.feed(MessageArrived(name, endpoint_of(name, fields["incarnation"])))
         if role == "rollout":
             self.heartbeat(name, workers, device)
         return commands
 
     def heartbeat(self, name: str, workers: int = 0, device: str = "cpu") -> None:
-        self.d.feed(HeartbeatArrived(name, Heartbeat(device=device, num_workers=workers)))
+        self.d.feed(MessageArrived(name, Heartbeat(device=device, num_workers=workers)))
 
     def hear(self, name: str, message: Any) -> list[Command]:
-        return self.d.feed(BroadcastReported(name, message))
+        return self.d.feed(MessageArrived(name, message))
 
     def publish(self, version: int) -> list[Command]:
         """As at the boundary of a step, where everybody is idle."""
@@ -85,7 +74,7 @@ class Group:
     def ready(self, name: str, version: int) -> list[Command]:
         """By broadcast."""
         confirmed = WeightsReady(version, f"digest-{version}", broadcast_s=0.1)
-        return self.d.feed(WeightsConfirmed(name, confirmed))
+        return self.d.feed(MessageArrived(name, confirmed))
 
     def deliver(self, version: int) -> None:
         """By a group that is formed for it, or stands."""
@@ -259,7 +248,7 @@ def test_without_an_address_of_the_trainer_nobody_is_a_member():
     d.opens_endpoints = False
     d.join("t", "trainer")
     d.join("a")
-    d.feed(HeartbeatArrived("a", Heartbeat(num_workers=1)))
+    d.feed(MessageArrived("a", Heartbeat(num_workers=1)))
     assert sent(d.publish(0), VersionTaken) == [("t", VersionTaken(0, False))]
 
 
@@ -454,7 +443,7 @@ def test_a_member_that_goes_ends_it_for_all_and_who_lacks_the_version_pulls(how,
         case "hello":
             commands = g.join("b", serves=(0, "digest-0"))
         case "refuses":
-            commands = g.d.feed(WeightsRefused("b", WeightsFailed(1, "canary")))
+            commands = g.d.feed(MessageArrived("b", WeightsFailed(1, "canary")))
         case "fails" if at == "opening":
             return  # nobody knows its name yet
         case "fails":
@@ -523,7 +512,7 @@ def test_who_received_by_broadcast_is_no_source_and_gets_no_difference():
     delta = DeltaOffer("digest-1", "digest-2", "d", 1, 1)
     for name in "abce":
         g.heartbeat(name, workers=0)  # all pull
-    commands = g.d.feed(WeightsPublished("t", replace(publication(2), deltas=(delta,))))
+    commands = g.d.feed(MessageArrived("t", replace(publication(2), deltas=(delta,))))
     assert {n: m.deltas for n, m in sent(commands, PublishWeights)} == {
         "a": (),
         "b": (),
@@ -535,7 +524,7 @@ def test_who_received_by_broadcast_is_no_source_and_gets_no_difference():
 def test_an_engine_that_dies_after_a_broadcast_pulls_and_serves_others_then():
     g = Group("a", "b")
     g.deliver(1)
-    commands = g.d.feed(WeightsRefused("a", WeightsFailed(1, "engine died")))
+    commands = g.d.feed(MessageArrived("a", WeightsFailed(1, "engine died")))
     assert pulls(commands) == {"a": ["t"]}
     assert g.groups.phase is Phase.NONE
     assert g.node("b").state == "ready"
@@ -608,7 +597,7 @@ def test_a_world_of_one_has_no_group():
     g.d = Driver(broadcast="always")
     g.groups = g.d.core.fleet.broadcasts
     g.d.feed(NodeJoined(hello))
-    g.d.feed(EndpointOpened("t", endpoint_of("t", 1)))
+    g.d.feed(MessageArrived("t", endpoint_of("t", 1)))
     g.heartbeat("t", workers=1)
     for version in (0, 1):
         commands = g.publish(version) if version else g.d.publish(0)

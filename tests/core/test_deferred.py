@@ -93,20 +93,6 @@ def test_restarted_ones_begin_from_nothing():
     assert d.core.table.counters.aborted_tokens == 6
 
 
-def test_a_score_that_comes_while_the_group_waits_counts_when_it_goes_on():
-    d = deferred()
-    d.tokens("p1@0#0", 5, finish="stop")
-    d.tokens("p1@0#1", 5, 6)
-    d.finish("p0@0#0")
-    d.finish("p0@0#1")
-    assert d.core.backlog.deferred[0].held[0].reward is None
-    d.score("p1@0#0", 0.5)
-    assert d.core.backlog.deferred[0].held[0].reward == 0.5
-    commands = d.next_step()
-    assert of_kind(commands, ScoreResponse) == []
-    assert (d.held("p1@0#0").scored, d.round.groups["p1@0"].finishers) == (True, [(1, 0)])
-
-
 def test_a_response_without_a_score_is_scored_again_under_a_new_attempt():
     """A result of the first request may still come, and counts for nothing."""
     d = deferred()
@@ -114,6 +100,7 @@ def test_a_response_without_a_score_is_scored_again_under_a_new_attempt():
     d.tokens("p1@0#1", 5, 6)
     d.finish("p0@0#0")
     d.finish("p0@0#1")
+    d.score("p1@0#0", 0.5)  # too late
     [again] = of_kind(d.next_step(), ScoreResponse)
     assert (again.response.id, again.response.attempt) == ("p1@0#0", 2)
     d.score("p1@0#0", 0.0, attempt=1)
@@ -128,8 +115,7 @@ def test_a_group_that_was_finished_but_for_the_race_is_trained_without_another_t
     d.finish("p1@0#1")
     d.finish("p0@0#0")
     d.finish("p0@0#1")
-    d.score("p1@0#0", 0.5)
-    commands = d.next_step()
+    commands = d.next_step() + d.score("p1@0#0", 0.5)
     [closed] = of_kind(commands, CloseRound)
     assert (closed.round.kind, sent(commands, Generate)) == ("long", [])
     assert [r.id for r in closed.round.accepted[0].kept] == ["p1@0#0", "p1@0#1"]

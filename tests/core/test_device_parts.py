@@ -4,7 +4,7 @@ and when."""
 import pytest
 
 from lightrl.core.commands import Command, Send
-from lightrl.core.events import NodeLeft, NodeLost, StepTrained
+from lightrl.core.events import MessageArrived, NodeLeft, NodeLost
 from lightrl.core.sharing.shared_devices import SharedDevices
 from lightrl.core.sharing.sharing_rules import Change, ScaleDown
 from lightrl.messages.nodes import Welcome
@@ -63,7 +63,7 @@ def test_half_of_the_devices_train_while_the_other_half_samples():
     assert orders(released(d, "a")) == [("t", assign(0, (0, 1)))]
     assert orders(parked(d)) == []
     assert orders(d.publish(1)) == [("a", WAKE), ("b", WAKE)]
-    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {})))
     d.confirm("a", 1)
     d.confirm("b", 1)
     d.finish_round()

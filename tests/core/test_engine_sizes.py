@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightrl.core.commands import Command, Report
-from lightrl.core.events import HeartbeatArrived, NodeLeft, NodeLost, NodeReleased, TimerFired
+from lightrl.core.events import MessageArrived, NodeLeft, NodeLost, TimerFired
 from lightrl.core.settings import Tail
 from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.nodes import Heartbeat, Welcome
@@ -29,7 +29,7 @@ def sized(**changes: Any) -> Driver:
 
 def heartbeat(d: Driver, name: str, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
     load = Load(num_preemptions=num_preemptions, kv_tokens=kv_tokens)
-    return d.feed(HeartbeatArrived(name, Heartbeat(load, device="cpu")))
+    return d.feed(MessageArrived(name, Heartbeat(load, device="cpu")))
 
 
 def all_heartbeats(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
@@ -45,7 +45,7 @@ def all_heartbeats(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> l
 
 def released(d: Driver, name: str) -> list[Command]:
     order = d.core.fleet.nodes[name].order
-    return d.feed(NodeReleased(name, DevicesReleased("rollout", order, 0, 0.5)))
+    return d.feed(MessageArrived(name, DevicesReleased("rollout", order, 0, 0.5)))
 
 
 def orders(commands: list[Command]) -> list[tuple[str, object]]:
@@ -234,7 +234,7 @@ def test_what_a_size_preempted_before_it_slept_is_of_no_later_round():
 
 def empty_heartbeats(d: Driver, *names: str, device: str = "") -> list[Command]:
     """Heartbeats, by default of nodes whose engines have never been up."""
-    return [c for n in names for c in d.feed(HeartbeatArrived(n, Heartbeat(device=device)))]
+    return [c for n in names for c in d.feed(MessageArrived(n, Heartbeat(device=device)))]
 
 
 def sizes_of_three(**changes: Any) -> Driver:
@@ -290,7 +290,7 @@ def costs(d: Driver, **base_s: float) -> None:
     """Each says what its steps cost, and that its engine is up."""
     for name, seconds in base_s.items():
         load = Load(kv_tokens=1000, costs=StepCosts(seconds, seconds / 100))
-        d.feed(HeartbeatArrived(name, Heartbeat(load, device="cpu")))
+        d.feed(MessageArrived(name, Heartbeat(load, device="cpu")))
 
 
 def test_the_first_round_begins_with_the_size_that_is_fastest_by_its_costs():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.events import HeartbeatArrived, TimerFired, TokensArrived
+from lightrl.core.events import MessageArrived, TimerFired
 from lightrl.core.nodes.chunk_stats import Gain
 from lightrl.core.nodes.speed import PRIOR_HALF_BATCH, Speed
 from lightrl.core.responses.placement import assign, moves, outlook
@@ -36,7 +36,7 @@ def fleet(*rollouts: str, prompts: int = 8, speculates: bool = True, **changes: 
     for name in rollouts:
         d.join(name)
         if speculates:
-            d.feed(HeartbeatArrived(name, Heartbeat(Load(drafting=Drafting()))))
+            d.feed(MessageArrived(name, Heartbeat(Load(drafting=Drafting()))))
     for name in rollouts:
         d.confirm(name, 0)
     return d
@@ -86,7 +86,7 @@ class Decode:
                 )
         heapq.heappush(self.due, (at, name))
         self.d.feed(
-            TokensArrived(name, TokenChunk(0, "digest-0", tuple(items))), now=max(at, self.d.now)
+            MessageArrived(name, TokenChunk(0, "digest-0", tuple(items))), now=max(at, self.d.now)
         )
 
     def at(self, r: Response) -> float:

@@ -12,17 +12,13 @@ from lightrl.core.arrays import encode
 from lightrl.core.commands import Command, ReplayShards, Report, Send
 from lightrl.core.events import (
     DrainRequested,
-    HeartbeatArrived,
+    MessageArrived,
     NodeDraining,
     NodeJoined,
     NodeLeft,
     NodeLost,
-    NodeReleased,
     ShardLeft,
-    StepTrained,
     TimerFired,
-    TrainerParked,
-    WeightsRefused,
 )
 from lightrl.core.log_entries import RoundShape, SharingMemory
 from lightrl.core.settings import Tail
@@ -95,11 +91,11 @@ def later(d: Driver, script: Script, change: Change) -> None:
 
 def released(d: Driver, name: str, number: int | None = None) -> list[Command]:
     order = d.core.fleet.nodes[name].order if number is None else number
-    return d.feed(NodeReleased(name, DevicesReleased("rollout", order, 0, 0.5)))
+    return d.feed(MessageArrived(name, DevicesReleased("rollout", order, 0, 0.5)))
 
 
 def parked(d: Driver, number: int = 0, trainer: str = "t") -> list[Command]:
-    return d.feed(TrainerParked(trainer, DevicesReleased("trainer", number, 0, 0.1)))
+    return d.feed(MessageArrived(trainer, DevicesReleased("trainer", number, 0, 0.1)))
 
 
 def orders(commands: list[Command]) -> list[tuple[str, object]]:
@@ -124,7 +120,7 @@ def test_a_step_from_side_to_side():
     commands = d.publish(1)
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]  # it pulls asleep
     assert orders(commands) == [("a", WAKE)]
-    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {})))
     assert state(d, "a") == "updating"
     assert d.core.step == 0
     assert sent(d.confirm("a", 1), Generate) != []
@@ -254,7 +250,7 @@ def test_one_whose_engine_may_still_start_has_its_patience_more_and_no_switch_is
     measured = d.core.policy.memory().switches
     parked(d)
     d.publish(1)
-    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {})))
     d.confirm("b", 1)
     assert state(d, "a") == "updating"
     assert orders(d.finish_round()) == [("a", SLEEP)]
@@ -264,7 +260,7 @@ def test_one_whose_engine_may_still_start_has_its_patience_more_and_no_switch_is
     assert d.core.policy.memory().switches == measured
     parked(d)
     d.publish(2)
-    d.feed(StepTrained("t", StepDone(1, 2, {})))
+    d.feed(MessageArrived("t", StepDone(1, 2, {})))
     d.confirm("a", 2)
     d.confirm("b", 2)
     d.finish_round()
@@ -276,7 +272,7 @@ def test_one_whose_engine_may_still_start_has_its_patience_more_and_no_switch_is
 def test_one_whose_engine_died_before_it_was_told_may_start_another_one():
     d, _ = shared("a")
     d.finish_round()
-    d.feed(WeightsRefused("a", WeightsFailed(0, "it died")))
+    d.feed(MessageArrived("a", WeightsFailed(0, "it died")))
     assert of_kind(keep_alive(d, 79.0), Report) == []
     [lost] = of_kind(keep_alive(d, 80.0), Report)
     assert lost.text == "a lost (kept its devices for 80 s)"
@@ -346,7 +342,7 @@ def test_orders_that_were_lost_with_a_connection_are_given_again():
     assert orders(released(d, "a", number=3)) == [("t", TrainShard)]
     parked(d)
     d.publish(1)
-    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {})))
     [(_, wake)] = sent(d.join("a", shares="t", is_released=True, serves=0), SetDevices)
     assert wake.number == 5
     d.confirm("a", 1)
@@ -464,11 +460,11 @@ def test_an_engine_that_dies_asleep_or_cannot_wake_is_offered_the_version_again(
     d, _ = shared("a")
     d.finish_round()
     released(d, "a")
-    d.feed(WeightsRefused("a", WeightsFailed(0, "engine killed by SIGKILL")))
+    d.feed(MessageArrived("a", WeightsFailed(0, "engine killed by SIGKILL")))
     assert state(d, "a") == "released"
     parked(d)
     d.train(0)
-    commands = d.feed(WeightsRefused("a", WeightsFailed(1, "engine killed by SIGKILL")))
+    commands = d.feed(MessageArrived("a", WeightsFailed(1, "engine killed by SIGKILL")))
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
     d.confirm("a", 1)
     assert state(d, "a") == "ready"
@@ -517,7 +513,7 @@ def test_what_was_learned_outlives_the_coordinator():
     d.now = 20.0
     parked(d)
     d.publish(1)
-    d.feed(StepTrained("t", StepDone(0, 1, metrics)))
+    d.feed(MessageArrived("t", StepDone(0, 1, metrics)))
     d.confirm("b", 1)
     [step] = script.learned
     assert (step.rollout_s, step.train_s, step.trainer_waited_s) == (12.0, 4.0, 4.0)
@@ -532,7 +528,7 @@ def test_what_was_learned_outlives_the_coordinator():
 @pytest.mark.parametrize(("kv_tokens", "fits"), [(20, True), (11, False), (0, True)])
 def test_whether_the_rest_fits_is_known_from_what_the_others_say_of_their_caches(kv_tokens, fits):
     d, script = shared("a", others="b", slots=4)
-    d.feed(HeartbeatArrived("b", Heartbeat(Load(kv_tokens=kv_tokens))))
+    d.feed(MessageArrived("b", Heartbeat(Load(kv_tokens=kv_tokens))))
     d.now += 1.0
     d.finish("p0@0#0")
     view = script.views[-1]
@@ -557,7 +553,7 @@ def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
         d.now += 4.0
         parked(d)
         d.publish(step + 1)
-        d.feed(StepTrained("t", StepDone(step, step + 1, metrics)))
+        d.feed(MessageArrived("t", StepDone(step, step + 1, metrics)))
         d.confirm("a", step + 1)
         figures = d.core.colocation.figures
         assert {"window_s", "waited_trainer_s"} <= set(figures)
@@ -573,7 +569,7 @@ def test_a_step_that_cannot_have_taken_so_long_teaches_nothing(seconds: float):
     parked(d)
     d.publish(1)
     known = d.core.policy.memory()
-    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": seconds})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {"timing_s/forward_backward": seconds})))
     assert script.learned == []
     assert d.core.policy.memory() == known
 
@@ -591,7 +587,7 @@ def test_what_each_device_did_sums_to_the_step():
     parked(d)
     d.publish(1)
     d.now += 1.0
-    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
     d.confirm("b", 1)
     assert d.core.step == 1
     seconds = {name: s for name, s in d.core.colocation.device_s.items() if s}
@@ -625,7 +621,7 @@ def test_start_up_and_evaluations_are_of_no_step():
         d.now += 2.0
         parked(d)
         d.publish(step + 1)
-        d.feed(StepTrained("t", StepDone(step, step + 1, {})))
+        d.feed(MessageArrived("t", StepDone(step, step + 1, {})))
         d.now += 0.5
         d.confirm("a", step + 1)
         assert d.core.step == step + 1
@@ -663,7 +659,7 @@ def test_status_knows_that_devices_take_turns():
     d.now += 4.0
     parked(d)
     d.publish(1)
-    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
+    d.feed(MessageArrived("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
     d.confirm("a", 1)
     forecast = d.core.scaling.forecast()
     assert forecast is not None

@@ -5,13 +5,12 @@ import pytest
 from lightrl.core.commands import Admit, Finish
 from lightrl.core.events import (
     DrainRequested,
-    HeartbeatArrived,
+    MessageArrived,
     NodeDraining,
     NodeJoined,
     NodeLeft,
     NodeLost,
     TimerFired,
-    WeightsRefused,
 )
 from lightrl.core.nodes.fleet import MAX_STALE_NODES, MAX_STALE_OF_NODE
 from lightrl.core.state import NodeState
@@ -60,8 +59,8 @@ def test_tokens_of_an_attempt_that_was_given_up_are_ignored(driver: Driver):
 
 def test_silent_node_is_lost_when_its_lease_runs_out_and_a_heard_one_is_not(driver: Driver):
     driver.start("a", "b", slots=1)
-    driver.feed(HeartbeatArrived("b", Heartbeat()), now=4.0)
-    driver.feed(HeartbeatArrived("t", Heartbeat()))
+    driver.feed(MessageArrived("b", Heartbeat()), now=4.0)
+    driver.feed(MessageArrived("t", Heartbeat()))
     assert driver.core.next_deadline() == 5.0
     driver.feed(TimerFired(), now=5.0)
     assert set(driver.core.fleet.nodes) == {"b", "t"}
@@ -152,7 +151,7 @@ def test_run_without_its_trainer_waits_and_fails_when_none_comes(driver: Driver)
     driver.start("a")
     driver.feed(NodeLost("t", "connection lost"), now=1.0)
     assert driver.core.state == "running"
-    driver.feed(HeartbeatArrived("a", Heartbeat()), now=58.0)
+    driver.feed(MessageArrived("a", Heartbeat()), now=58.0)
     assert sent(driver.feed(TimerFired(), now=60.9), Drain) == []
     assert sent(driver.feed(TimerFired(), now=61.0), Drain) == [
         ("a", Drain("a", "run failed: no trainer for 60 s"))
@@ -190,7 +189,7 @@ def test_no_rollout_node_left_means_waiting_not_failing(driver: Driver):
 def test_engine_that_died_takes_no_response_with_it_and_its_node_loads_again(driver: Driver):
     driver.start("a", slots=2)
     driver.tokens("p0@0#0", 7)
-    commands = driver.feed(WeightsRefused("a", WeightsFailed(0, "engine killed by SIGKILL")))
+    commands = driver.feed(MessageArrived("a", WeightsFailed(0, "engine killed by SIGKILL")))
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
     assert driver.core.table.counters.responses_moved == 2
     [(_, generate)] = sent(driver.confirm("a", 0), Generate)

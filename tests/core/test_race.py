@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lightrl.core.commands import CloseRound, ScoreResponse
-from lightrl.core.events import NodeLost, TokensArrived
+from lightrl.core.events import MessageArrived, NodeLost
 from lightrl.core.settings import Tail
 from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.training import TrainShard
@@ -244,7 +244,7 @@ def test_groups_that_are_decided_by_one_chunk_are_judged_together():
     run_to(d, "p0@0#1", 2)
     run_to(d, "p1@0#1", 4)
     items = [ResponseTokens(f"p{i}@0#1", 1, n, ids(9), logprobs(1)) for i, n in ((0, 2), (1, 4))]
-    d.feed(TokensArrived("a", TokenChunk(0, "digest-0", tuple(items))))
+    d.feed(MessageArrived("a", TokenChunk(0, "digest-0", tuple(items))))
     assert accepted(d) == ["p0@0#0"]
 
 

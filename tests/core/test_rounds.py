@@ -3,7 +3,7 @@
 import pytest
 
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish, Report
-from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
+from lightrl.core.events import DrainRequested, MessageArrived, NodeLeft, NodeLost
 from lightrl.core.rounds import rounds
 from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Tail
@@ -27,7 +27,7 @@ def test_node_that_cannot_load_a_version_is_asked_to_leave(driver: Driver):
     driver.join("t", "trainer")
     driver.join("a")
     driver.publish(0)
-    failed = WeightsRefused("a", WeightsFailed(0, "no space left"))
+    failed = MessageArrived("a", WeightsFailed(0, "no space left"))
     assert sent(driver.feed(failed), PublishWeights) != []
     assert sent(driver.feed(failed), PublishWeights) != []
     [(name, drain)] = sent(driver.feed(failed), Drain)
@@ -42,7 +42,7 @@ def refuses(driver: Driver, *names: str) -> list[Finish]:
     failed = WeightsFailed(0, "the canary differs")
     for name in names:
         for _ in range(3):
-            driver.feed(WeightsRefused(name, failed))
+            driver.feed(MessageArrived(name, failed))
         driver.feed(NodeLeft(name, "cannot load version 0", True))
     if driver.core.shutdown.has_begun:
         return of_kind(driver.feed(NodeLeft("t", "run failed", True)), Finish)
@@ -104,7 +104,7 @@ def test_a_node_that_comes_back_has_not_failed_for_good():
 
 def test_an_engine_that_dies_while_it_serves_is_no_failure_of_the_weights(driver: Driver):
     driver.start("a")
-    commands = driver.feed(WeightsRefused("a", WeightsFailed(0, "torch-engine (pid 7) hangs")))
+    commands = driver.feed(MessageArrived("a", WeightsFailed(0, "torch-engine (pid 7) hangs")))
     assert [r.text for r in of_kind(commands, Report)] == ["a: torch-engine (pid 7) hangs"]
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
     assert driver.core.table.counters.engines_lost == 1
@@ -144,7 +144,7 @@ def test_next_round_waits_for_the_end_of_the_step_even_if_its_version_is_served(
     driver.start("a")
     driver.finish_round()
     assert of_kind(driver.publish(1) + driver.confirm("a", 1), DrawPrompts) == []
-    [step] = of_kind(driver.feed(StepTrained("t", StepDone(0, 1, {}))), CloseStep)
+    [step] = of_kind(driver.feed(MessageArrived("t", StepDone(0, 1, {}))), CloseStep)
     assert (step.step, driver.round.step) == (0, 1)
 
 

@@ -7,14 +7,12 @@ from lightrl.core.events import (
     CheckpointWritten,
     DrainRequested,
     Event,
+    MessageArrived,
     NodeJoined,
     NodeLeft,
     NodeLost,
     ShardLeft,
-    ShardsDelivered,
     ShellFailed,
-    StepTrained,
-    WeightsPublished,
 )
 from lightrl.core.log_entries import ShardSent, VersionPublished
 from lightrl.core.training import trainer_feed as trainer_feed
@@ -76,7 +74,7 @@ def test_trainer_from_an_older_checkpoint_trains_every_step_again_one_at_a_time(
     d.feed(NodeLost("t", "gone"))
     d.finish_round()  # of step 3, meanwhile
     assert of_kind(come_back(d, 1), ReplayShards) == [ReplayShards("t", 1, 2)]  # type: ignore[arg-type]
-    assert d.feed(StepTrained("t", StepDone(1, 2, {}))) == []  # known since long
+    assert d.feed(MessageArrived("t", StepDone(1, 2, {}))) == []  # known since long
     assert of_kind(d.publish(2), ReplayShards) == [ReplayShards("t", 2, 2)]
     commands = d.publish(3)
     assert of_kind(commands, ReplayShards) == []
@@ -110,7 +108,7 @@ def test_version_that_comes_out_different_fails_a_deterministic_run_and_is_never
     d.feed(NodeLost("t", "gone"))
     come_back(d, 1)
     other = PublishWeights(2, "digest-other", num_bytes=1000, manifest_bytes=10)
-    commands = d.feed(WeightsPublished("t", other))
+    commands = d.feed(MessageArrived("t", other))
     assert sent(commands, PublishWeights) == []
     [(_, drain)] = [(n, m) for n, m in sent(commands, Drain) if n == "a"]
     assert drain.reason.startswith(
@@ -205,7 +203,7 @@ def due_at_once(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, list[TrainShar
 
 
 def take(d: Driver, step: int, index: int, node: str = "t") -> list[TrainShard]:
-    return [s for _, s in sent(d.feed(ShardsDelivered(node, ShardsTaken(step, index))), TrainShard)]
+    return [s for _, s in sent(d.feed(MessageArrived(node, ShardsTaken(step, index))), TrainShard)]
 
 
 def test_a_step_that_is_due_at_once_comes_as_the_trainer_takes_it(monkeypatch):
@@ -287,7 +285,7 @@ def test_version_of_a_step_whose_round_is_open_is_ignored():
     published = d.core.fleet.published
     assert published is not None
     for finish in (d.running()[0], None):
-        commands = [*d.publish(2), *d.feed(StepTrained("t", StepDone(1, 2, {})))]
+        commands = [*d.publish(2), *d.feed(MessageArrived("t", StepDone(1, 2, {})))]
         assert d.core.fleet.published is published
         assert (d.core.step, d.core.trainer_feed.trained_step) == (1, 1)
         assert [c.text for c in of_kind(commands, Report)] == [
@@ -322,7 +320,7 @@ def test_trainer_that_trains_again_publishes_what_was_published_whatever_round_i
     assert d.core.trainer_feed.trained_step == 2
 
 
-@pytest.mark.parametrize("news", [ShardLeft(0, 0), ShardsDelivered("t", ShardsTaken(0, 0))])
+@pytest.mark.parametrize("news", [ShardLeft(0, 0), MessageArrived("t", ShardsTaken(0, 0))])
 def test_news_of_a_shard_that_is_sent_again_sends_no_other(news: Event):
     """The coordinator died when the version was published, and the step not over."""
     d = Driver()
@@ -361,7 +359,7 @@ def test_the_journal_says_which_replicas_have_accumulated_a_version():
     news = PublishWeights(2, "digest-2", 1, 1, portions=(1, 2), replicas=(1, 0))
     [entry] = [
         c.entry
-        for c in of_kind(d.feed(WeightsPublished("t", news)), Record)
+        for c in of_kind(d.feed(MessageArrived("t", news)), Record)
         if isinstance(c.entry, VersionPublished)
     ]
     assert entry == VersionPublished(2, "digest-2", (1, 2), 1, 1, replicas=(1, 0))

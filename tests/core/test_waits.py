@@ -1,4 +1,4 @@
-"""What a run waits for, in virtual time: each thing, which is named of several, and since when."""
+"""What a run waits for, in virtual time: each thing, and which is named of several."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 
 from lightrl.core.commands import Command
-from lightrl.core.events import (
-    DrainRequested,
-    HeartbeatArrived,
-    NodeLost,
-    NodeReleased,
-    ResponseScored,
-    StepTrained,
-    TrainerParked,
-)
+from lightrl.core.events import DrainRequested, MessageArrived, NodeLost, ResponseScored
 from lightrl.core.waits import Scoring, Wait, WaitClock, WaitKind, decide
 from lightrl.messages.nodes import Heartbeat
 from lightrl.messages.sharing import DevicesReleased
@@ -41,7 +33,7 @@ def wait_of(d: Driver, scoring: Scoring = NONE) -> Wait:
 
 def beat(d: Driver, name: str, **said: Any) -> None:
     """By default its engine, or its ranks, have started."""
-    d.feed(HeartbeatArrived(name, Heartbeat(**{"device": "cpu", **said})))
+    d.feed(MessageArrived(name, Heartbeat(**{"device": "cpu", **said})))
 
 
 def test_from_nothing_to_the_first_token(driver):
@@ -53,12 +45,12 @@ def test_from_nothing_to_the_first_token(driver):
     d.now = 3.0
     d.join("a")
     d.join("b")
-    assert wait_of(d) == Wait(K.RANKS, since=2.0, nodes=("t",))
+    assert wait_of(d) == Wait(K.RANKS, nodes=("t",))
     d.now = 5.0
     d.publish(0)
-    assert wait_of(d) == Wait(K.ENGINES, since=3.0, nodes=("a", "b"))
+    assert wait_of(d) == Wait(K.ENGINES, nodes=("a", "b"))
     beat(d, "b")  # what has an engine comes first: the version is on its way there
-    assert wait_of(d) == Wait(K.WEIGHTS, since=5.0, step=0, nodes=("b",))
+    assert wait_of(d) == Wait(K.WEIGHTS, step=0, nodes=("b",))
     d.confirm("b", 0)
     assert kind(d) is None  # it samples; nobody waits for the other one
 
@@ -80,20 +72,20 @@ def test_a_run_waits_for_each_part_of_a_step(driver):
     assert wait_of(d, Scoring(1, 3)) == Wait(K.SCORES, num=1, of=3, step=0)
     d.now = 14.0
     d.score(last)
-    assert wait_of(d) == Wait(K.TRAINING, since=14.0, step=0)
+    assert wait_of(d) == Wait(K.TRAINING, step=0)
     beat(d, "t", is_saving=True)
     assert wait_of(d) == Wait(K.CHECKPOINT, step=0)
     beat(d, "t")
     d.now = 20.0
     d.publish(1)  # how the step ended is not said yet: a node that has the version does not sample
     assert kind(d) is K.TRAINING
-    d.feed(StepTrained("t", StepDone(0, 1, {})))
-    assert wait_of(d) == Wait(K.WEIGHTS, since=20.0, step=1, nodes=("a",))
+    d.feed(MessageArrived("t", StepDone(0, 1, {})))
+    assert wait_of(d) == Wait(K.WEIGHTS, step=1, nodes=("a",))
     d.now = 21.0
     d.confirm("a", 1)
     assert kind(d) is None
     d.finish_round()
-    assert wait_of(d) == Wait(K.TRAINING, since=21.0, step=1, usual_s=6.0)
+    assert wait_of(d) == Wait(K.TRAINING, step=1, usual_s=6.0)
 
 
 def test_the_tail_is_a_tenth_of_the_responses():
@@ -123,7 +115,7 @@ def test_a_trainer_that_is_lost_is_named_first_and_when_the_run_ends_for_it(driv
     d.start("a")
     d.now = 7.0
     d.feed(NodeLost("t", "connection lost"))
-    assert wait_of(d) == Wait(K.TRAINER_LOST, 7.0, 1, 1, ends_at=67.0)
+    assert wait_of(d) == Wait(K.TRAINER_LOST, num=1, of=1, ends_at=67.0)
     d.feed(NodeLost("a", "connection lost"))
     assert kind(d) is K.TRAINER_LOST
     d.now = 9.0
@@ -139,7 +131,7 @@ def test_a_trainer_that_comes_back_loads_and_trains_again(driver):
     d.feed(NodeLost("t", "connection lost"))
     d.now = 9.0
     d.join("t", "trainer", incarnation=2)
-    assert wait_of(d) == Wait(K.RANKS, 9.0, nodes=("t",))
+    assert wait_of(d) == Wait(K.RANKS, nodes=("t",))
     d.publish(0)
     assert kind(d) is K.TRAINING
 
@@ -170,17 +162,17 @@ def test_devices_that_change_sides():
     d.join("t", "trainer", is_released=True)
     d.publish(0)
     d.join("a", shares="t")
-    d.feed(TrainerParked("t", DevicesReleased("trainer", 0, 0, 0.0)))
+    d.feed(MessageArrived("t", DevicesReleased("trainer", 0, 0, 0.0)))
     d.confirm("a", 0)
     d.now = 4.0
     d.finish_round()
-    assert wait_of(d) == Wait(K.DEVICES, 4.0, step=0, nodes=("a",))
+    assert wait_of(d) == Wait(K.DEVICES, step=0, nodes=("a",))
     d.now = 5.0
-    d.feed(NodeReleased("a", DevicesReleased("rollout", d.core.fleet.nodes["a"].order, 0, 0.1)))
+    d.feed(MessageArrived("a", DevicesReleased("rollout", d.core.fleet.nodes["a"].order, 0, 0.1)))
     assert kind(d) is K.TRAINING
     d.train(0)
     assert kind(d) is K.DEVICES  # the engine sleeps, and the ranks have not parked
-    d.feed(TrainerParked("t", DevicesReleased("trainer", 0, 0, 0.0)))
+    d.feed(MessageArrived("t", DevicesReleased("trainer", 0, 0, 0.0)))
     assert kind(d) is K.ENGINES  # it was told to wake, and nobody has heard of its engine
 
 
@@ -233,9 +225,6 @@ def test_the_clock_knows_since_when_it_is_the_same():
     assert since(other, 11.0) == 11.0
     assert since(None, 12.0) is None
     assert since(other, 13.0) == 13.0
-    assert since(Wait(K.RANKS, since=4.0), 14.0) == 4.0  # the state knows better
-    assert since(Wait(K.RANKS, since=8.0), 15.0) == 4.0
-    assert since(Wait(K.ENGINES, since=20.0), 16.0) == 16.0  # a clock that was set back
 
 
 @pytest.mark.parametrize("shares", [False, True])

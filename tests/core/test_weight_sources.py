@@ -2,20 +2,8 @@
 
 from dataclasses import replace
 
-from lightrl.core.commands import Command, Record
-from lightrl.core.coordinator import Coordinator
-from lightrl.core.events import (
-    EndpointOpened,
-    HeartbeatArrived,
-    NodeDraining,
-    NodeJoined,
-    NodeLeft,
-    NodeLost,
-    SourceReported,
-    StepTrained,
-    WeightsPublished,
-    WeightsRefused,
-)
+from lightrl.core.commands import Command, Record, Report
+from lightrl.core.events import MessageArrived, NodeDraining, NodeJoined, NodeLeft, NodeLost
 from lightrl.core.log_entries import VersionPublished
 from lightrl.core.weights.weight_sources import MAX_PEERS, MAX_UPDATES_PER_JOIN
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
@@ -93,7 +81,7 @@ def test_endpoint_said_again_is_no_news_and_another_one_is():
 
 def test_endpoint_of_a_node_that_is_not_there_is_nobodys():
     d = late()
-    d.feed(EndpointOpened("stranger", endpoint_of("stranger")))
+    d.feed(MessageArrived("stranger", endpoint_of("stranger")))
     assert "stranger" not in d.core.fleet.sources.endpoints
     d.open("a")
     d.feed(NodeLost("a", "gone"))
@@ -104,15 +92,12 @@ def test_fleet_that_joins_together_costs_a_few_messages_a_node():
     d, names = Driver(lease_s=1e9), [f"n{i}" for i in range(64)]
     d.join("t", "trainer")
     d.publish(0)
-    told = [offers(d.join(name)) for name in names]
-    num_messages = sum(map(len, told))
-    assert num_messages <= (1 + MAX_UPDATES_PER_JOIN) * len(names)
-    last = {name: sources for each in told for name, sources in each.items()}
+    sent_to = [offers(d.join(name)) for name in names]
+    assert sum(map(len, sent_to)) <= (1 + MAX_UPDATES_PER_JOIN) * len(names)
+    last = {name: sources for each in sent_to for name, sources in each.items()}
     assert set(last) == set(names)
     assert all(sources[-1] == "t" for sources in last.values())
     assert all(len(sources) > MAX_UPDATES_PER_JOIN for sources in last.values())
-    of_each = [sum(n in sources for sources in last.values()) for n in names]
-    assert all(count >= MAX_UPDATES_PER_JOIN for count in of_each[:-1])
 
 
 def test_version_goes_to_all_in_one_message_each_and_everybody_serves_as_many():
@@ -147,16 +132,16 @@ def test_draining_node_that_was_still_at_it_serves_no_more(driver: Driver):
     assert offers(driver.join("b")) == {"b": ["t"]}
 
 
-def test_node_whose_sources_are_lost_is_told_of_others():
+def test_node_without_the_sources_that_it_was_sent_gets_others():
     d, names = Driver(lease_s=1e9), [f"n{i}" for i in range(MAX_PEERS + 4)]
     d.start(*names)
-    [(_, offer)] = sent(d.join("late"), PublishWeights)
-    told = {s.node for s in offer.sources}
-    others = set(names) - told
+    d.feed(NodeLost("t", "gone"))
+    told = offers(d.join("late"))["late"]
+    others = set(names) - set(told)
     assert len(others) == 4
-    commands = [c for n in sorted(told) for c in d.feed(NodeLost(n, "gone"))]
-    messages = sent(commands, PublishWeights)
-    assert [(n, {s.node for s in m.sources}) for n, m in messages] == [("late", others | {"t"})]
+    commands = [[*d.feed(NodeLost(n, "gone"))] for n in told]
+    assert not any(map(offers, commands[:-1]))
+    assert set(offers(commands[-1])["late"]) == others
 
 
 def test_node_that_trains_and_generates_is_told_and_never_to_pull_from_itself():
@@ -210,7 +195,7 @@ def test_engine_that_died_loads_what_its_node_has_while_nobody_else_is_there():
     d = Driver()
     d.start("a")
     d.feed(NodeLost("t", "gone"))
-    commands = d.feed(WeightsRefused("a", WeightsFailed(0, "killed")))
+    commands = d.feed(MessageArrived("a", WeightsFailed(0, "killed")))
     assert offers(commands) == {"a": []}
     assert offers(d.join("b", serves=0)) == {"a": ["b"]}
 
@@ -221,7 +206,7 @@ def test_node_that_cannot_pull_while_the_trainer_is_away_is_not_sent_away():
     d.feed(NodeLost("t", "gone"))
     d.join("b")
     commands = [
-        c for _ in range(5) for c in d.feed(WeightsRefused("b", WeightsFailed(0, "no route")))
+        c for _ in range(5) for c in d.feed(MessageArrived("b", WeightsFailed(0, "no route")))
     ]
     assert sent(commands, Drain) == []
     assert len(sent(commands, PublishWeights)) == 2
@@ -237,7 +222,7 @@ def test_resumed_coordinator_knows_enough_for_nodes_to_pull_from_each_other():
     message = PublishWeights(0, "digest-0", 1000, 10, canary=canary, base=base)
     [entry] = [
         c.entry
-        for c in of_kind(d.feed(WeightsPublished("t", message)), Record)
+        for c in of_kind(d.feed(MessageArrived("t", message)), Record)
         if isinstance(c.entry, VersionPublished)
     ]
     assert (entry.num_bytes, entry.manifest_bytes, entry.canary) == (1000, 10, canary)
@@ -259,7 +244,7 @@ def test_the_base_of_adapters_is_pulled_with_tickets_that_hold_for_every_version
     d = Driver()
     d.join("t", "trainer")
     message = replace(publication(0), base=WeightsBase("base", 5000, 50))
-    d.feed(WeightsPublished("t", message))
+    d.feed(MessageArrived("t", message))
     [(_, offer)] = sent(d.join("a"), PublishWeights)
     assert offer.base is not None
     secret = d.core.fleet.sources.endpoints["t"].secret
@@ -295,19 +280,19 @@ def test_version_that_is_overtaken_is_not_asked_for_and_not_counted():
     assert offers(d.join("c"))["c"] == ["a", "b", "t"]
 
 
-def test_member_that_drains_in_the_middle_is_replaced_where_few_are_left():
+def test_source_that_drains_serves_until_it_is_gone():
     d = Driver()
     d.start("a")
     d.feed(NodeLost("t", "gone"))
     d.join("b")
-    d.join("c")  # knows a and b
-    assert offers(d.feed(NodeDraining("b", "SIGTERM"))) == {}  # a still serves
-    assert d.core.fleet.sources.num_left("c") == 1
-    d.feed(NodeLeft("b", "drained", ok=True))
+    d.join("c")  # gets a and b
+    d.feed(NodeDraining("b", "SIGTERM"))  # it has not all of the version
+    assert d.core.fleet.sources.assigned["c"] == {"a"}
     d.feed(NodeDraining("a", "SIGTERM"))
-    assert d.core.fleet.sources.num_left("c") == 1  # it holds the version, until it is gone
+    assert d.core.fleet.sources.assigned["c"] == {"a"}
+    d.feed(NodeLeft("b", "drained", ok=True))
     d.feed(NodeLeft("a", "drained", ok=True))
-    assert list(d.core.fleet.sources.waiting) == ["c"]
+    assert d.core.fleet.sources.waiting == ["c"]
     assert offers(d.join("d", serves=0)) == {"c": ["d"]}
 
 
@@ -316,36 +301,17 @@ def test_member_that_drains_in_the_middle_is_replaced_where_few_are_left():
 
 def bad(d: Driver, reporter: str, source: str, version: int = 0) -> list[Command]:
     return d.feed(
-        SourceReported(reporter, WeightsFailed(version, "bucket 7: digest differs", source))
+        MessageArrived(reporter, WeightsFailed(version, "bucket 7: digest differs", source))
     )
 
 
-def test_source_that_sent_wrong_bytes_is_not_assigned_to_that_node_for_this_version(driver: Driver):
-    driver.start("a", "b", "c")
-    driver.join("d")
-    driver.join("e")
-    bad(driver, "d", "a")
-    bad(driver, "d", "a")
-    assert driver.core.fleet.num_bad_sources == 1  # it is new once
-    again = driver.feed(WeightsRefused("d", WeightsFailed(0, "no space left")))
-    assert "a" not in offers(again)["d"]
-    assert "a" in offers(driver.join("f"))["f"]
-    for name in "def":
-        driver.confirm(name, 0)
-    driver.finish_round()
-    assert "a" in offers(driver.publish(1))["d"]
-
-
-def test_a_node_that_reports_all_sources_is_sent_to_the_trainer_and_harms_nobody(driver: Driver):
-    driver.start(*"abcdef")
-    driver.join("liar")
-    for source in [*"abcdef", "t"]:
-        bad(driver, "liar", source)
-    got = offers(driver.join("honest"))["honest"]
-    assert got[-1] == "t"
-    assert set("abcdef") <= set(got)
-    again = driver.feed(WeightsRefused("liar", WeightsFailed(0, "all of them are bad")))
-    assert offers(again)["liar"] == ["honest", "t"]
+def test_wrong_bytes_are_counted_and_cost_a_warning(driver: Driver):
+    driver.start("a", "b")
+    driver.join("c")
+    [warning] = of_kind(bad(driver, "c", "a"), Report)
+    assert warning.is_warning
+    assert warning.text.startswith("c: wrong bytes of version 0 from a")
+    assert driver.core.fleet.num_bad_sources == 1
 
 
 def test_only_who_was_told_of_a_source_can_report_it(driver: Driver):
@@ -370,14 +336,14 @@ def publish(d: Driver, version: int, *deltas: DeltaOffer) -> dict[str, tuple[Del
     """node -> the differences that it was told of."""
     p = publication(version)
     message = PublishWeights(version, p.digest, p.num_bytes, p.manifest_bytes, deltas=deltas)
-    commands = d.feed(WeightsPublished("t", message))
+    commands = d.feed(MessageArrived("t", message))
     return {n: m.deltas for n, m in sent(commands, PublishWeights)}
 
 
 def step(d: Driver, version: int, *deltas: DeltaOffer) -> dict[str, tuple[DeltaOffer, ...]]:
     d.finish_round()
     got = publish(d, version, *deltas)
-    d.feed(StepTrained("t", StepDone(version - 1, version, {})))
+    d.feed(MessageArrived("t", StepDone(version - 1, version, {})))
     for name in list(d.core.fleet.updating):
         if name != "slow":
             d.confirm(name, version)
@@ -422,24 +388,20 @@ def test_progress_of_a_pull_is_known_until_the_node_is_ready(driver: Driver):
     driver.start("a")
     driver.join("b")
     progress = WeightsProgress(0, 500, 1000, 2)
-    driver.feed(HeartbeatArrived("b", Heartbeat(weights=progress)))
+    driver.feed(MessageArrived("b", Heartbeat(weights=progress)))
     assert driver.core.fleet.nodes["b"].weights == progress
     driver.confirm("b", 0)
     assert driver.core.fleet.nodes["b"].weights is None
 
 
-def test_endpoints_that_change_all_the_time_cost_others_little():
-    """A node of ill will says another secret again and again."""
+def test_endpoints_that_change_all_the_time_cost_others_nothing():
     d = Driver(lease_s=1e9)
     d.start(*[f"n{i}" for i in range(4)])
     for i in range(30):
         d.join(f"late-{i}")
-    core: Coordinator = d.core
-    num_told = 0
     for k in range(20):
-        changed = EndpointOpened("late-3", WeightsEndpoint(("h:1",), f"{k}" * 16))
-        num_told += len(sent(core.handle(changed, d.now), PublishWeights))
-    assert num_told <= 20 * MAX_UPDATES_PER_JOIN
+        changed = MessageArrived("late-3", WeightsEndpoint(("h:1",), f"{k}" * 16))
+        assert not sent(d.feed(changed), PublishWeights)
 
 
 def test_differences_that_are_found_later_are_told_to_those_who_are_at_it_and_have_the_base():

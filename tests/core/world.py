@@ -9,30 +9,24 @@ from typing import Any
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
-    BroadcastReported,
     DrainRequested,
-    EndpointOpened,
     Event,
+    MessageArrived,
     NodeDraining,
     NodeLeft,
     NodeLost,
-    NodeReleased,
     ResponseScored,
-    ShardsDelivered,
-    SourceReported,
-    StepTrained,
     TimerFired,
-    TokensArrived,
-    WeightsPublished,
-    WeightsRefused,
 )
 from lightrl.core.log_entries import ShardSent, SnapshotEnded
 from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import Node, Response, Round
 from lightrl.core.training import trainer_feed
 from lightrl.core.weights.weight_sources import MAX_PEERS
+from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.messages.sharing import EngineAsleep
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsFailed
 from lightrl.tickets import pull_ticket
@@ -87,8 +81,6 @@ class World:
         self.driver.opens_endpoints = self.rng.random() < 0.5
         # node -> version and sources that it was told of
         self.offered: dict[str, tuple[int, set[str]]] = {}
-        # (node, version) -> bad sources, each with the numbers of the two when it was reported
-        self.reported: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         self.num_told_again = 0
         self.num_without_trainer = 0  # nodes told of sources while the trainer was away
         self.num_late_endpoints = 0
@@ -172,7 +164,7 @@ class World:
                 self.leave(node, drain.reason)
 
     def take_offer(self, node: str, offer: PublishWeights) -> None:
-        """Tickets are good, and nobody is sent to itself or to whom it has reported."""
+        """Tickets are good, and nobody is sent to itself."""
         names = [source.node for source in offer.sources]
         peers = [name for name in names if name != "t"]
         has_it = node in self.core.fleet.sources.complete  # its engine died, or it is told again
@@ -181,9 +173,6 @@ class World:
         assert names[: len(peers)] == peers, "the trainer comes last"
         assert len(peers) <= MAX_PEERS
         version = offer.policy_version
-        reported = self.reported.get((node, version), {})
-        bad = {n for n, numbers in reported.items() if numbers == self.numbers(node, n)} - {"t"}
-        assert not bad.intersection(names)
         assert node not in names
         for source in offer.sources:
             endpoint = self.core.fleet.sources.endpoints[source.node]
@@ -196,12 +185,6 @@ class World:
         self.num_told_again += known == version
         self.num_without_trainer += "t" not in names
         self.offered[node] = version, (told if known == version else set()) | set(names)
-
-    def numbers(self, *names: str) -> tuple[int, int]:
-        """Of two nodes; a node that joins again has another one. -1: it is not there."""
-        nodes = self.core.fleet.nodes
-        one, other = (nodes[name].number if name in nodes else -1 for name in names)
-        return one, other
 
     def can_load(self, name: str) -> bool:
         """Whether it was told of the version, and of a node that has it and is there."""
@@ -281,7 +264,7 @@ class World:
             name = self.rng.choice(sorted(self.core.fleet.nodes))
             self.num_late_endpoints += name not in self.core.fleet.sources.endpoints
             secret = f"secret {self.rng.randint(0, 2)} of {name}"
-            opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret))
+            opened = MessageArrived(name, WeightsEndpoint((f"{name}:1",), secret))
             self.feed(lambda: self.driver.feed(opened))
 
     def report_source(self) -> None:
@@ -292,12 +275,8 @@ class World:
             source = self.rng.choice(sorted(told) or names)
             if self.rng.random() < 0.1:
                 source = self.rng.choice([*NAMES, "t"])
-            is_there = source in self.core.fleet.nodes
-            if is_there and source in self.core.fleet.sources.assigned.get(name, ()):
-                pair = self.numbers(name, source)
-                self.reported.setdefault((name, version), {})[source] = pair
             report = WeightsFailed(version, "bucket 7: digest differs", source)
-            self.feed(lambda: self.driver.feed(SourceReported(name, report)))
+            self.feed(lambda: self.driver.feed(MessageArrived(name, report)))
 
     def lose(self) -> None:
         name = self.rng.choice(NAMES)
@@ -325,7 +304,7 @@ class World:
         version = published.policy_version
         if self.rng.random() < 0.05:
             failed = WeightsFailed(version, "no space left")
-            self.feed(lambda: self.driver.feed(WeightsRefused(name, failed)))
+            self.feed(lambda: self.driver.feed(MessageArrived(name, failed)))
             return
         digest = "wrong" if self.rng.random() < 0.05 else None
         self.load_newest(name, max(0, version - (self.rng.random() < 0.05)), digest)
@@ -336,7 +315,7 @@ class World:
             name, published = self.rng.choice(ready), self.core.fleet.published
             assert published is not None
             died = WeightsFailed(published.policy_version, "engine killed by SIGKILL")
-            self.feed(lambda: self.driver.feed(WeightsRefused(name, died)))
+            self.feed(lambda: self.driver.feed(MessageArrived(name, died)))
 
     def load_newest(self, name: str, version: int | None = None, digest: str | None = None) -> None:
         node, published = self.core.fleet.nodes[name], self.core.fleet.published
@@ -372,7 +351,7 @@ class World:
         version = self.driver.version_at(name) if version is None else version
         known = self.core.fleet.digests.get(version, (f"digest-{version}",))
         chunk = TokenChunk(version, known[len(items) % len(known)], tuple(items))
-        self.remember(TokensArrived(name, chunk))
+        self.remember(MessageArrived(name, chunk))
 
     def remember(self, event: Event) -> None:
         self.past.append(event)
@@ -413,9 +392,9 @@ class World:
             self.untaken.clear()
             self.trained_step = step + 1
             self.sharing.park()
-            self.remember(WeightsPublished("t", self.driver.publication(step + 1)))
+            self.remember(MessageArrived("t", self.driver.publication(step + 1)))
             metrics = {"timing_s/forward_backward": self.train_s, "timing_s/optimizer": 0.0}
-            self.remember(StepTrained("t", StepDone(step, step + 1, metrics)))
+            self.remember(MessageArrived("t", StepDone(step, step + 1, metrics)))
             if self.rng.random() < 0.4 and not self.forgets:
                 self.checkpoint = step + 1
 
@@ -425,7 +404,7 @@ class World:
         if num_taken and self.has_trainer:
             taken = [self.untaken.popleft() for _ in range(num_taken)][-1]
             known = len(self.shards[taken.step])
-            self.remember(ShardsDelivered("t", ShardsTaken(taken.step, taken.index)))
+            self.remember(MessageArrived("t", ShardsTaken(taken.step, taken.index)))
             self.num_held_back += len(self.shards[taken.step]) > known
 
     def lose_trainer(self) -> None:
@@ -469,8 +448,8 @@ class World:
         self.to_train.clear()
         self.untaken.clear()
         self.broadcasts.forget("t")
-        said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastReported
-        self.past = [e for e in self.past if not isinstance(e, said)]
+        said = PublishWeights | StepDone | ShardsTaken | BroadcastStatus
+        self.past = [e for e in self.past if not _is_message(e, said)]
         self.sharing.orders.pop("t", None)
         self.sharing.given = set()
         parked = {"is_released": not self.sharing.train} if self.sharing.is_on else {}
@@ -480,7 +459,7 @@ class World:
         self.feed(lambda: self.driver.publish(self.trained_step))
         if self.trained_step and self.rng.random() < 0.7:
             done = StepDone(self.trained_step - 1, self.trained_step, {})
-            self.feed(lambda: self.driver.feed(StepTrained("t", done)))
+            self.feed(lambda: self.driver.feed(MessageArrived("t", done)))
 
     def restart_coordinator(self) -> None:
         """Killed at any moment: the newest facts may be lost, but not what was sent to the
@@ -493,9 +472,8 @@ class World:
             i for i, f in enumerate(self.driver.segment) if isinstance(f, SnapshotEnded | ShardSent)
         )
         lost = self.rng.randint(0, len(self.driver.segment) - kept)
-        self.reported.clear()  # nobody says again what was said of sources
         self.sharing.orders.clear()
-        self.past = [e for e in self.past if not isinstance(e, NodeReleased)]
+        self.past = [e for e in self.past if not _is_message(e, EngineAsleep)]
         self.feed(lambda: self.driver.restart(lost))
         self.sharing.adopt()
         if self.has_trainer:
@@ -703,3 +681,7 @@ class World:
 
 def num_tokens(shard: TrainShard) -> int:
     return sum(len(r.token_ids) // 4 for group in shard.groups for r in group.responses)
+
+
+def _is_message(event: Event, kinds: Any) -> bool:
+    return isinstance(event, MessageArrived) and isinstance(event.message, kinds)

@@ -5,12 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightrl.core.commands import Command
-from lightrl.core.events import (
-    BroadcastReported,
-    HeartbeatArrived,
-    WeightsConfirmed,
-    WeightsRefused,
-)
+from lightrl.core.events import MessageArrived
 from lightrl.messages.broadcasts import BroadcastStatus, VersionTaken
 from lightrl.messages.nodes import Heartbeat
 from lightrl.messages.responses import Generate
@@ -72,7 +67,7 @@ class WorldBroadcasts:
 
     def beat(self, name: str) -> None:
         heartbeat = Heartbeat(num_workers=self.workers.get(name, 0))
-        self._world.feed(lambda: self._world.driver.feed(HeartbeatArrived(name, heartbeat)))
+        self._world.feed(lambda: self._world.driver.feed(MessageArrived(name, heartbeat)))
 
     # What they report
 
@@ -119,7 +114,7 @@ class WorldBroadcasts:
         if fails and world.rng.random() < 0.5:
             self._say(name, self._failed(version, group))
         elif fails:
-            refused = WeightsRefused(name, WeightsFailed(version, "canary"))
+            refused = MessageArrived(name, WeightsFailed(version, "canary"))
             world.feed(lambda: world.driver.feed(refused))
         else:
             if world.core.fleet.nodes[name].state == "updating":
@@ -127,11 +122,11 @@ class WorldBroadcasts:
             self.num_received += 1
             self.fed[name] = version
             ready = WeightsReady(version, world.driver.digest(version), broadcast_s=0.1)
-            world.feed(lambda: world.driver.feed(WeightsConfirmed(name, ready)))
+            world.feed(lambda: world.driver.feed(MessageArrived(name, ready)))
 
     def _failed(self, version: int, group: str) -> BroadcastStatus:
         self.num_failed += 1
         return BroadcastStatus(version, group, reason="timed out")
 
     def _say(self, name: str, status: BroadcastStatus) -> None:
-        self._world.remember(BroadcastReported(name, status))
+        self._world.remember(MessageArrived(name, status))

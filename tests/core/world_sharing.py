@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from lightrl.core.commands import Command, ReplayShards, Send
-from lightrl.core.events import NodeReleased, TrainerParked, WeightsRefused
+from lightrl.core.events import MessageArrived
 from lightrl.core.sharing.sharing_rules import Change, StepTimes, View
 from lightrl.messages.message import Message
 from lightrl.messages.sharing import DevicesReleased, SetDevices
@@ -143,7 +143,7 @@ class WorldSharing:
         """The ranks give the devices back."""
         if self.is_on:
             self.lose_devices()
-            said = TrainerParked("t", DevicesReleased("trainer", number, 1000, 0.1))
+            said = MessageArrived("t", DevicesReleased("trainer", number, 1000, 0.1))
             self._world.feed(lambda: self._world.driver.feed(said))
 
     def lose_devices(self) -> None:
@@ -173,7 +173,7 @@ class WorldSharing:
                 self.awake.discard(name)
                 self.given_up.discard(name)
                 self.num_slept += 1
-                said = NodeReleased(name, DevicesReleased("rollout", number, 1000, 0.1))
+                said = MessageArrived(name, DevicesReleased("rollout", number, 1000, 0.1))
                 world.remember(said)
             case SetDevices("rollout", active=True):
                 self.num_wakes += 1
@@ -191,4 +191,4 @@ class WorldSharing:
         if asleep and fleet.published is not None:
             name = self._world.rng.choice(asleep)
             died = WeightsFailed(fleet.published.policy_version, "engine killed by SIGKILL")
-            self._world.feed(lambda: self._world.driver.feed(WeightsRefused(name, died)))
+            self._world.feed(lambda: self._world.driver.feed(MessageArrived(name, died)))

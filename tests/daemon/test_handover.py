@@ -18,7 +18,7 @@ from lightrl.coordinator.journaling import FOLDER, Journaling
 from lightrl.coordinator.replays import Replays
 from lightrl.core.commands import Command, Record, ReplayShards, Send
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.events import NodeLost, ShardLeft, ShardsDelivered
+from lightrl.core.events import MessageArrived, NodeLost, ShardLeft
 from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, VersionPublished
 from lightrl.core.recovery import recover
 from lightrl.core.training import trainer_feed as trainer_feed
@@ -102,7 +102,7 @@ class Shell:
         asyncio.get_running_loop().call_soon(lambda: self.perform(self.driver.feed(left)))
 
     def take(self, shard: TrainShard) -> None:
-        taken = ShardsDelivered("t", ShardsTaken(shard.step, shard.index))
+        taken = MessageArrived("t", ShardsTaken(shard.step, shard.index))
         self.perform(self.driver.feed(taken))
 
     async def hand_over(self) -> None:

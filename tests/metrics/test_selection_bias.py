@@ -10,16 +10,12 @@ import pytest
 from lightrl.core.commands import CloseRound, DrawPrompts, ScoreResponse, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
-    EndpointOpened,
     Event,
+    MessageArrived,
     NodeJoined,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
-    StepTrained,
-    TokensArrived,
-    WeightsConfirmed,
-    WeightsPublished,
 )
 from lightrl.core.settings import Settings, Tail
 from lightrl.core.state import DrawnPrompt
@@ -101,7 +97,7 @@ class EmulatedRun:
         nodes: tuple[tuple[str, Role], ...] = (("t", "trainer"), ("a", "rollout"))
         for name, role in nodes:
             self.feed(NodeJoined(hello(name, role)))
-            self.feed(EndpointOpened(name, endpoint_of(name)))
+            self.feed(MessageArrived(name, endpoint_of(name)))
         self.load(0)
         while self.core.step < self.settings.num_steps:
             while self.closed is None:
@@ -116,10 +112,10 @@ class EmulatedRun:
         for engine in (self.engine, self.shadow):
             engine.load_weights(file)
         self.version = version
-        self.feed(WeightsPublished("t", publication(version)))
+        self.feed(MessageArrived("t", publication(version)))
         if version:
-            self.feed(StepTrained("t", StepDone(version - 1, version, {})))
-        self.feed(WeightsConfirmed("a", WeightsReady(version, f"digest-{version}")))
+            self.feed(MessageArrived("t", StepDone(version - 1, version, {})))
+        self.feed(MessageArrived("a", WeightsReady(version, f"digest-{version}")))
 
     def decode(self) -> None:
         running = self.core.fleet.nodes["a"].running
@@ -131,7 +127,7 @@ class EmulatedRun:
                 ResponseTokens(r.id, r.attempt, len(r.tokens), ids, logprobs, d.finish_reason)
             )
         chunk = TokenChunk(self.version, f"digest-{self.version}", tuple(items))
-        self.feed(TokensArrived("a", chunk))
+        self.feed(MessageArrived("a", chunk))
 
     def feed(self, event: Event) -> None:
         todo = [event]

@@ -90,19 +90,23 @@ def _sources(core: "Coordinator") -> None:
     if there is any."""
     nodes, sources, published = core.fleet.nodes, core.fleet.sources, core.fleet.published
     for ring, holds in ((sources.complete, True), (sources.partial, False)):
-        for name in ring.names:
+        for name in ring:
             _require(name in nodes and name in sources.endpoints, f"{name} cannot be a source")
             node = nodes[name]
             is_newest = published is not None and node.policy_version == published.policy_version
             has_all = is_newest and node.has_file
             _require(has_all == holds, f"{name} is listed as another source than it is")
             _require(not node.receives, f"{name} gets no file, but is listed as a source")
-    for name in sources.assigned.keys() | sources.waiting.keys() | sources.endpoints.keys():
+    for name in sources.assigned.keys() | sources.endpoints.keys():
         _require(name in nodes, f"{name} is not there, but known as a source or receiver")
     for name, assigned in sources.assigned.items():
-        _require(sources.is_pulling(nodes[name]), f"{name} is {nodes[name].state} and pulls")
+        is_joining = nodes[name].state is NodeState.JOINING
+        pulls = sources.is_pulling(nodes[name]) or (is_joining and not assigned)
+        _require(pulls, f"{name} is {nodes[name].state} and pulls")
         _require(name not in assigned, f"{name} is to pull from itself")
-    if published is None or not published.is_described:
+        there = {*sources.complete, *sources.partial, sources.trainer}
+        _require(assigned <= there, f"{name} has sources that are no more")
+    if published is None or not published.manifest_bytes:
         return
     has_trainer = sources.trainer is not None and sources.trainer in sources.endpoints
     for node in nodes.values():
@@ -111,11 +115,10 @@ def _sources(core: "Coordinator") -> None:
             continue
         if node.takes_turns and node.policy_version == published.policy_version:
             continue  # it wakes with the version that it has
-        holders = (n for n in sources.complete.names if n != node.name)
-        is_there = has_trainer or any((node.name, n) not in sources.bad for n in holders)
+        is_there = has_trainer or bool(sources.complete.keys() - {node.name})
         was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
         if is_there and node.name != sources.trainer and not was_asked_to_go:
-            _require(sources.num_left(node.name) > 0, f"{node.name} was sent no source")
+            _require(bool(sources.assigned[node.name]), f"{node.name} was sent no source")
 
 
 def _broadcast(core: "Coordinator") -> None:
@@ -132,7 +135,7 @@ def _broadcast(core: "Coordinator") -> None:
     if group is None:
         return
     _require(fleet.sources.trainer in fleet.nodes, "a group without a trainer")
-    for name, incarnation in zip(group.members, group.incarnations, strict=True):
+    for name, (incarnation, _) in group.members.items():
         node = fleet.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             raise InvariantViolation(f"{name} is a member, but not there")

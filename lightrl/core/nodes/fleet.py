@@ -18,12 +18,11 @@ from lightrl.core.sharing.shared_devices import SharedDevices, way_to_side, why_
 from lightrl.core.state import RESTING, Node, NodeState
 from lightrl.core.training.trainers import Trainers
 from lightrl.core.weights.broadcasts import Broadcasts
-from lightrl.core.weights.weight_sources import PULLING, PublishedVersion, WeightSources, version_of
+from lightrl.core.weights.weight_sources import PULLING, WeightSources
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import PROTOCOL, Drain, Heartbeat, Hello
 from lightrl.messages.weights import (
     Canary,
-    DeltaOffer,
     PublishWeights,
     WeightsEndpoint,
     WeightsFailed,
@@ -49,7 +48,7 @@ class Fleet:
         self.trainers = Trainers(settings.num_trainers, outbox)
         self.devices = SharedDevices(settings.device_parts, self.trainers)
         self.now = 0.0  # of the current event
-        self.published: PublishedVersion | None = None
+        self.published: PublishWeights | None = None  # as the trainer sent it
         self.sources = WeightSources(settings)
         self.broadcasts = Broadcasts(settings, self.nodes, self.sources, outbox)
         # Of the newest versions. The last one is current; those before it were replaced by versions
@@ -150,7 +149,7 @@ class Fleet:
             if node.state not in {NodeState.READY, NodeState.RELEASING, NodeState.RELEASED}:
                 self._move(node, NodeState.READY)
             self.sources.update(node)
-            self._send_new_sources(list(self.sources.waiting))
+            self._send_new_sources(self.sources.waiting)
         else:
             self._send_sources(node)
 
@@ -179,7 +178,7 @@ class Fleet:
         self.trainers.lost(name)
         self.sources.remove(name)
         self._send_sources_to(self.broadcasts.lost(name, is_trainer))
-        self._send_new_sources(self.sources.nodes_with_few_sources(name))
+        self._send_new_sources(self.sources.waiting)
 
     def why_no_rollout_node(self) -> str | None:
         """Return why no rollout node will take part any more, in one line; None if one may.
@@ -199,7 +198,7 @@ class Fleet:
         """Send the node no more work."""
         self._move(node, NodeState.DRAINING)
         self._send_sources_to(self.broadcasts.refused(node.name, "drains"))
-        self._send_new_sources(self.sources.nodes_with_few_sources(node.name))
+        self._send_new_sources(self.sources.waiting)
 
     def _move(self, node: Node, to: NodeState) -> None:
         """Change the state of a node and update all views of `nodes`."""
@@ -296,18 +295,16 @@ class Fleet:
                 self._send_sources(node)
 
     def _announce(self, message: PublishWeights) -> None:
-        self.set_current_version(version_of(message), message.deltas)
+        self.set_current_version(message)
         self.sources.trainer = self.trainer
 
-    def set_current_version(
-        self, published: PublishedVersion, deltas: tuple[DeltaOffer, ...] = ()
-    ) -> None:
+    def set_current_version(self, published: PublishWeights) -> None:
         """Make this version the newest."""
         self.published = published
-        self.sources.publish(published, deltas)
+        self.sources.publish(published)
         self._remember(published)
 
-    def add_retrained_version(self, retrained: PublishedVersion) -> None:
+    def add_retrained_version(self, retrained: PublishWeights) -> None:
         """Store a version, the newest or an older one, that was trained again with another
         digest."""
         if self.published and retrained.policy_version == self.published.policy_version:
@@ -315,7 +312,7 @@ class Fleet:
         else:
             self._remember(retrained)
 
-    def _remember(self, version: PublishedVersion) -> None:
+    def _remember(self, version: PublishWeights) -> None:
         number, digest = version.policy_version, version.digest
         others = (d for d in self.digests.get(number, ()) if d != digest)
         self.digests[number] = (*others, digest)
@@ -328,10 +325,10 @@ class Fleet:
     def on_trainer_behind(self, policy_version: int) -> None:
         """The trainer has resumed with an older version than the newest, which only other nodes may
         hold."""
-        self.sources.trainer = None
+        self.sources.withdraw_trainer()
         if self.trainer is not None:
             self.broadcasts.taken(self.trainer, policy_version)
-            self._send_new_sources(self.sources.nodes_with_few_sources(self.trainer))
+            self._send_new_sources(self.sources.waiting)
 
     def open_endpoint(self, name: str, endpoint: WeightsEndpoint) -> None:
         """A node serves the weights at this address."""
@@ -344,12 +341,11 @@ class Fleet:
             self._send_sources(self.nodes[name], only_news=True)
 
     def report_bad_source(self, name: str, report: WeightsFailed) -> None:
-        """A node received wrong bytes from a source: send the node other sources."""
-        if self.sources.report_bad_source(name, report):
+        """A node received wrong bytes from a source, which it does not ask again."""
+        if self.sources.was_sent(name, report):
             self.num_bad_sources += 1
             what = f"wrong bytes of version {report.policy_version} from {report.source}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
-            self._send_new_sources([name])
 
     def on_broadcast(self, name: str, status: BroadcastStatus) -> None:
         """Handle a report of the trainer or of a member about a broadcast."""
@@ -425,7 +421,7 @@ class Fleet:
         else:
             self.sources.update(node)
         self._send_sources_to(others, but=node)
-        self._send_new_sources(list(self.sources.waiting))
+        self._send_new_sources(self.sources.waiting)
 
     def refuse(self, name: str, failed: WeightsFailed) -> None:
         """A node has failed to serve the published version: send it again, and drain the node after

@@ -112,7 +112,7 @@ class Arrivals:
         has_ended = item.finish_reason in {"stop", "length"}
         if response.state is not ResponseState.QUEUED or not has_ended:
             return False
-        if not can_exist(response, item.attempt, self._table.was_recovered):
+        if not can_exist(response, item.attempt):
             return False
         staleness = response.group.round.step - version
         known = encode(response.tokens[item.offset :])

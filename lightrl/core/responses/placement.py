@@ -85,39 +85,6 @@ def _work(response: Response, node: Node, tokens: float) -> Work:
     return Work(tokens, tokens / node.gain_of(response))
 
 
-@dataclass(slots=True)
-class _Order:
-    """Nodes with free slots, for responses of one kind, by the time at which they would finish."""
-
-    outlooks: dict[str, Outlook]
-    # responses, of each node
-    most: dict[str, int]
-    heap: list[tuple[float, int, str]]
-    # for which the heap's keys hold, nearly
-    tokens: float = 0.0
-
-    def best(self, response: Response, tokens: float) -> Outlook | None:
-        if not self.tokens / SAME_LENGTH <= tokens <= self.tokens:
-            free = (o for o in self.outlooks.values() if o.running < self.most[o.node.name])
-            self.heap = [o.key(_work(response, o.node, tokens)) for o in free]
-            heapq.heapify(self.heap)
-            self.tokens = tokens
-        while self.heap:
-            best = self.outlooks[self.heap[0][-1]]
-            if self.heap[0][1] == best.running:
-                return best
-            # the order of the other kind has added a response
-            self.rank(best, _work(response, best.node, tokens))
-        return None
-
-    def rank(self, best: Outlook, work: Work) -> None:
-        """Reorder the first node, which has got one more response."""
-        if best.running < self.most[best.node.name]:
-            heapq.heapreplace(self.heap, best.key(work))
-        else:
-            heapq.heappop(self.heap)
-
-
 def assign(
     responses: Sequence[Response], nodes: Iterable[Node], foresee: LengthForecast
 ) -> list[tuple[Response, Node]]:
@@ -125,26 +92,32 @@ def assign(
 
     Credit-based: a node never holds more than its capacity, the rest waits. Each response goes to
     the node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name
-    breaks ties, so runs are reproducible. Where nodes speculate, responses with and without history
-    use separate orders of nodes. With the longest first this is Graham's greedy rule (1969).
-    O(responses log nodes + nodes log(longest / shortest) + running responses) if sorted by length.
+    breaks ties, so runs are reproducible. With the longest first this is Graham's greedy rule
+    (1969). O(responses log nodes + nodes log(longest / shortest) + running responses) if sorted by
+    length.
     """
-    if not responses:
-        return []
-    outlooks = {n.name: outlook(n, foresee) for n in nodes if n.room > 0}
+    outlooks = {n.name: outlook(n, foresee) for n in nodes if n.room > 0} if responses else {}
     most = {name: o.node.capacity for name, o in outlooks.items()}
-    speculates = any(o.node.speculates for o in outlooks.values())
-    orders = {kind: _Order(outlooks, most, []) for kind in (False, True)}
+    order: list[tuple[float, int, str]] = []  # a heap of nodes with free slots, as of `ranked`
+    ranked = 0.0  # tokens
     placed: list[tuple[Response, Node]] = []
     for response in responses:
-        order = orders[speculates and response.has_history]
         tokens = _remaining(response, foresee)
-        if (best := order.best(response, tokens)) is None:
+        if not ranked / SAME_LENGTH <= tokens <= ranked:
+            free = (o for o in outlooks.values() if o.running < most[o.node.name])
+            order = [o.key(_work(response, o.node, tokens)) for o in free]
+            heapq.heapify(order)
+            ranked = tokens
+        if not order:
             break
+        best = outlooks[order[0][-1]]
         work = _work(response, best.node, tokens)
         placed.append((response, best.node))
         best.add(work)
-        order.rank(best, work)
+        if best.running < most[best.node.name]:
+            heapq.heapreplace(order, best.key(work))
+        else:
+            heapq.heappop(order)
     return placed
 
 

@@ -17,7 +17,6 @@ class WorkQueue:
         self._settings = settings
         self._expect = expect
         self._heap: list[Entry] = []
-        self.tokens = 0.0  # predicted, of all entries
         self._num_pushed = 0  # so far: ties are broken by arrival
 
     def __len__(self) -> int:
@@ -49,7 +48,6 @@ class WorkQueue:
         self._num_pushed += 1
         response.queued_as = self._num_pushed
         length = tokens if ascending else -tokens
-        self.tokens += tokens
         of_set = -response.group.longest_of_set
         entry = (order, not resumed, of_set, length, self._num_pushed, response)
         heapq.heappush(self._heap, entry)
@@ -57,8 +55,7 @@ class WorkQueue:
     def pop(self) -> Response | None:
         """Return the next response that waits, or None."""
         while self._heap:
-            *_, length, number, response = heapq.heappop(self._heap)
-            self.tokens = self.tokens - abs(length) if self._heap else 0.0
+            *_, number, response = heapq.heappop(self._heap)
             if _is_valid(number, response):
                 return response
         return None

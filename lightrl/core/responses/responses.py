@@ -28,8 +28,7 @@ class ResponseTable:
         self.num_running = 0
         self.num_finished = 0  # in the run so far, as seen by this core
         self.counters = Counters()
-        self.was_recovered = False  # nodes may have attempts that another coordinator has placed
-        self._settings = settings
+        self.settings = settings
         self._fleet = fleet
         self._outbox = outbox
         self._is_dirty = False  # work was added, or slots of nodes outside `_freed` became free
@@ -41,6 +40,11 @@ class ResponseTable:
     @property
     def round(self) -> Round | None:
         return self.rounds[0] if self.rounds else None
+
+    @property
+    def training(self) -> Round | None:
+        """The round that is being trained; rounds of later steps wait for it."""
+        return None if self.round is None or self.round.is_eval else self.round
 
     @property
     def is_evaluating(self) -> bool:
@@ -160,7 +164,7 @@ class ResponseTable:
     def run(self, response: Response, node: Node, attempt: int) -> None:
         """Mark a queued response as running at a node, where it may have begun earlier."""
         response.move(ResponseState.RUNNING, node)
-        response.attempt, response.is_placed = attempt, True
+        response.attempt = attempt
         node.running[response.id] = response
         node.context += response.context
         self.num_running += 1
@@ -205,7 +209,7 @@ class ResponseTable:
                 continue
             fits = is_ready and node.free > 0
             waits = fits and response is not None and response.state is ResponseState.QUEUED
-            if response and waits and is_current(response, attempt, self.was_recovered):
+            if response and waits and is_current(response, attempt):
                 self.run(response, node, attempt)
             else:
                 unwanted.append((name, attempt))
@@ -238,19 +242,17 @@ def orders(
 MAX_UNRECORDED = 1024  # placements of a response, in a row, without a token
 
 
-def can_exist(response: Response, attempt: int, was_recovered: bool) -> bool:
+def can_exist(response: Response, attempt: int) -> bool:
     """Return whether an attempt with this number can have been placed.
 
     The number that a reconnected node reports is adopted, so a node with invented numbers could
-    exhaust them: no message can carry a number above 2**31 - 1. Placements are not in the journal:
-    a core that `was_recovered` accepts up to MAX_UNRECORDED more than it has stored, until it has
-    placed the response itself.
+    exhaust them: no message can carry a number above 2**31 - 1. Placements are not in the journal,
+    so a restored core may have placed up to MAX_UNRECORDED more than it has stored.
     """
-    unrecorded = MAX_UNRECORDED if was_recovered and not response.is_placed else 0
-    return attempt <= response.attempt + unrecorded
+    return attempt <= response.attempt + MAX_UNRECORDED
 
 
-def is_current(response: Response, attempt: int, was_recovered: bool) -> bool:
+def is_current(response: Response, attempt: int) -> bool:
     """Return whether an attempt belongs to this round, not to one that deferred the prompt."""
     is_newest = attempt >= response.attempt and attempt > response.group.attempts
-    return is_newest and can_exist(response, attempt, was_recovered)
+    return is_newest and can_exist(response, attempt)

@@ -4,10 +4,10 @@ Owns prompts that no open round holds. `rounds` decides what a round takes from 
 """
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from lightrl.core.state import DrawnPrompt, HeldResponse, Response
+from lightrl.core.state import DrawnPrompt, HeldResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,6 @@ class Backlog:
         self.deferred.extendleft(reversed(kept))
         return list(taken.values())
 
-    def keep_score(self, response: Response) -> None:
-        """Store the reward of a response that finished before its group was deferred."""
-        prompt, index = response.group.prompt, response.index
-        for i, entry in enumerate(self.deferred):
-            if entry.prompt == prompt and index < len(entry.held):
-                scored = replace(entry.held[index], reward=response.reward)
-                held = (*entry.held[:index], scored, *entry.held[index + 1 :])
-                self.deferred[i] = replace(entry, held=held)
-
     def pop_held_back(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
         """Remove and return up to `count` held-back prompts that are not `busy`, in order."""
         usable: list[DrawnPrompt] = []
@@ -87,18 +78,12 @@ class Backlog:
         self.held_back = kept
         return usable
 
-    def draw(self, drawn: Iterable[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
+    def draw(self, drawn: Sequence[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
         """Accept prompts drawn from the data; return those usable now, hold back the others.
 
         `busy` prompts are already deferred or in the round, from the end of the last
         epoch.
         """
-        usable: list[DrawnPrompt] = []
-        for prompt in drawn:
-            self.num_drawn += 1
-            if prompt.id in busy:
-                self.held_back.append(prompt)
-            else:
-                usable.append(prompt)
-                busy.add(prompt.id)
-        return usable
+        self.num_drawn += len(drawn)
+        self.held_back.extend(drawn)
+        return self.pop_held_back(len(drawn), busy)

@@ -2,7 +2,7 @@
 
 Owns the races of the open rounds: only this module writes the order of finishers and the `bound`
 and `cut` that follow from it. `race` decides which responses have lost. Every response that has
-lost, waiting or running, is given up in `give_up`. `UnscoredSteps` ends a run without scores.
+lost, waiting or running, is given up in `give_up`.
 """
 
 import bisect
@@ -25,14 +25,17 @@ class GroupFilter:
     ) -> None:
         # groups whose responses are all resolved, or that are out of the race; not yet judged
         self.settled: list[Group] = []
-        self.unscored = UnscoredSteps(settings, outbox)
+        # why the run must end, in one line: its steps have no scores
+        self.trouble: str | None = None
         # Group.key -> seconds of the slowest test of any right answer so far, from which the reward
         # "code" takes its limit; empty with run.deterministic, where limits are fixed
         self.slowest_s: dict[str, float] = {}
         self._settings = settings
         self._table = table
-        self._backlog = backlog
+        self.backlog = backlog
         self._outbox = outbox
+        self._has_scored = False
+        self._num_unscored = 0  # steps in a row without any score
 
     # Responses
 
@@ -68,13 +71,13 @@ class GroupFilter:
         group = response.group
         self._outbox.record(scored)
         self._learn_time(group.key, scored.slowest_s)
-        self.unscored.count(group.round, name, scored.failure if reward is None else None)
         if reward is None:
-            self._table.counters.rewards_failed += 1
+            self._count_failure(group.round, name, scored.failure)
             reward = None if group.round.is_eval else self._settings.reward_on_failure
+        else:
+            group.round.num_rewards += 1
+            self._has_scored = True
         response.reward, response.scored = reward, True
-        if group.state is GroupState.DEFERRED:
-            self._backlog.keep_score(response)
         if not response.resolved:
             self._count(response)
 
@@ -195,7 +198,7 @@ class GroupFilter:
         self.defer(Deferred(group.prompt, attempts, group.round.step, held))
 
     def defer(self, prompt: Deferred) -> None:
-        self._backlog.deferred.append(prompt)
+        self.backlog.deferred.append(prompt)
         self._table.counters.prompts_put_off += 1
 
     def _drop(self, group: Group) -> None:
@@ -209,62 +212,39 @@ class GroupFilter:
         for response in group.responses:
             self.give_up(response)
 
+    # Rounds without any score
 
-class _Tally:
-    """Scores and failures of an open round."""
-
-    def __init__(self) -> None:
-        self.num_scored = 0
-        self.num_failed = 0
-        self.failure = ""  # the first
-
-
-class UnscoredSteps:
-    """Steps without any score, after which a run ends: they provide no training signal.
-
-    A run without any score so far ends with its first such step or evaluation: the reward function
-    is wrong, and later steps would not differ. After the first score the cause may be temporary (an
-    overloaded judge), and the run ends after `max_unscored_steps` in a row.
-    """
-
-    def __init__(self, settings: Settings, outbox: Outbox) -> None:
-        # why the run must end, in one line
-        self.trouble: str | None = None
-        self._max = settings.max_unscored_steps
-        self._outbox = outbox
-        self._open: dict[tuple[int, bool], _Tally] = {}  # (step, is evaluation)
-        self._has_scored = False
-        self._in_a_row = 0
-
-    def count(self, round: Round, response: str, failure: str | None) -> None:
-        """Count a response, scored if `failure` is None. Only the first failure of a round is
-        reported: hundreds may fail for the same reason."""
-        tally = self._open.setdefault((round.step, round.is_eval), _Tally())
-        if failure is None:
-            tally.num_scored += 1
-            self._has_scored = True
-            return
-        tally.num_failed += 1
-        if tally.num_failed == 1:
-            tally.failure = failure
+    def _count_failure(self, round: Round, response: str, failure: str) -> None:
+        """Count a reward that failed. Only the first of a round is reported: hundreds may fail for
+        the same reason."""
+        self._table.counters.rewards_failed += 1
+        round.num_failed += 1
+        if round.num_failed == 1:
+            round.failure = failure
             self._outbox.warn(f"no reward for {response}: {failure}")
 
-    def close(self, round: Round, num_trained: int) -> None:
-        """Judge a closed round; `num_trained` responses were trained in the run before."""
-        tally = self._open.pop((round.step, round.is_eval), _Tally())
-        if tally.num_scored or not tally.num_failed:
-            self._in_a_row = 0 if tally.num_scored and not round.is_eval else self._in_a_row
+    def check_scores(self, round: Round) -> None:
+        """Check that a closed round has a score; set `trouble` if the run must end.
+
+        A run without any score so far ends with its first such step or evaluation: the reward
+        function is wrong, and later steps would not differ. After the first score the cause may be
+        temporary (an overloaded judge), and the run ends after `max_unscored_steps` in a row.
+        """
+        if round.num_rewards or not round.num_failed:
+            if round.num_rewards and not round.is_eval:
+                self._num_unscored = 0
             return
-        self._in_a_row += not round.is_eval
+        self._num_unscored += not round.is_eval
         what = f"evaluation at step {round.step}" if round.is_eval else f"step {round.step + 1}"
-        text = f"{what}: none of {tally.num_failed} responses has a score: {tally.failure}"
-        if self._max and not self._has_scored and not num_trained:
+        text = f"{what}: none of {round.num_failed} responses has a score: {round.failure}"
+        most = self._settings.max_unscored_steps
+        if most and not self._has_scored and not self._table.counters.trained_responses:
             self.trouble = text
-        elif self._max and self._in_a_row >= self._max:
-            self.trouble = f"{text} ({self._in_a_row} such steps in a row)"
+        elif most and self._num_unscored >= most:
+            self.trouble = f"{text} ({self._num_unscored} such steps in a row)"
         else:
             self._outbox.warn(text)
 
     def forgive(self) -> None:
         """Reset the trouble of a resumed run: the cause may have been fixed."""
-        self.trouble, self._in_a_row = None, 0
+        self.trouble, self._num_unscored = None, 0

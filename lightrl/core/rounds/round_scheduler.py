@@ -15,76 +15,49 @@ from lightrl.core.nodes.scaling import Scaling
 from lightrl.core.responses.length_predictor import LengthPredictor
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds import mini_batches, race, rounds
-from lightrl.core.rounds.backlog import Backlog, Deferred
+from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.rounds.group_filter import GroupFilter
 from lightrl.core.rounds.rounds import admissible
-from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundKind, RoundState
 from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.messages.training import StepDone
 
 STEPS_REMEMBERED = 8
-DRAWS_PER_ROUND = 32  # of replacements, about; each iterates over all prompts of the round
 
 
 class RoundScheduler:
     def __init__(
         self,
-        settings: Settings,
         fleet: Fleet,
         table: ResponseTable,
         filter: GroupFilter,
-        backlog: Backlog,
         predictor: LengthPredictor,
         scaling: Scaling,
+        feed: TrainerFeed,
         outbox: Outbox,
-        now: float,
     ) -> None:
+        self._settings = settings = table.settings
         self.step = settings.first_step  # optimizer steps done
+        self.opened = settings.first_step  # training rounds, with those before the run
         self.evaluated: int | None = None  # the policy version evaluated last
-        self._backlog = backlog
         self.finished = False  # no round remains to be opened
-        self.trainer_feed = TrainerFeed(fleet, outbox)
-        self._settings = settings
+        self.last_cut = 0  # tokens, of the newest short round that closed
+        self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
+        self.trainer_feed = feed
         self._fleet = fleet
         self._table = table
         self._filter = filter
+        self._backlog = filter.backlog
         self._predictor = predictor
         self._scaling = scaling
         self._outbox = outbox
-        self.opened = settings.first_step  # training rounds, with those before the run
-        self.last_cut = 0  # tokens, of the newest short round that closed
-        self._step_began = now
-        self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
+        self._step_began = 0.0
         self._step_done: StepDone | None = None
         self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
 
-    def _on_settled_groups(self) -> None:
-        """Close the settled groups, draw replacements for those that are out, and accept those that
-        are certain."""
-        # All are closed first: a group that waited may be ahead of others.
-        for round in self._filter.close_settled_groups():
-            if round.state is RoundState.RUNNING and self._draws_now(round):
-                self._draw_more(round)
-            self._accept_decided(round)
-
-    def _accept_decided(self, round: Round) -> None:
-        """Send the trainer the groups that are certain, while others still generate. No group is
-        certain while its round is still being filled."""
-        is_filling = round.state is RoundState.FILLING
-        if round.is_eval or is_filling or not race.is_recheck_due(round):
-            return
-        self._filter.accept_decided(round)
-        self._take_turns(round)
-
-    def _take_turns(self, round: Round) -> None:
-        mini_batches.assign(self._settings, round)
-        self._scaling.accept(round)
-        self._send_accepted(round)
-
     def published(self, now: float) -> None:
         """Store the time at which a new version was published."""
-        if (round := self.training()) is not None:
+        if (round := self._table.training) is not None:
             round.published_at = now
 
     # Rounds
@@ -102,20 +75,35 @@ class RoundScheduler:
             self._close_step(now)
             if self.step < self._settings.num_steps:
                 self._scaling.decide()
-            if (upcoming := self.training()) is not None:  # it may have closed before its turn
-                self._send_accepted(upcoming)
+            self.trainer_feed.send()  # of the next round, which may have closed before its turn
         self._open_next(version, now)
 
     def close_finished_rounds(self, now: float) -> None:
-        """Close the rounds that are over; open none."""
-        self._on_settled_groups()
+        """Close the groups that are settled and the rounds that are over; open none."""
+        # All groups are closed first: one that waited may be ahead of others.
+        for round in self._filter.close_settled_groups():
+            if round.state is RoundState.RUNNING:
+                self._draw_more(round)  # replacements for groups that are out
+            self._accept(round)
         for round in tuple(self._table.rounds):
-            if (
-                round.state is RoundState.RUNNING
-                and not round.num_open
-                and not self.num_missing(round)
-            ):
+            is_over = round.state is RoundState.RUNNING and not round.num_open
+            if is_over and not self.num_missing(round):
                 self.close_round(round, now)
+
+    def _accept(self, round: Round) -> None:
+        """Accept the groups that are certain to belong to the step, and send the trainer those
+        whose turn it is. No group is certain while its round is still being filled."""
+        is_filling = round.state is RoundState.FILLING
+        if round.is_eval or is_filling:
+            return
+        if round.state is RoundState.RUNNING:
+            if not race.is_recheck_due(round):
+                return
+            self._filter.accept_decided(round)
+        mini_batches.assign(self._settings, round)
+        self._scaling.accept(round)
+        if round is self._table.training:
+            self.trainer_feed.send()
 
     def finish_step(self, now: float) -> None:
         """Close the step of an ending run, if the trainer has finished it."""
@@ -166,8 +154,8 @@ class RoundScheduler:
         if round.is_eval:
             self._draw(round, round.needed)
             return
-        waiting = rounds.first_prompts(round, self._backlog)
-        self._start(round, waiting)
+        if round.kind in {"long", "flush"}:
+            self._start(round, self._backlog.pop_oldest(round.needed))
         self._draw_more(round)
 
     def _draw_more(self, round: Round) -> None:
@@ -208,13 +196,6 @@ class RoundScheduler:
         self._start(round, [Deferred(p, 0, round.step) for p in usable])
         self._draw_more(round)
 
-    def _draws_now(self, round: Round) -> bool:
-        """Return whether enough prompts are missing for a draw; the total drawn does not change."""
-        missing = rounds.num_missing(self._settings, round)
-        return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (
-            missing > 0 and not round.num_open
-        )
-
     def num_missing(self, round: Round) -> int:
         """Return the number of prompts that a round must still draw, at most those it can draw."""
         missing = rounds.num_missing(self._settings, round)
@@ -232,7 +213,7 @@ class RoundScheduler:
 
     def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now
-        self._filter.unscored.close(round, self._table.counters.trained_responses)
+        self._filter.check_scores(round)
         if round.is_eval:
             self.evaluated = round.step
             self._predictor.learn_evaluation(round)
@@ -240,10 +221,10 @@ class RoundScheduler:
             self._outbox.add(CloseRound(round))
             self._table.retire()
             return
-        self._accept_decided(round)
+        self._accept(round)
         self._filter.end(round)
         round.move(RoundState.CLOSED)
-        self._take_turns(round)
+        self._accept(round)
         self._predictor.learn(round)
         self._scaling.close(round)
         if round.races:
@@ -260,7 +241,7 @@ class RoundScheduler:
         round.move(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
-        closed_at = self.train_began(round)
+        closed_at = max(round.closed_at, self._step_began)
         self._train_s.append(round.published_at - closed_at)
         self._outbox.add(
             CloseStep(
@@ -275,27 +256,20 @@ class RoundScheduler:
         self._step_began = now
         self._table.retire()
 
-    def train_began(self, round: Round) -> float:
-        """Return when only training was left of the step of a closed round."""
-        return max(round.closed_at, self._step_began)
-
     @property
     def usual_train_s(self) -> float | None:
-        """The median seconds from `train_began` to publication of the newest steps, or None."""
+        """The median seconds in which only training was left, of the newest steps; or None."""
         return median(self._train_s) if self._train_s else None
 
     def training(self) -> Round | None:
-        """Return the round that is being trained; rounds of later steps wait for it."""
-        round = self._table.round
-        return (
-            round if round is not None and not round.is_eval and round.step == self.step else None
-        )
+        """Return the round that is being trained."""
+        return self._table.training
 
     @property
     def is_step_done(self) -> bool:
         """Whether the step is over: its round closed and trained, its version published. Nodes may
         still have to load the version."""
-        round, published = self.training(), self._fleet.published
+        round, published = self._table.training, self._fleet.published
         if round is None or published is None or round.state is not RoundState.CLOSED:
             return False
         return published.policy_version == round.step + 1 and self._step_done is not None
@@ -304,7 +278,7 @@ class RoundScheduler:
 
     def on_step_done(self, done: StepDone) -> None:
         """Store the StepDone of the current closed round; ignore that of any other step."""
-        round = self.training()
+        round = self._table.training
         if round is not None and round.state is RoundState.CLOSED and done.step == round.step:
             if self._step_done is None:
                 self._outbox.record(done)
@@ -312,7 +286,7 @@ class RoundScheduler:
 
     def has_closed(self, step: int) -> bool:
         """Return whether this step is being trained and all of its groups are known."""
-        round = self.training()
+        round = self._table.training
         return round is not None and round.step == step and round.state is RoundState.CLOSED
 
     def why_not_at(self, version: int) -> str | None:
@@ -331,14 +305,14 @@ class RoundScheduler:
     @property
     def is_handing_over(self) -> bool:
         """Whether all groups of the step are known and not all of them are sent to the trainer."""
-        round = self.training()
+        round = self._table.training
         return (
             round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
         )
 
     def feed_trainer(self, has_joined: bool) -> None:
         """Feed the trainer, which has reported another step, or, if it `has_joined`, its own."""
-        trained_step, round = self.trainer_feed.trained_step, self.training()
+        trained_step, round = self.trainer_feed.trained_step, self._table.training
         if (
             has_joined
             and trained_step is not None
@@ -348,18 +322,4 @@ class RoundScheduler:
             # Its StepDone is lost if the trainer or the coordinator was down then; otherwise the
             # trainer sends it again.
             self._step_done = self._step_done or StepDone(round.step, trained_step, {})
-        self.trainer_feed.feed(round)
-
-    def go_on(self) -> None:
-        """Resume the feed: the trainer has its devices again."""
-        self.trainer_feed.go_on(self.training())
-
-    def shards_taken(self, step: int, index: int) -> None:
-        self.trainer_feed.on_shards_taken(self.training(), step, index)
-
-    def shard_left(self, step: int, index: int) -> None:
-        self.trainer_feed.left(self.training(), step, index)
-
-    def _send_accepted(self, round: Round) -> None:
-        if round is self.training():
-            self.trainer_feed.send(round)
+        self.trainer_feed.feed()

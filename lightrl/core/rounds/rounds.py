@@ -57,8 +57,7 @@ FORESEEN_MARGIN = 1.5
 def next_kind(
     settings: Settings, backlog: Backlog, step: int, open_rounds: Iterable[Round]
 ) -> RoundKind:
-    """Return the kind of the training round of this step; `first_prompts` takes its prompts from
-    the backlog."""
+    """Return the kind of the training round of this step."""
     if not settings.tail.races:
         return "plain"
     if len(backlog.deferred) >= settings.prompts_per_step:
@@ -75,29 +74,14 @@ def next_kind(
 
 
 def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Round:
-    """Return the training round of this step, or the evaluation before it, without prompts."""
-    if kind == "eval":
-        return evaluation(settings, step, now)
-    races = kind == "short"
-    return Round(
-        kind=kind,
-        step=step,
-        needed=settings.prompts_per_step,
-        prompts_launched=settings.prompts_launched if races else settings.prompts_per_step,
-        opened_at=now,
-    )
+    """Return the training round of this step, or the evaluation before it, without prompts.
 
-
-def evaluation(settings: Settings, step: int, now: float) -> Round:
-    """Return the evaluation round of the policy after `step` steps, with the prompts of all sets,
-    so that no set waits for the longest responses of another; without races or drops."""
-    return Round(
-        kind="eval",
-        step=step,
-        needed=settings.num_eval_prompts,
-        prompts_launched=settings.num_eval_prompts,
-        opened_at=now,
-    )
+    An evaluation has the prompts of all sets, so that no set waits for the longest responses of
+    another; without races or drops.
+    """
+    needed = settings.num_eval_prompts if kind == "eval" else settings.prompts_per_step
+    launched = settings.prompts_launched if kind == "short" else needed
+    return Round(kind, step, needed, launched, opened_at=now)
 
 
 def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
@@ -106,11 +90,6 @@ def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
     done = step == settings.num_steps
     due = step == 0 or done or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
     return settings.num_eval_prompts > 0 and due and evaluated != step
-
-
-def first_prompts(round: Round, backlog: Backlog) -> list[Deferred]:
-    """Remove and return the waiting prompts that belong to this round, before any is drawn."""
-    return backlog.pop_oldest(round.needed) if round.kind in {"long", "flush"} else []
 
 
 def num_missing(settings: Settings, round: Round) -> int:

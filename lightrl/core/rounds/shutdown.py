@@ -92,12 +92,12 @@ class Shutdown:
         """Whether a stopped run still trains the step of which all groups are known."""
         return self._ends_as(RunState.STOPPED) and self._steps.is_handing_over
 
-    def flush(self, send: Callable[[], None]) -> None:
+    def flush(self, send: Callable[..., None], *args: int) -> None:
         """Call `send`, which sends shards, while shards still matter. Once a stopped run has sent
         its step, ask the trainer to leave."""
         before = self._hands_over
         if not self.has_begun or before:
-            send()
+            send(*args)
         if before and not self._hands_over:
             self.stop_trainer()
 

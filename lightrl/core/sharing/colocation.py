@@ -141,7 +141,7 @@ class Colocation:
             self._feed.give()  # also for what an ending run still trains
             self._is_interrupted = False
         if is_open and not self._was_open:
-            self._shutdown.flush(self._steps.go_on)
+            self._shutdown.flush(self._feed.resume)
         self._was_open = is_open
 
     def _begin_step(self, now: float) -> None:

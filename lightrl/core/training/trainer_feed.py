@@ -13,6 +13,7 @@ from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox, ReplayShards
 from lightrl.core.log_entries import ShardSent
 from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages.sharing import SetDevices
 from lightrl.messages.training import TrainGroup, TrainResponse, TrainShard
@@ -46,7 +47,7 @@ class Window:
 
 
 class TrainerFeed:
-    def __init__(self, fleet: Fleet, outbox: Outbox) -> None:
+    def __init__(self, fleet: Fleet, table: ResponseTable, outbox: Outbox) -> None:
         # the step that the trainer trains next; None: not reported yet
         self.trained_step: int | None = None
         self.missing_since: float | None = None  # when a node was lost; None: no lost node
@@ -56,6 +57,7 @@ class TrainerFeed:
         self.is_replaying = False  # `trained_step` is sent again
         self._leader: str | None = None  # that sent the last Hello; None if lost
         self._fleet = fleet
+        self._table = table
         self._outbox = outbox
         self._window = Window()
         self._num_left = 0  # shards of `trained_step` that are durable and were sent
@@ -86,9 +88,10 @@ class TrainerFeed:
         if self.missing_since is None or self._fleet.trainers.num_needed == 1:
             self.missing_since = now
 
-    def feed(self, round: Round | None) -> None:
-        """Begin to send the shards of `trained_step`: those of this round, or the stored ones if
-        the step was trained before."""
+    def feed(self) -> None:
+        """Begin to send the shards of `trained_step`: those of the round in training, or the stored
+        ones if the step was trained before."""
+        round = self._table.training
         if self.trained_step is None or self._fleet.trainer is None:
             return
         self._window, self._num_left = Window(), 0
@@ -99,14 +102,14 @@ class TrainerFeed:
         elif round is not None and round.step == self.trained_step:
             round.num_sent = round.num_shards = 0
             round.is_handed_over = False
-            self.send(round)
+            self.send()
 
-    def go_on(self, round: Round | None) -> None:
+    def resume(self) -> None:
         """Send the shards that waited for the devices, which are free now."""
         if self._owes_replay:
             self._replay()
-        elif round is not None:
-            self.send(round)
+        else:
+            self.send()
 
     def _replay(self) -> None:
         devices, trainer = self._fleet.devices, self._fleet.trainer
@@ -142,17 +145,21 @@ class TrainerFeed:
         """Return whether all shards made of this round were sent."""
         return round.step != self.trained_step or round.num_shards <= self._num_left
 
-    def on_shards_taken(self, round: Round | None, step: int, index: int) -> None:
+    def on_shards_taken(self, step: int, index: int) -> None:
         """Handle the acknowledgement of the shards up to this one, and send more."""
-        if round is not None and step == round.step == self.trained_step:
+        if self._is_current(step):
             self._window.acknowledge(index)
-            self.send(round)
+            self.send()
 
-    def left(self, round: Round | None, step: int, index: int) -> None:
+    def on_shard_left(self, step: int, index: int) -> None:
         """Count a shard that is durable and was sent, and make more."""
-        if round is not None and step == round.step == self.trained_step:
+        if self._is_current(step):
             self._num_left = max(self._num_left, index + 1)
-            self.send(round)
+            self.send()
+
+    def _is_current(self, step: int) -> bool:
+        round = self._table.training
+        return round is not None and step == round.step == self.trained_step
 
     def is_owed(self, round: Round) -> bool:
         """Return whether shards of this new step are still to be sent; old steps are replayed."""
@@ -160,12 +167,12 @@ class TrainerFeed:
         is_new = published is None or published.policy_version <= round.step
         return is_new and self.trained_step == round.step and not round.is_handed_over
 
-    def send(self, round: Round) -> None:
-        """Send shards of this round within the limits; the last shard closes the step."""
-        last = round.state is RoundState.CLOSED
-        devices, trainer = self._fleet.devices, self._fleet.trainer
-        if trainer is None or not self.is_owed(round):
+    def send(self) -> None:
+        """Send shards of the round in training within the limits; the last one closes the step."""
+        round, devices, trainer = self._table.training, self._fleet.devices, self._fleet.trainer
+        if round is None or trainer is None or not self.is_owed(round):
             return
+        last = round.state is RoundState.CLOSED
         while not round.is_handed_over and ((groups := _next_groups(round)) or last):
             num_tokens = sum(map(_num_tokens, groups))
             is_held_up = round.num_shards - self._num_left >= MAX_UNWRITTEN

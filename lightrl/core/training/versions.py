@@ -18,7 +18,6 @@ from lightrl.core.rounds.round_scheduler import RoundScheduler
 from lightrl.core.rounds.shutdown import Shutdown
 from lightrl.core.settings import Settings
 from lightrl.core.state import RunState
-from lightrl.core.weights.weight_sources import version_of
 from lightrl.messages.weights import Canary, PublishWeights
 
 GO_BACK = "lightrl resume --from-checkpoint goes back to the last checkpoint"
@@ -116,7 +115,7 @@ class Versions:
             by = f"logprobs of the canary differ by up to {largest:.3g}, by {mean:.3g} on average"
         published = self._fleet.published
         if published is not None and version < published.policy_version:
-            self._fleet.add_retrained_version(version_of(m))
+            self._fleet.add_retrained_version(m)
             self._outbox.report(f"{what}: {by}")
         else:
             self._outbox.warn(f"{what}: {by}; nodes load it instead of the one before")

@@ -13,7 +13,7 @@ trainer and the members limit the other phases themselves and report failures
 (weights/broadcast/membership.py); a silent node loses its lease.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,12 +47,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The members by name. `first_ranks[i]` is the rank of the first worker of `members[i]`; the
-    trainer has rank 0. Example: Group(("rollout-0",), (17,), (1,), 2, "gloo")"""
+    """The members: (incarnation, rank of its first worker) by name. The trainer has rank 0.
+    Example: Group({"rollout-0": (17, 1)}, 2, "gloo")"""
 
-    members: tuple[str, ...]
-    incarnations: tuple[int, ...]
-    first_ranks: tuple[int, ...]
+    members: dict[str, tuple[int, int]]
     world: int
     backend: Backend
 
@@ -91,7 +89,7 @@ class Broadcasts:
         """Return the place of a receiving node in the group; None while it has to wait."""
         if self.phase is not Phase.SENDING or self.group is None:
             return None
-        rank = self.group.first_ranks[self.group.members.index(name)]
+        _, rank = self.group.members[name]
         return BroadcastGroup(self.name, self._address, rank, self.group.world, self.group.backend)
 
     # When a version is published
@@ -102,15 +100,14 @@ class Broadcasts:
         trainer = self._nodes.get(self._sources.trainer or "")
         if trainer is None:
             return
-        if self.receiving:  # of the version before
-            self._count_failure(self.receiving)
-            self._end()
+        if self.receiving:  # the version before
+            self._close(self.receiving)
         is_last = policy_version >= self._settings.num_steps
         chosen = [] if is_last else self._choose(trainer, policy_version - 1)
         self._num_known = max((n.number + 1 for n in self._nodes.values()), default=0)
         wanted = _group_of(trainer, chosen)
         if wanted is None or wanted != self.group:
-            self._end(is_failure=False)
+            self._close(is_failure=False)
         if wanted is not None:
             self.phase = Phase.SENDING if wanted == self.group else Phase.OPENING
             self.num_groups += self.phase is Phase.OPENING
@@ -144,7 +141,7 @@ class Broadcasts:
 
     def _choose(self, trainer: Node, before: int) -> list[Node]:
         """Return the members, by name: rollout nodes that serve the version before, or joined
-        since, and are neither preemptible nor on shared devices. A node that still loads the
+        since, and are neither preemptible nor take turns on devices. A node that still loads the
         version before is left out, since the group would wait for it. Empty while the trainer, from
         which members pull the manifest, has no endpoint.
 
@@ -163,7 +160,7 @@ class Broadcasts:
             and (n.policy_version == before or n.number >= self._num_known)
             and "rollout" in n.roles
             and n is not trainer
-            and not (n.is_preemptible or n.shares)
+            and not (n.is_preemptible or n.takes_turns)
             and n.broadcast_failures < MAX_FAILURES
             and (mode == "always" or not (n.running or n.host == trainer.host))
         ]
@@ -176,15 +173,14 @@ class Broadcasts:
     def on_status(self, name: str, status: BroadcastStatus) -> list[str]:
         """Handle a report of the trainer or of a member."""
         is_trainer = name == self._sources.trainer
-        is_opening = self.phase is Phase.OPENING
-        if is_trainer and is_opening and status.policy_version == self._sources.policy_version:
+        is_opening = is_trainer and self.phase is Phase.OPENING
+        if is_opening and status.policy_version == self._sources.policy_version:
             if status.reason:
-                return self._fail(name, status.reason)
+                return self._end(name, status.reason)
             self.phase, self.name, self._address = Phase.SENDING, status.group, status.address
             return sorted(self.receiving)
-        is_member = self.group is not None and name in self.group.members
-        if status.reason and status.group == self.name != "" and (is_trainer or is_member):
-            return self._fail(name, status.reason)
+        if status.reason and status.group == self.name != "" and (is_trainer or self._has(name)):
+            return self._end(name, status.reason)
         return []
 
     def confirmed(self, node: Node, is_by_broadcast: bool) -> list[str]:
@@ -192,7 +188,7 @@ class Broadcasts:
         if not node.receives:
             return []
         if not (self.phase is Phase.SENDING and is_by_broadcast):
-            return self._fail(node.name, "has the version already")
+            return self._end(node.name, "has the version already")
         node.receives = False
         self.receiving.discard(node.name)
         if not self.receiving and self.group is not None:
@@ -204,53 +200,48 @@ class Broadcasts:
 
     def refused(self, name: str, reason: str) -> list[str]:
         """Handle a node that cannot serve the version, sends another Hello, or leaves."""
-        is_member = self.group is not None and name in self.group.members
-        return self._fail(name, reason) if is_member else []
+        return self._end(name, reason) if self._has(name) else []
 
     def lost(self, name: str, is_trainer: bool, reason: str = "lost") -> list[str]:
         """Handle the end of a process, or another Hello of the trainer. A new process of the
         trainer may reach nodes that the one before did not."""
-        if is_trainer:
-            for node in self._nodes.values():
-                node.broadcast_failures = 0
-        if self.group is None or not (is_trainer or name in self.group.members):
-            return []
-        self._outbox.warn(f"broadcast group {self.num_groups} is over: {name} {reason}")
-        return self._over(is_trainer)
+        if not is_trainer:
+            return self.refused(name, reason)
+        for node in self._nodes.values():
+            node.broadcast_failures = 0
+        return self._end(name, reason, is_trainer_lost=True)
 
     def expire(self, now: float) -> list[str]:
         """End a group that the trainer does not open in time."""
         if self.deadline is None or now < self.deadline:
             return []
         limit_s = OPENING_TIMEOUTS * self._settings.weights_timeout_s
-        return self._fail("", f"not opened within {limit_s:g} s")
+        return self._end("the trainer", f"did not open it within {limit_s:g} s")
 
-    def _fail(self, name: str, reason: str) -> list[str]:
-        """End the group because a member or the trainer reports a failure; "" = a deadline."""
+    def _has(self, name: str) -> bool:
+        return self.group is not None and name in self.group.members
+
+    def _end(self, name: str, reason: str, is_trainer_lost: bool = False) -> list[str]:
+        """End the group because of a member or the trainer: receiving members pull, and the trainer
+        stops sending."""
         if self.group is None:
             return []
-        who = f"{name}: " if name else ""
-        self._outbox.warn(f"broadcast group {self.num_groups} is over: {who}{reason}")
-        if self.receiving:
-            self._count_failure({name} if name in self.group.members else self.receiving)
-        return self._over()
-
-    def _count_failure(self, names: set[str]) -> None:
-        for node in (self._nodes[name] for name in sorted(names)):
-            node.broadcast_failures += 1
-            if node.broadcast_failures == MAX_FAILURES:
-                what = f"was in {MAX_FAILURES} failed broadcasts in a row"
-                self._outbox.warn(f"{node.name} {what}: from now on it pulls all weights")
-
-    def _over(self, is_trainer_lost: bool = False) -> list[str]:
-        """End the group: receiving members pull, and the trainer stops sending."""
-        is_awaited, owed = bool(self.receiving), self._end()
+        self._outbox.warn(f"broadcast group {self.num_groups} is over: {name}: {reason}")
+        is_awaited = bool(self.receiving)
+        failed = {name} if self._has(name) else self.receiving
+        owed = self._close(failed if is_awaited and not is_trainer_lost else ())
         version, trainer = self._sources.policy_version, self._sources.trainer
         if is_awaited and version is not None and trainer is not None and not is_trainer_lost:
             self.taken(trainer, version)
         return owed
 
-    def _end(self, is_failure: bool = True) -> list[str]:
+    def _close(self, failed: Iterable[str] = (), is_failure: bool = True) -> list[str]:
+        """Close the group, and count the failure of these members. Return those that pull now."""
+        for node in (self._nodes[name] for name in sorted(failed) if name in self._nodes):
+            node.broadcast_failures += 1
+            if node.broadcast_failures == MAX_FAILURES:
+                what = f"was in {MAX_FAILURES} failed broadcasts in a row"
+                self._outbox.warn(f"{node.name} {what}: from now on it pulls all weights")
         owed = sorted(name for name in self.receiving if name in self._nodes)
         self.num_lost += is_failure and self.group is not None
         self.phase, self.group, self.name, self._address = Phase.NONE, None, "", ""
@@ -268,17 +259,8 @@ def _backend(trainer: Node, members: Sequence[Node]) -> Backend:
 
 def _group_of(trainer: Node, members: Sequence[Node]) -> Group | None:
     """Return the group of these members; None if there are none."""
-    first_ranks: list[int] = []
-    world = 1
+    world, ranks = 1, dict[str, tuple[int, int]]()
     for member in members:
-        first_ranks.append(world)
+        ranks[member.name] = member.incarnation, world
         world += member.num_workers
-    if not members:
-        return None
-    return Group(
-        tuple(n.name for n in members),
-        tuple(n.incarnation for n in members),
-        tuple(first_ranks),
-        world,
-        _backend(trainer, members),
-    )
+    return Group(ranks, world, _backend(trainer, members)) if members else None

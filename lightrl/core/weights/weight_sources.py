@@ -1,23 +1,20 @@
 """Choose the sources from which each node pulls the published version of the weights.
 
-Owns the endpoints of all nodes, the sets of nodes that hold or pull the version, the message that
-lists a node's sources, and the rule that chooses them. `fleet.py` sends these messages and changes
-the states of nodes; weights/pull and weights/delta transfer the bytes.
+Owns the endpoints of all nodes, the nodes that hold or pull the version, the message that lists a
+node's sources, and the rule that chooses them. A node is sent sources when it has to pull, and
+again when none of them is left, or when one of the next nodes begins to pull. `fleet.py` sends
+these messages and changes the states of nodes; weights/pull and weights/delta transfer the bytes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import filterfalse, islice
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
 from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.messages.weights import (
-    Canary,
     DeltaOffer,
     PublishWeights,
-    WeightsBase,
     WeightsEndpoint,
     WeightsFailed,
     WeightsSource,
@@ -28,36 +25,10 @@ MAX_PEERS = 16  # rollout nodes among the sources of one node, besides the train
 # Pulling nodes that are notified of a node that begins to pull. With the message to that node, a
 # fleet that joins at the same moment costs five messages a node.
 MAX_UPDATES_PER_JOIN = 4
-FEW_SOURCES = 2  # a node with fewer is sent more
 MAX_CHAIN = 4  # most steps that a node may be behind to receive deltas
 MAX_SHARE = 0.5  # largest size of a chain of deltas, as a share of the version
 
 PULLING = {NodeState.LOADING, NodeState.UPDATING}
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedVersion:
-    """The newest complete version of the weights."""
-
-    policy_version: int
-    digest: str
-    # of its file, and of its manifest; 0 in a journal of a release that did not store them
-    num_bytes: int = 0
-    manifest_bytes: int = 0
-    canary: Canary | None = None
-    # of adapters; without sources
-    base: WeightsBase | None = None
-
-    @property
-    def is_described(self) -> bool:
-        """Whether sources can be sent; if not, the trainer publishes the version again first."""
-        return self.manifest_bytes > 0
-
-
-def version_of(message: PublishWeights) -> PublishedVersion:
-    m = message
-    sizes = m.num_bytes, m.manifest_bytes
-    return PublishedVersion(m.policy_version, m.digest, *sizes, m.canary, m.base)
 
 
 class WeightSources:
@@ -65,37 +36,41 @@ class WeightSources:
         self.endpoints: dict[str, WeightsEndpoint] = {}  # by node
         self.trainer: str | None = None  # which holds the published version
         # Rollout nodes with an endpoint: those that hold the version, and those that pull it.
-        self.complete = PeerRing()
-        self.partial = PeerRing()
-        # pulling node -> the sources that it was sent, in any message
-        self.assigned: dict[str, dict[str, None]] = {}
-        self.waiting: dict[str, None] = {}  # nodes that need sources while there are none
-        # (node, source) that sent it wrong bytes of the published version
-        self.bad: set[tuple[str, str]] = set()
-        self._published: PublishedVersion | None = None
+        self.complete: dict[str, None] = {}
+        self.partial: dict[str, None] = {}
+        # node that needs the version -> the sources that it was sent and can still use
+        self.assigned: dict[str, set[str]] = {}
+        # the trainer's message; its sizes are 0 if the journal is of a release without them
+        self._published: PublishWeights | None = None
         self._before = ""  # digest of the version before
-        self._deltas = DeltaChain()
+        # the newest MAX_CHAIN, by the digest of the version to which each leads; oldest first
+        self._deltas: dict[str, DeltaOffer] = {}
         self._has_deltas = settings.deltas
 
     # Versions
 
-    def publish(self, published: PublishedVersion, deltas: Iterable[DeltaOffer] = ()) -> None:
+    def publish(self, published: PublishWeights) -> None:
         """Replace the published version and forget the assigned sources. A version that was
         trained again with another digest replaces the one that nodes hold."""
         before, self._published = self._published, published
-        self._deltas.add(published.digest, deltas)
+        self.add_deltas(published.deltas)
         self.assigned.clear()
-        self.waiting.clear()
         is_next = before is None or before.policy_version != published.policy_version
         if before is None or is_next or before.digest != published.digest:
             self._before = before.digest if before is not None and is_next else ""
             self.complete.clear()
-            self.bad.clear()
 
     def add_deltas(self, deltas: Iterable[DeltaOffer]) -> bool:
-        """Add deltas to the published version. Returns whether one of them is new."""
+        """Store the deltas that lead to the published version. Returns whether one is new."""
         assert self._published is not None
-        return self._deltas.add(self._published.digest, deltas)
+        known = dict(self._deltas)
+        for delta in deltas:
+            if delta.target == self._published.digest != delta.base:
+                self._deltas.pop(delta.target, None)
+                self._deltas[delta.target] = delta
+        while len(self._deltas) > MAX_CHAIN:
+            del self._deltas[next(iter(self._deltas))]
+        return self._deltas != known
 
     @property
     def policy_version(self) -> int | None:
@@ -105,22 +80,14 @@ class WeightSources:
     def can_use_delta(self, node: Node) -> bool:
         """Return whether the node can use a delta to the published version: it holds or pulls the
         version before, or one from which deltas lead to the version before."""
-        published, at, before = self._published, self._start_of_deltas(node), self._before
-        return (
-            self._has_deltas
-            and published is not None
-            and bool(at)
-            and (at == before or bool(self._deltas.between(at, before, published.num_bytes)))
-        )
+        at, before = self._start_of_deltas(node), self._before
+        return self._has_deltas and bool(at) and (at == before or bool(self._chain(at, before)))
 
     def deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
         """Return the deltas from the version that the node holds, or else pulls, to the published
         version."""
         published = self._published
-        if published is None or not self._has_deltas:
-            return ()
-        at = self._start_of_deltas(node)
-        return self._deltas.between(at, published.digest, published.num_bytes)
+        return self._chain(self._start_of_deltas(node), published.digest) if published else ()
 
     def _start_of_deltas(self, node: Node) -> str:
         """Return the digest of the version that the node holds. Of a node that holds none, that of
@@ -128,38 +95,69 @@ class WeightSources:
         if node.base or node.weights is None or self._published is None:
             return node.base
         steps = self._published.policy_version - node.weights.policy_version
-        return self._deltas.base_of(self._before, steps - 1) if steps > 0 else ""
+        if steps <= 0:
+            return ""
+        version = self._before
+        for _ in range(steps - 1):
+            version = self._deltas[version].base if version in self._deltas else ""
+        return version
+
+    def _chain(self, base: str, version: str) -> tuple[DeltaOffer, ...]:
+        if self._published is None or not self._has_deltas or not base:
+            return ()
+        return delta_chain(self._deltas, base, version, MAX_SHARE * self._published.num_bytes)
 
     # Nodes
 
+    @property
+    def waiting(self) -> list[str]:
+        """Nodes that need the version and have no source."""
+        return [name for name, sources in self.assigned.items() if not sources]
+
     def open_endpoint(self, node: Node, endpoint: WeightsEndpoint) -> list[str]:
-        """Store the endpoint of a node. Returns the nodes to notify."""
-        name, before = node.name, self.endpoints.get(node.name)
+        """Store the endpoint of a node. Returns the nodes to notify: those without a source and the
+        last few that began to pull; all that pull, if the node is the trainer. Tickets for the
+        endpoint before are invalid."""
+        before = self.endpoints.get(node.name)
         if before == endpoint:
             return []
-        self.endpoints[name] = endpoint
+        self.endpoints[node.name] = endpoint
         self.update(node)
-        if before is None:
-            return self._subscribers(name)
-        # tickets for the endpoint before are invalid
-        holders = [n for n, sent in self.assigned.items() if sent.pop(name, self) is None]
-        short = [n for n in holders if self.num_left(n) < FEW_SOURCES]
-        return list(dict.fromkeys([*self._subscribers(name), *short]))
+        if node.name == self.trainer:
+            return [name for name in self.assigned if name != node.name]
+        if before is not None:
+            self._withdraw(node.name)
+            return self.waiting
+        is_source = node.name in self.complete or node.name in self.partial
+        others = [name for name in self.partial if name != node.name] if is_source else []
+        return list(dict.fromkeys([*self.waiting, *others[-MAX_UPDATES_PER_JOIN:]]))
 
     def update(self, node: Node) -> None:
-        """Update the sets of sources after a change of a node's state, version or endpoint."""
-        published = self._published
-        serves = node.name in self.endpoints and "rollout" in node.roles and published is not None
+        """Update the lists of sources after a change of a node's state, version or endpoint."""
+        name, published = node.name, self._published
+        was_source = name in self.complete or name in self.partial
+        serves = name in self.endpoints and "rollout" in node.roles and published is not None
         has_newest = published is not None and node.policy_version == published.policy_version
-        holds = has_newest and node.has_file
-        may_hold = node.state not in {NodeState.JOINING, NodeState.GONE}
-        self.complete.put(node.name, serves and holds and may_hold)
-        pulls = self.is_pulling(node)
-        self.partial.put(node.name, serves and not holds and pulls and not node.receives)
-        if not pulls:
-            self.assigned.pop(node.name, None)
-        if not pulls and node.state is not NodeState.JOINING:
-            self.waiting.pop(node.name, None)
+        holds, pulls = has_newest and node.has_file, self.is_pulling(node)
+        is_joining = node.state is NodeState.JOINING
+        may_hold = not is_joining and node.state is not NodeState.GONE
+        _put(self.complete, name, serves and holds and may_hold)
+        _put(self.partial, name, serves and not holds and pulls and not node.receives)
+        if was_source and name not in self.complete and name not in self.partial:
+            self._withdraw(name)
+        if not pulls and not is_joining:
+            self.assigned.pop(name, None)
+
+    def _withdraw(self, name: str) -> None:
+        """Remove a source from those that nodes were sent."""
+        for sources in self.assigned.values() if name != self.trainer else ():
+            sources.discard(name)
+
+    def withdraw_trainer(self) -> None:
+        """Handle a trainer that does not hold the published version any more."""
+        name, self.trainer = self.trainer, None
+        if name is not None and name not in self.complete:
+            self._withdraw(name)
 
     def serves_newest(self, node: Node) -> bool:
         """Return whether the engine serves the published version, or will once it wakes."""
@@ -174,54 +172,19 @@ class WeightSources:
 
     def remove(self, name: str) -> None:
         """Remove a node that has gone."""
-        self.endpoints.pop(name, None)
-        self.complete.put(name, False)
-        self.partial.put(name, False)
-        self.assigned.pop(name, None)
-        self.waiting.pop(name, None)
-        self.bad = {pair for pair in self.bad if name not in pair}
         if name == self.trainer:
             self.trainer = None
+        self.endpoints.pop(name, None)
+        _put(self.complete, name, False)
+        _put(self.partial, name, False)
+        self.assigned.pop(name, None)
+        self._withdraw(name)
 
-    def report_bad_source(self, name: str, report: WeightsFailed) -> bool:
-        """Exclude a source that sent this node wrong bytes, for this node and this version only.
-        Other nodes keep the source: each verifies every bucket and drops bad sources itself.
-        Returns whether the report is new, of the published version and of an assigned source."""
-        pair, was_assigned = (name, report.source), report.source in self.assigned.get(name, ())
+    def was_sent(self, name: str, report: WeightsFailed) -> bool:
+        """Return whether a report is of the published version and of a source that the node was
+        sent. The node drops a bad source itself; others verify every bucket, too."""
         is_current = report.policy_version == self.policy_version
-        is_new = is_current and was_assigned and pair not in self.bad
-        if is_new:
-            self.bad.add(pair)
-        return is_new
-
-    # Which nodes are notified
-
-    def _subscribers(self, name: str) -> list[str]:
-        """Return the nodes to notify of this source: those that wait, and all pulling nodes if the
-        source is the trainer, else the next few in the ring."""
-        if name == self.trainer:
-            return list(dict.fromkeys([*self.waiting, *self.assigned]))
-        if name not in self.complete and name not in self.partial:
-            return []
-        names, pulling = dict.fromkeys(self.waiting), self.partial.names
-        place = self.partial.place(name, 0)
-        before = range(1, min(MAX_UPDATES_PER_JOIN, len(pulling)) + 1)
-        names |= dict.fromkeys(pulling[place - step] for step in before)
-        names.pop(name, None)
-        return list(names)
-
-    def nodes_with_few_sources(self, lost: str) -> list[str]:
-        """Return nodes that were sent this lost source and have few others."""
-        pulling = [n for n, sent in self.assigned.items() if lost in sent]
-        return [n for n in pulling if self.num_left(n) < FEW_SOURCES]
-
-    def num_left(self, name: str) -> int:
-        """Return the number of sources that a node was sent and can still use."""
-        return sum(
-            n == self.trainer
-            or ((n in self.complete or n in self.partial) and (name, n) not in self.bad)
-            for n in self.assigned.get(name, ())
-        )
+        return is_current and report.source in self.assigned.get(name, ())
 
     # What a node is sent
 
@@ -229,57 +192,41 @@ class WeightSources:
         self, node: Node, only_news: bool = False, group: BroadcastGroup | None = None
     ) -> PublishWeights | None:
         """Return the message that lists the node's sources of the published version; None while
-        there is no source, or with `only_news` if it lists no new one. `group`: the place of the
-        node in a broadcast group, which delivers everything but the manifest."""
-        published = self._published
-        if published is None or not published.is_described:
-            return None
-        names = self._choose(node)
-        sent = self.assigned.get(node.name, {})
-        if only_news and all(n in sent for n in names):
-            if not self.num_left(node.name):
-                self.waiting[node.name] = None
-            return None
+        there is no source, unless the node has all of it and it is not `only_news`. `group`: the
+        place of the node in a broadcast group, which delivers everything but the manifest."""
+        published, name = self._published, node.name
+        if published is None or not published.manifest_bytes:
+            return None  # the trainer publishes the version again first
+        sources = self._choose(node)
         # pulling nodes without sources have nothing to serve
-        is_there = self.trainer in self.endpoints or self.complete.names or self.assigned
-        holds_it = node.name == self.trainer or node.name in self.complete
-        self.waiting.pop(node.name, None)
-        if not (names and is_there):
-            self.waiting[node.name] = None
-            if not holds_it:
-                return None
+        is_there = self.trainer in self.endpoints or self.complete or any(self.assigned.values())
+        if not is_there:
+            sources = ()
         if not group:  # a member of a group pulls next to nothing
-            self.assigned[node.name] = sent | dict.fromkeys(names)
+            self.assigned.setdefault(name, set()).update(sources)
+        has_it = name == self.trainer or name in self.complete
+        if not sources and (only_news or not has_it):
+            return None
+        number, base = published.policy_version, published.base
         return PublishWeights(
-            published.policy_version,
+            number,
             published.digest,
             published.num_bytes,
             published.manifest_bytes,
-            self._sources(names, node.name, published.policy_version),
+            self._sources(sources, name, number),
             () if group else self.deltas_for(node),
             published.canary,
             group=group,
-            base=self._base_for(names, node.name),
+            # of adapters; every holder of the adapters also holds the base
+            base=replace(base, sources=self._sources(sources, name, 0)) if base else None,
         )
 
-    def _base_for(self, names: Sequence[str], receiver: str) -> WeightsBase | None:
-        """Return the base of the adapters; every holder of the adapters also holds the base."""
-        base = self._published.base if self._published is not None else None
-        return replace(base, sources=self._sources(names, receiver, 0)) if base else None
-
     def _choose(self, node: Node) -> tuple[str, ...]:
-        receiver, trainer = node.name, self.trainer
-        if trainer not in self.endpoints or trainer == receiver:
-            trainer = None
-
-        others = {receiver, trainer}
-
-        def is_excluded(name: str) -> bool:
-            return name in others or (receiver, name) in self.bad
-
-        index = self.partial.place(receiver, node.number)
-        excluded = is_excluded if self.bad else others.__contains__
-        return choose(index, self.complete.names, self.partial.names, trainer, excluded)
+        receiver, pulling = node.name, list(self.partial)
+        has_trainer = self.trainer in self.endpoints and self.trainer != receiver
+        trainer = self.trainer if has_trainer else None
+        index = pulling.index(receiver) if receiver in self.partial else node.number
+        return choose(index, list(self.complete), pulling, trainer, {receiver, trainer})
 
     def _sources(
         self, names: Sequence[str], receiver: str, policy_version: int
@@ -291,127 +238,67 @@ class WeightSources:
         return tuple(map(WeightsSource, names, addresses, tickets))
 
 
+def _put(names: dict[str, None], name: str, is_member: bool) -> None:
+    if is_member:
+        names[name] = None
+    else:
+        names.pop(name, None)
+
+
 def choose(
     index: int,
     complete: Sequence[str],
     partial: Sequence[str],
     trainer: str | None,
-    is_excluded: Callable[[str], bool],
+    excluded: Container[str | None],
 ) -> tuple[str, ...]:
     """Return sources in the order in which a node asks them: nodes that hold the whole version,
     nodes that pull it and serve verified buckets, the trainer. While the trainer is away, a holder
     of the whole version comes last instead, to spare it load that peers can take.
 
     `index` is the place of the asking node, in `partial` if listed there: each node starts at
-    another place, so that no source is the first of all nodes. `is_excluded`: nodes that are no
-    sources for the asking node, itself included; never the trainer.
+    another place, so that no source is the first of all nodes. `excluded`: no sources for the
+    asking node, itself included.
     """
-    holders = _take(complete, index, MAX_PEERS, is_excluded)
-    others = _take(partial, index, MAX_PEERS - len(holders), is_excluded)
+    holders = _take(complete, index, MAX_PEERS, excluded)
+    others = _take(partial, index, MAX_PEERS - len(holders), excluded)
     if trainer is not None:
         return (*holders, *others, trainer)
     return (*holders[1:], *others, *holders[:1])
 
 
 def _take(
-    ring: Sequence[str], start: int, count: int, is_excluded: Callable[[str], bool]
+    ring: Sequence[str], start: int, count: int, excluded: Container[str | None]
 ) -> list[str]:
-    size = len(ring)
-    few = (ring[(start + step) % size] for step in _distances(size))
-    taken = dict.fromkeys(islice(filterfalse(is_excluded, few), count))
-    for step in range(size):
-        if len(taken) >= count:
-            break
-        name = ring[(start + step) % size]
-        if not is_excluded(name):
-            taken[name] = None
-    return list(taken)
-
-
-@lru_cache(maxsize=4096)  # as many sizes as a growing fleet has
-def _distances(size: int) -> tuple[int, ...]:
-    """Return distances to the neighbours of a place in a ring of this size: few near, few far.
+    """Return the neighbours of a place in a ring: few near and few far, then the next ones.
 
     With near neighbours alone a bucket would need size / MAX_PEERS relays to reach all nodes; with
     these distances it needs about log(size). Every place is the neighbour of as many places as it
     has neighbours.
     """
-    if size <= MAX_PEERS:
-        return ()
-    return tuple(sorted({int(size ** (k / MAX_PEERS)) for k in range(MAX_PEERS)}))
+    size, taken = len(ring), dict[str, None]()
+    few = sorted({int(size ** (k / MAX_PEERS)) for k in range(MAX_PEERS)})
+    for step in (*(few if size > MAX_PEERS else ()), *range(size)):
+        if len(taken) >= count:
+            break
+        if (name := ring[(start + step) % size]) not in excluded:
+            taken[name] = None
+    return list(taken)
 
 
-class PeerRing:
-    """A list of names with insertion and removal in constant time; removal reorders it."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._places: dict[str, int] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def place(self, name: str, default: int) -> int:
-        return self._places.get(name, default)
-
-    def put(self, name: str, is_member: bool) -> None:
-        """Insert or remove a name."""
-        place = self._places.get(name)
-        if is_member and place is None:
-            self._places[name] = len(self.names)
-            self.names.append(name)
-        elif not is_member and place is not None:
-            del self._places[name]
-            last = self.names.pop()
-            if last != name:
-                self.names[place] = last
-                self._places[last] = place
-
-    def clear(self) -> None:
-        self.names.clear()
-        self._places.clear()
-
-
-class DeltaChain:
-    """The deltas that the trainer has published to the newest MAX_CHAIN versions."""
-
-    def __init__(self) -> None:
-        self._leading_to: dict[str, DeltaOffer] = {}  # by the digest of the version, oldest first
-
-    def add(self, version: str, deltas: Iterable[DeltaOffer]) -> bool:
-        """Store the deltas that lead to this version and ignore others. Returns whether a stored
-        one is new."""
-        is_new = False
-        for delta in deltas:
-            if delta.target == version != delta.base:
-                is_new |= self._leading_to.pop(version, None) != delta
-                self._leading_to[version] = delta
-        while len(self._leading_to) > MAX_CHAIN:
-            del self._leading_to[next(iter(self._leading_to))]
-        return is_new
-
-    def base_of(self, version: str, steps: int) -> str:
-        """Return the version from which so many deltas lead to this one; "" if one is missing."""
-        for _ in range(steps):
-            link = self._leading_to.get(version)
-            version = link.base if link is not None else ""
-        return version
-
-    def between(self, base: str, version: str, num_bytes: int) -> tuple[DeltaOffer, ...]:
-        """Return the chain from one version to another, oldest first; empty if a delta is missing
-        or the chain is larger than MAX_SHARE of the whole version of `num_bytes`."""
-        links: list[DeltaOffer] = []
-        most = MAX_SHARE * num_bytes
-        while version != base:
-            link = self._leading_to.get(version)
-            if link is None or len(links) == MAX_CHAIN:
-                return ()
-            most -= link.num_bytes + link.manifest_bytes
-            if most < 0:
-                return ()
-            links.append(link)
-            version = link.base
-        return tuple(reversed(links))
+def delta_chain(
+    deltas: dict[str, DeltaOffer], base: str, version: str, max_bytes: float
+) -> tuple[DeltaOffer, ...]:
+    """Return the chain from one version to another, oldest first; empty if one of the `deltas`, by
+    the version to which each leads, is missing or the chain is larger than `max_bytes`."""
+    links: list[DeltaOffer] = []
+    while version != base:
+        link = deltas.get(version)
+        if link is None or len(links) == MAX_CHAIN:
+            return ()
+        max_bytes -= link.num_bytes + link.manifest_bytes
+        if max_bytes < 0:
+            return ()
+        links.append(link)
+        version = link.base
+    return tuple(reversed(links))

@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 from typing import cast
 
-from lightrl.core.events import EndpointOpened, Event, HeartbeatArrived, NodeJoined
+from lightrl.core.events import Event, MessageArrived, NodeJoined
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello, Role
 from lightrl.messages.responses import FinishReason, ResponseTokens, TokenChunk
@@ -58,8 +58,8 @@ def arrival(hello: Hello, num_workers: int = 0, load: Load = IDLE) -> tuple[Even
     """Return the events of a node that joins. `num_workers`: of its engine, each a member of a
     broadcast group; 0 = it pulls."""
     name = hello.node
-    opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
-    heartbeat = HeartbeatArrived(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
+    opened = MessageArrived(name, WeightsEndpoint((f"{name}:1",), secret=name))
+    heartbeat = MessageArrived(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
     return NodeJoined(hello), opened, heartbeat
 
 

@@ -11,7 +11,7 @@ it does not train. A lost member holds up the others until the core ends the gro
 import math
 from collections.abc import Callable
 
-from lightrl.core.events import BroadcastReported
+from lightrl.core.events import MessageArrived
 from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, VersionTaken
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import TRAINER
@@ -56,7 +56,7 @@ class Broadcast:
         self._path = (TRAINER,)
         status = BroadcastStatus(version, f"group-{version}", f"{TRAINER}:1")
         world = self._world
-        world.at(world.now, lambda: world.feed(BroadcastReported(TRAINER, status)))
+        world.at(world.now, lambda: world.feed(MessageArrived(TRAINER, status)))
 
     def join(self, machine: SimMachine, group: BroadcastGroup) -> None:
         """Members join in the order of their ranks, after the trainer; the last one completes the

@@ -11,7 +11,7 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-from lightrl.core.events import TokensArrived, WeightsPublished
+from lightrl.core.events import MessageArrived
 from lightrl.core.weights.weight_sources import MAX_CHAIN
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
@@ -58,7 +58,7 @@ class Transfers:
         transfer = self._transfer
         self._swarm.forget(version - MAX_CHAIN)
         message = publication(version, transfer.num_bytes, transfer.delta_bytes)
-        self._world.feed(WeightsPublished(TRAINER, message))
+        self._world.feed(MessageArrived(TRAINER, message))
 
     def num_workers(self, machine: SimMachine) -> int:
         """Return the workers of its engine that can join a broadcast group: none for an engine that
@@ -229,7 +229,7 @@ class Transfers:
         deltas = machine.engine.abort_all(world.now)
         machine.engine.hold(world.now, "weights")
         if deltas:
-            world.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
+            world.feed(MessageArrived(machine.spec.name, machine.chunk(deltas)))
 
     def _received(self, group: str) -> None:
         """The members of this group have their version, in place."""

@@ -26,7 +26,6 @@ from lightrl.core.weights.weight_sources import MAX_PEERS
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
-from lightrl.messages.sharing import EngineAsleep
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsFailed
 from lightrl.tickets import pull_ticket

@@ -24,8 +24,8 @@ from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER, is_in_use, segments
 from lightrl.keys import KEY_FILE, read_key, restore_keys
+from lightrl.launch.checks.files import require_files
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
-from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.system.output import print_lines
 from lightrl.trainer.checkpoint.checksums import find_corruption

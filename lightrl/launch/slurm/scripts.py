@@ -16,9 +16,9 @@ from lightrl.config.schema import Config
 from lightrl.devices.plan import engines_of
 from lightrl.devices.sizes import sized_engines
 from lightrl.errors import ConfigError, LightRLError
+from lightrl.launch.checks.files import require_files, require_new
+from lightrl.launch.checks.initial import settled
 from lightrl.launch.folder import SLURM_CONFIG, SLURM_FOLDER
-from lightrl.launch.initial import settled
-from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.resume import has_journal
 
 SBATCH_S = 60.0

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 
-from lightrl.config import schema
+from lightrl.config import schema, sections
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import LogEntry, ShardSent, ShellNote
 from lightrl.core.recovery import take_snapshot
@@ -75,7 +75,7 @@ class Journaling:
     def __init__(
         self,
         run_dir: Path,
-        settings: schema.Journal,
+        settings: sections.Journal,
         report: Callable[[str], None],
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:

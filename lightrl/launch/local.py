@@ -23,8 +23,7 @@ from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.devices.plan import part_with, shared_with
 from lightrl.devices.sizes import sized_options
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
-from lightrl.joining import join_command, reachable, why_here_only
-from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, join_command, reachable, read_key, why_here_only
 from lightrl.launch.daemons import RESTARTS, Daemon, Daemons, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.messages.nodes import Role

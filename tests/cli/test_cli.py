@@ -20,8 +20,7 @@ from lightrl.client.find_run import final_snapshot
 from lightrl.config.run_file import load_config
 from lightrl.coordinator import run_files
 from lightrl.errors import ProtocolError
-from lightrl.joining import reachable
-from lightrl.keys import new_key, write_key
+from lightrl.keys import new_key, reachable, write_key
 from lightrl.launch.report import exported_model, status_lines
 from lightrl.messages.costs import CostRow, StepForecast
 from lightrl.messages.message import Message

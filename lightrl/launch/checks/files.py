@@ -26,11 +26,16 @@ from lightrl.launch.checks.model import require_dtypes, require_engine, require_
 from lightrl.launch.folder import is_new
 from lightrl.messages.nodes import Role
 from lightrl.metrics.sinks import require_installed
-from lightrl.model_files import HUB_ID, folder_here, require_no_code, require_trainable
+from lightrl.model_files import (
+    HUB_ID,
+    folder_here,
+    require_no_code,
+    require_trainable,
+    stored_tensors,
+)
 from lightrl.rewards.kept import FOLDER
 from lightrl.system.threads import num_cores
 from lightrl.trainer.checkpoint.saved import MODEL
-from lightrl.weight_files import stored_tensors
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.errors import ConfigError
-from lightrl.model_files import is_target
-from lightrl.weight_files import stored_tensors
+from lightrl.model_files import is_target, stored_tensors
 
 # As safetensors names them; those of quantised weights are others.
 DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})

@@ -18,7 +18,7 @@ from lightrl.client.address import left_at, listening_since
 from lightrl.config.schema import Config
 from lightrl.devices.plan import engines_of, for_sizes, for_trainer_node, part_with
 from lightrl.devices.sizes import sized_options
-from lightrl.joining import reachable
+from lightrl.keys import reachable
 from lightrl.launch import daemons
 from lightrl.launch.daemons import Daemon, Daemons
 from lightrl.system.child import retry_on_resource_limit

@@ -577,7 +577,7 @@ PRICED = CostRow(
         ),
         (
             CostRow(2, 0),
-            ["forecast  none before a step is done: what nodes are worth is learned from it"],
+            ["forecast  none before a step is done"],
         ),
     ],
 )

@@ -1,7 +1,5 @@
-"""`lightrl slurm`: the batch scripts of a run on a Slurm cluster, written and submitted.
-
-Owns the text of the scripts, scripts/slurm/ included. What happens inside a job is in job.py.
-"""
+"""`lightrl slurm`: the batch scripts of a run on a Slurm cluster, also those of scripts/slurm/,
+written and submitted."""
 
 import shlex
 import subprocess

@@ -18,8 +18,8 @@ MB = 1_000_000
 def export_checkpoint(
     checkpoint: Path, out: Path, shard_mb: int | None, is_merged: bool = False
 ) -> None:
-    """Make `out`, with files of `shard_mb` megabytes; None: as in a run. `is_merged`: merge adapters
-    into their model, with its files. Raises LightRLError, one line, and leaves no `out`.
+    """Make `out`, with files of `shard_mb` megabytes; None: as in a run. `is_merged`: merge
+    adapters into their model, with its files. Raises LightRLError, one line, and leaves no `out`.
     """
     _require_whole(checkpoint)
     _require_free(out)

@@ -1,4 +1,4 @@
-"""A run as plain lines: progress where there is no screen, the result at its end, `lightrl status`."""
+"""A run as plain lines: progress without a screen, the result at its end, `lightrl status`."""
 
 import asyncio
 import contextlib

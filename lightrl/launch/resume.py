@@ -1,4 +1,4 @@
-"""`lightrl resume RUN`: whether a run can continue, and with which config. A refusal is one line."""
+"""`lightrl resume RUN`: whether a run can continue, and with which config."""
 
 import asyncio
 from collections.abc import Sequence
@@ -154,7 +154,7 @@ def _require_all_saved(run_dir: Path, change: str) -> None:
 
 
 def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> None:
-    """Raise ConfigError if the last step has begun: its round opens when the step before is done."""
+    """Raise ConfigError if the last step has begun, as it has once the step before is done."""
     done = max((s.step for s in segments(run_dir / FOLDER)), default=0)
     if from_checkpoint:
         done = newest_checkpoint(run_dir) or 0

@@ -33,7 +33,8 @@ RESTARTS = replace(daemons.RESTARTS, settled_s=120.0)
 async def sharing(
     config: Config, run_dir: Path, trainer: str, number: int, address: str = ""
 ) -> "SharingNodes | None":
-    """Return the nodes beside a trainer node, the `number`th of train.nodes from 0 on, or None. `address`: of the coordinator; "" = it will store one in the run directory.
+    """Return the nodes beside a trainer node, the `number`th of train.nodes from 0 on, or None.
+    `address`: of the coordinator; "" = it will store one in the run directory.
 
     Raises ConfigError, one line, if the devices here do not suffice.
     """

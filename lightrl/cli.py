@@ -4,15 +4,16 @@
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightrl import __version__, arguments, commands, log
-from lightrl.arguments import (
+from lightrl import __version__, commands, log
+from lightrl.commands import exit_with, wait_for
+from lightrl.errors import ConfigError, LightRLError
+from lightrl.options import (
     FromOption,
     KeyFile,
     NameOption,
@@ -24,15 +25,18 @@ from lightrl.arguments import (
     Settings,
     SharesOption,
     Slots,
+    default_name,
+    parse_roles,
+    read_config,
+    require_coherent,
+    required_config,
+    split_args,
 )
-from lightrl.commands import exit_with, wait_for
-from lightrl.errors import ConfigError, LightRLError
 from lightrl.system.output import escape_unencodable, print_error, show
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
     from lightrl.daemon.main import DaemonOptions
-    from lightrl.messages.nodes import Role
 
 RED = "\x1b[31m"
 
@@ -53,23 +57,27 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it and end")
+]
+Join = Annotated[
+    str, typer.Option(metavar="tcp://HOST:PORT", help="become a node of that running coordinator")
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="print the resolved config and what it means; start nothing"),
+]
+
+
 @app.callback()
-def lightrl(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="print it and end"),
-    ] = False,
-) -> None:
+def lightrl(version: VersionOption = False) -> None:
     pass
 
 
 @app.command()
 def up(
     settings: Settings = None,
-    join: Annotated[
-        str,
-        typer.Option(metavar="tcp://HOST:PORT", help="become a node of that running coordinator"),
-    ] = "",
+    join: Join = "",
     key: KeyFile = None,
     from_: FromOption = "",
     role: RoleOption = "",
@@ -80,12 +88,7 @@ def up(
     part: PartOption = 0,
     parallel: ParallelOption = 0,
     no_tui: NoTui = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="print the resolved config and what it means, start nothing"
-        ),
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Start a run on this machine, or join one as a node.
 
@@ -93,12 +96,11 @@ def up(
     --role: one daemon with these roles in the foreground. With --join: a node of a running
     coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
-    roles = arguments.roles(role or ("rollout" if join else ""))
     from lightrl.daemon.main import DaemonOptions
 
     options = DaemonOptions(
         name,
-        roles,
+        parse_roles(role or ("rollout" if join else "")),
         join=join,
         slots=slots,
         is_preemptible=preemptible,
@@ -106,14 +108,22 @@ def up(
         part=part,
         parallel=parallel,
     )
-    arguments.require_coherent(settings or [], options)
+    require_coherent(settings or [], options)
     if key is not None and not join:
         raise ConfigError("--key is for --join: a run that is started makes its own key")
-    config = arguments.config(settings or [], from_)
+    config = read_config(settings or [], from_)
     if dry_run:
-        _dry_run(config, roles, slots)
-    elif roles:
-        _foreground(config, key, options)
+        if config is None:
+            raise typer.BadParameter("--dry-run needs a CONFIG")
+        _dry_run(config, options)
+    elif "coordinator" in options.roles:
+        if config is None:
+            raise typer.BadParameter("--role coordinator needs a CONFIG")
+        if join:
+            raise typer.BadParameter("a coordinator does not --join another one")
+        _foreground(config, options)
+    elif options.roles:
+        _join(key, options)
     elif config is None:
         raise typer.BadParameter(
             "give a CONFIG to start a run, or --join tcp://HOST:PORT to join one"
@@ -143,44 +153,22 @@ def resume(
 
     On this machine as with `lightrl up`; with --role one daemon with these roles in the foreground.
     """
-    roles = arguments.roles(role)
     from lightrl.daemon.main import DaemonOptions
 
-    options = DaemonOptions(name, roles, slots=slots, resume=True)
-    arguments.require_coherent([], options)
-    if roles and "coordinator" not in roles:
+    options = DaemonOptions(name, parse_roles(role), slots=slots, resume=True)
+    require_coherent([], options)
+    if options.roles and "coordinator" not in options.roles:
         raise typer.BadParameter(
             "--role needs coordinator to resume a run; others join it: lightrl up --join"
         )
-    targets, overrides = arguments.split_args(run or [])
-    if len(targets) > 1:
-        raise ConfigError(f"one RUN is possible, not {len(targets)}: {' '.join(targets)}")
+    target, overrides = split_args(run or [], "RUN")
     from lightrl.launch.resume import prepare
 
-    config = prepare(targets[0] if targets else None, overrides, from_checkpoint)
-    if roles:
-        from lightrl.launch.checks import required
-        from lightrl.launch.local import in_foreground
-
-        config = required(config, roles, slots, is_resumed=True)
-        exit_with(in_foreground(config, _coordinator(config, options), resume=True))
+    config = prepare(target or None, overrides, from_checkpoint)
+    if options.roles:
+        _foreground(config, options)
     else:
         _whole_run(config, no_tui, resume=True)
-
-
-for command in (
-    commands.export,
-    commands.replay,
-    commands.status,
-    commands.compare,
-    commands.top,
-    commands.down,
-    commands.drain,
-    commands.check,
-    commands.data,
-    commands.simulate,
-):
-    app.command()(command)
 
 
 @app.command()
@@ -204,9 +192,7 @@ def slurm(
 ) -> None:
     """Run CONFIG on a Slurm cluster: batch scripts in the run directory, written and submitted."""
     trainers = [f"train.nodes={trainer_nodes}"] if settings and trainer_nodes else []
-    config = arguments.config([*(settings or []), *trainers], from_)
-    if config is None:
-        raise typer.BadParameter("give a CONFIG")
+    config = required_config([*(settings or []), *trainers], from_)
     from lightrl.launch.slurm.scripts import SlurmOptions, submit
 
     options = SlurmOptions(
@@ -219,15 +205,11 @@ def slurm(
 def slurm_job(
     part: str, what: list[str], slots: Slots = 0, preemptible: Preemptible = False
 ) -> None:
-    """What the scripts run: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS
+    """The command of the scripts: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS
     KEY_FILE, trainer RUN_DIR."""
     from lightrl.launch.slurm.job import run_part
 
     exit_with(wait_for(run_part(part, what, slots, preemptible)))
-
-
-app.command("config")(commands.reference)
-app.command("eval")(commands.evaluate)
 
 
 @app.command(hidden=True)
@@ -258,10 +240,7 @@ def daemon(
         config = load_config(run_dir / "config.toml")
         if tied:
             leave_when_stdin_closes(config.node.grace_s)
-        given = Part(tuple(filter(None, gpus.split(","))), gpu_memory)
-        roles = arguments.roles(role)
-        # no more than it needs
-        key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
+        roles = parse_roles(role)
         options = DaemonOptions(
             name,
             roles,
@@ -269,8 +248,9 @@ def daemon(
             config,
             join=join,
             resume=resume,
-            key=key,
-            gpus=given,
+            # a rollout node gets no key that it does not need
+            key=read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE)),
+            gpus=Part(tuple(filter(None, gpus.split(","))), gpu_memory),
             shares=shares,
             part=part,
             parallel=parallel,
@@ -280,81 +260,87 @@ def daemon(
     exit_with(run_child(work))
 
 
+for command in (
+    commands.export,
+    commands.replay,
+    commands.status,
+    commands.compare,
+    commands.top,
+    commands.down,
+    commands.drain,
+    commands.check,
+    commands.data,
+    commands.simulate,
+):
+    app.command()(command)
+app.command("config")(commands.reference)
+app.command("eval")(commands.evaluate)
+
+
 def _whole_run(config: "Config", no_tui: bool, resume: bool = False) -> None:
     from lightrl.launch.run import run_here
 
     exit_with(wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui, resume=resume)))
 
 
-def _foreground(config: "Config | None", key: Path | None, options: "DaemonOptions") -> None:
-    """One daemon in this process."""
-    roles, join = options.roles, options.join
-    if "coordinator" in roles:
-        if config is None:
-            raise typer.BadParameter("--role coordinator needs a CONFIG")
-        if join:
-            raise typer.BadParameter("a coordinator does not --join another one")
-        from lightrl.launch.checks import required
-        from lightrl.launch.local import in_foreground
-
-        config = required(config, roles, options.slots)
-        exit_with(in_foreground(config, _coordinator(config, options)))
-    elif not join:
-        raise typer.BadParameter(
-            f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator"
-        )
-    else:
-        from lightrl.client.address import require_reachable
-        from lightrl.keys import find_key, require_full
-        from lightrl.system.addresses import host_and_port
-
-        join = "tcp://" + join.removeprefix("tcp://")
-        host_and_port(join)
-        text = find_key(key, None)
-        if roles != ("rollout",):
-            require_full(text, f"--role {','.join(roles)} needs")
-        require_reachable(join)
-        from lightrl.daemon.main import run
-
-        name = options.name or arguments.default_name()
-        exit_with(run(replace(options, name=name, join=join, key=text)))
-
-
-def _coordinator(config: "Config", options: "DaemonOptions") -> Callable[[Path], int]:
-    """Runs a daemon with that role, given its run directory."""
+def _foreground(config: "Config", options: "DaemonOptions") -> None:
+    """Run one daemon with the coordinator in this process."""
     from lightrl.daemon.main import run
     from lightrl.keys import KEY_FILE, read_key
+    from lightrl.launch.checks.checklist import required
+    from lightrl.launch.local import in_foreground
 
-    def daemon(run_dir: Path) -> int:
+    settled = required(config, options.roles, options.slots, is_resumed=options.resume)
+    name = options.name or default_name()
+
+    def start(run_dir: Path) -> int:
         key = read_key(run_dir / KEY_FILE)
-        name = options.name or arguments.default_name()
-        return run(replace(options, name=name, run_dir=run_dir, config=config, key=key))
+        return run(replace(options, name=name, run_dir=run_dir, config=settled, key=key))
 
-    return daemon
+    exit_with(in_foreground(settled, start, options.resume))
 
 
-def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> None:
+def _join(key: Path | None, options: "DaemonOptions") -> None:
+    """Run one daemon that joins a run in this process."""
+    roles = ",".join(options.roles)
+    if not options.join:
+        raise typer.BadParameter(f"--role {roles} needs --join tcp://HOST:PORT of the coordinator")
+    from lightrl.client.address import require_reachable
+    from lightrl.daemon.main import run
+    from lightrl.keys import find_key, require_full
+    from lightrl.system.addresses import host_and_port
+
+    address = "tcp://" + options.join.removeprefix("tcp://")
+    host_and_port(address)
+    text = find_key(key, None)
+    if roles != "rollout":
+        require_full(text, f"--role {roles} needs")
+    require_reachable(address)
+    name = options.name or default_name()
+    exit_with(run(replace(options, name=name, join=address, key=text)))
+
+
+def _dry_run(config: "Config", options: "DaemonOptions") -> None:
     from lightrl.config.run_file import to_toml
     from lightrl.devices.plan import describe as describe_devices
     from lightrl.errors import RewardError
-    from lightrl.launch.checks import Setup, judge
-    from lightrl.launch.initial import begins_with
-    from lightrl.launch.plan import describe, here, labelled
-    from lightrl.launch.weights_plan import describe as describe_weights
+    from lightrl.launch.checks.checklist import Launch, judge
+    from lightrl.launch.checks.initial import begins_with
+    from lightrl.launch.checks.plan import describe, labelled, of_daemon
+    from lightrl.launch.checks.weights import describe as describe_weights
 
-    if config is None:
-        raise typer.BadParameter("--dry-run needs a CONFIG")
-    setup = Setup(config, roles, slots)
-    notes = [found.text for found in judge(setup, "up") if found.is_note]
-    config = setup.required
+    roles, slots = options.roles, options.slots
+    launch = Launch(config, roles, slots)
+    notes = [found.text for found in judge(launch, "up") if found.is_note]
+    config = launch.required
     devices = describe_devices(config, roles, slots)
-    local = here(config, roles, slots)
-    lines = describe(local, devices, describe_weights(local, setup.machine), roles)
+    here = of_daemon(config, roles, slots)
+    lines = describe(here, devices, describe_weights(here, launch.machine), roles)
     lines += labelled("begins with", begins_with(config))
     lines += [f"{'note':12}{note}" for note in notes if note not in devices]
     show([*to_toml(config).split("\n"), *lines])
     refused: list[str] = []
-    for found in judge(setup, "dry-run"):
+    for found in judge(launch, "dry-run"):
         if found.is_note and found.verdict == "fail":
             refused.append(found.text)
         else:
@@ -364,7 +350,7 @@ def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> 
 
 
 def _expanded(word: str) -> str:
-    """A path, by itself or behind an option, as a shell would have expanded it without quotes."""
+    """Expand a path, by itself or behind an option, as a shell does without quotes."""
     option, equals, path = word.partition("=") if word.startswith("--") else ("", "", word)
     if not path.startswith(("~", "$")):
         return word
@@ -374,8 +360,7 @@ def _expanded(word: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """What a user can do something about is one line; anything else is a bug and shows its
-    traceback."""
+    """Run a command. An error for the user is one line; anything else is a bug with a traceback."""
     escape_unencodable()
     words = sys.argv[1:] if arguments is None else arguments
     try:

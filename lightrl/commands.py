@@ -1,8 +1,7 @@
-"""The commands that begin no run: they look at one, ask something of it, evaluate what it has left,
-check a machine, predict.
+"""The commands that start no run: they report on one, evaluate or export its checkpoints, check a
+machine, predict.
 
-As in cli.py, which makes them commands: parses, calls, prints; everything heavier than typer is
-imported inside them.
+As in cli.py, which registers them: everything heavier than typer is imported inside them.
 """
 
 import sys
@@ -12,9 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from lightrl import arguments
-from lightrl.arguments import AsJson, KeyFile, Settings, Target
 from lightrl.errors import ConfigError, LightRLError
+from lightrl.options import (
+    SETTINGS,
+    AsJson,
+    KeyFile,
+    Settings,
+    Target,
+    read_config,
+    required_config,
+    split_args,
+)
 from lightrl.system.output import show
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ def replay(
     response: Annotated[str, typer.Option(metavar="ID", help="the tokens of this response")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Tell what the journal of a run holds: rounds, tokens, scores, versions, damage."""
+    """Print the contents of a run's journal: rounds, tokens, scores, versions, damage."""
     from lightrl.client.address import find_folder
     from lightrl.replay.report import replay_json, replay_lines
 
@@ -40,24 +47,18 @@ def replay(
         show(replay_lines(run_dir, step, response))
 
 
+CHECKPOINT = "RUN/checkpoints/step_N; or RUN, for its newest one"
+MERGE = "LoRA adapters with their model, by its files; else the adapters alone"
+
+
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT", help="RUN/checkpoints/step_N; or RUN, for its newest one"
-        ),
-    ],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help=CHECKPOINT)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a directory that is not there yet")],
     shard_mb: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="megabytes of a file of safetensors; default: 2000"),
     ] = None,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge", help="of LoRA adapters with their model, by its files; else they are alone"
-        ),
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help=MERGE)] = False,
 ) -> None:
     """Make a Hugging Face model directory of a checkpoint: safetensors, config, tokenizer.
 
@@ -73,21 +74,17 @@ def export(
     show([str(out)])
 
 
+EVALUATED = (
+    "RUN/checkpoints/step_N, a run's name or directory (its newest), a Hugging Face model "
+    "directory or hub id, or LoRA adapters"
+)
+
+
 def evaluate(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="RUN/checkpoints/step_N, a run's name or directory (its newest), a Hugging Face "
-            "model directory or hub id, or LoRA adapters",
-        ),
-    ],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=EVALUATED)],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [section.key=value ...]",
-            help="a TOML file; default: that of CHECKPOINT's run; values that override it",
-        ),
+        typer.Argument(metavar=SETTINGS, help="a TOML file; default: that of CHECKPOINT's run"),
     ] = None,
     sets: Annotated[
         list[str] | None,
@@ -102,12 +99,10 @@ def evaluate(
     ] = False,
 ) -> None:
     """Evaluate CHECKPOINT on the sets of CONFIG with this machine's engines; nothing is trained."""
-    files, overrides = arguments.split_args(settings or [])
-    if len(files) > 1:
-        raise ConfigError(f"one CONFIG is possible, not {len(files)}: {' '.join(files)}")
-    from lightrl.launch.evaluate import EvalOptions, evaluate
+    file, overrides = split_args(settings or [], "CONFIG")
+    from lightrl.launch.evaluation.run import EvalOptions, evaluate
 
-    config = Path(files[0]) if files else None
+    config = Path(file) if file else None
     options = EvalOptions(config, tuple(overrides), tuple(sets or ()), samples, as_json)
     exit_with(wait_for(evaluate(checkpoint, options)))
 
@@ -184,12 +179,7 @@ def drain(
 
 
 def data(
-    settings: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG [section.key=value ...]", help="a TOML file; values that override it"
-        ),
-    ],
+    settings: Settings = None,
     num: Annotated[
         int, typer.Option("--num", "-n", min=0, metavar="N", help="prompts of each set to show")
     ] = 2,
@@ -199,76 +189,53 @@ def data(
     them."""
     from lightrl.launch.data_report import data_json, data_lines
 
-    config = arguments.config(settings)
-    if config is None:
-        raise typer.BadParameter("give a CONFIG")
+    config = required_config(settings or [])
     show(data_json(config, num) if as_json else data_lines(config, num))
 
 
 def check(settings: Settings = None) -> None:
     """Verify this machine, and a CONFIG if one is given, and report what to do."""
-    from lightrl.launch.checks import Setup, judge
+    from lightrl.launch.checks.checklist import Launch, judge
 
-    setup = Setup(arguments.config(settings or []))
     failed = False
-    for finding in judge(setup, "check"):
+    for finding in judge(Launch(read_config(settings or [])), "check"):
         failed |= finding.verdict == "fail"
         show([f"{finding.verdict:5} {finding.subject:14} {finding.text}"])
     exit_with(int(failed))
 
 
-AlwaysThere = Annotated[
-    int | None,
-    typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes"),
-]
-PreemptibleNodes = Annotated[
-    int, typer.Option(min=0, help="preemptible nodes that stay, beside them")
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="CSV of more nodes that join and leave: milliseconds,add|remove,node"
-    ),
-]
-TraceShare = Annotated[
-    float | None, typer.Option(metavar="S", help="of its nodes, drawn by run.seed; 0 < S <= 1")
-]
-TraceFrom = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="nodes that are there by then are there from the start"),
-]
-TraceTo = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="nodes that are there by then stay")
-]
-Workload = Annotated[
-    str,
-    typer.Option(metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"),
-]
-NumSteps = Annotated[
-    int | None,
-    typer.Option(min=1, help="default: train.steps, at most 20; those of a run, at most 200"),
-]
-Compare = Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")]
-Figures = Annotated[bool, typer.Option("--json", help="all figures, as one line of JSON")]
-Offload = Annotated[
-    Literal["off", "foreseen", "window"],
-    typer.Option(help="by which rule GPUs that also train leave the rollout (simulated only)"),
-]
+RESERVED = "rollout nodes that are always there; default: rollout.nodes"
+TRACE = "CSV of more nodes that join and leave: milliseconds,add|remove,node"
+FROM = "nodes that are there by then are there from the start"
+WORKLOAD = "lengths and speeds; default: a generic guess"
+STEPS = "default: train.steps, at most 20; those of a run, at most 200"
+OFFLOAD = "the rule by which GPUs that also train leave the rollout (simulated only)"
 
 
 def simulate(
     settings: Settings = None,
-    nodes: AlwaysThere = None,
-    preemptible: PreemptibleNodes = 0,
-    trace: Trace = None,
-    trace_share: TraceShare = None,
-    trace_from: TraceFrom = None,
-    trace_to: TraceTo = None,
-    workload: Workload = "",
-    steps: NumSteps = None,
-    offload: Offload = "off",
-    compare: Compare = False,
-    as_json: Figures = False,
+    nodes: Annotated[int | None, typer.Option(min=0, help=RESERVED)] = None,
+    preemptible: Annotated[
+        int, typer.Option(min=0, help="preemptible nodes that stay, beside them")
+    ] = 0,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help=TRACE)] = None,
+    trace_share: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="of its nodes, drawn by run.seed; 0 < S <= 1"),
+    ] = None,
+    trace_from: Annotated[float | None, typer.Option(metavar="SECONDS", help=FROM)] = None,
+    trace_to: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="nodes that are there by then stay")
+    ] = None,
+    workload: Annotated[str, typer.Option(metavar="FILE|RUN|PRESET", help=WORKLOAD)] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help=STEPS)] = None,
+    offload: Annotated[Literal["off", "foreseen", "window"], typer.Option(help=OFFLOAD)] = "off",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="each mechanism alone, in one table")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="all figures, as one line of JSON")
+    ] = False,
 ) -> None:
     """Predict how fast CONFIG would run on a fleet, with the real scheduler.
 
@@ -276,7 +243,7 @@ def simulate(
     simulated, beside what it measured; overrides and --nodes change it.
     """
     from lightrl.client.address import run_folder
-    from lightrl.launch.plan import count_prompts
+    from lightrl.launch.checks.plan import count_prompts
     from lightrl.sim.command import FleetOptions, simulate_run
     from lightrl.sim.inputs.files import require_known
 
@@ -302,23 +269,18 @@ def simulate(
 def _to_simulate(
     settings: list[str], run_dir: Path | None, fleet: str
 ) -> "tuple[Config, str | None]":
-    """The config, and what is otherwise than in the run of which it is, if it is of one. Raises
+    """Return the config, and its changes to that of the run, if it is a run's. Raises
     ConfigError."""
-    from lightrl.config.run_file import load_config
-    from lightrl.launch.folder import CONFIG_FILE
+    from lightrl.config.run_file import CONFIG_FILE, load_config
 
-    files, overrides = arguments.split_args(settings)
-    if run_dir is not None and not files:
-        if not (run_dir / CONFIG_FILE).is_file():
-            raise ConfigError(f"--workload {run_dir}: is no run directory: it has no config.toml")
-        change = " ".join(filter(None, (*overrides, fleet)))
-        return load_config(run_dir / CONFIG_FILE, overrides), change
-    if (config := arguments.config(settings)) is None:
-        raise typer.BadParameter(
-            "give a CONFIG, or a run as --workload RUN; overrides such as rollout.slots=64 "
-            "describe the nodes"
-        )
-    return config, None
+    file, overrides = split_args(settings, "CONFIG")
+    if run_dir is None or file:
+        more = ", or a run as --workload RUN; overrides such as rollout.slots=64 describe the nodes"
+        return required_config(settings, more=more), None
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"--workload {run_dir}: is no run directory: it has no config.toml")
+    change = " ".join(filter(None, (*overrides, fleet)))
+    return load_config(run_dir / CONFIG_FILE, overrides), change
 
 
 def reference(
@@ -329,19 +291,9 @@ def reference(
     """Print every config key with its default, its allowed values and its meaning."""
     if metrics:
         from lightrl.metrics.names import table
-
-        print("\n".join(table()))
-        return
-    from lightrl.config.reference import allowed
-    from lightrl.config.schema import keys
-
-    section = ""
-    for key, default, description in keys():
-        if key.partition(".")[0] != section:
-            section = key.partition(".")[0]
-            print(f"\n[{section}]")
-        value = "unset" if default == "null" else default
-        print(f"{key:32} {value:22} {allowed(key):26} {description}".rstrip())
+    else:
+        from lightrl.config.reference import table
+    print("\n".join(table()))
 
 
 def wait_for(work: "Coroutine[object, object, T]") -> T:

@@ -1,77 +1,70 @@
-"""The keys of a run: who has one may take part, who has none gets nothing. Made, kept, found,
-derived from.
-
-Owns the form of the keys and of what is derived from them. Opens no connection.
+"""The keys of a run, which authenticate its nodes and tools, and how a node joins with one.
 
 There are two, each in a file of the run directory that only its owner can read (mode 0600). They
-never travel: both ends of a connection compute their key pairs from them (transport/zeromq.py).
+are never sent: both ends of a connection compute their key pairs from them (transport/zeromq.py).
 
-- `key`, 32 random bytes as 64 hexadecimal digits, is for the operator, the trainer and tools. All
-  else is derived from it.
-- `join`, "join-" and 128 digits, lets one be a rollout node, no more. It holds the secret of a
-  node's key pair and the *public* key of the coordinator: neither `key` nor the coordinator's
-  secret follows from it.
+- `key`, 32 random bytes as 64 hexadecimal digits, is for the operator, the trainer and tools.
+- `join`, "join-" and 128 digits, is for rollout nodes. It holds the secret of a node's key pair and
+  the *public* key of the coordinator. It is derived from `key`, which does not follow from it.
 
-`join` is derived from `key`, not random: there is one secret to keep and to make durable, and a run
-directory that lacks `join` gets the same one again, which copies elsewhere are equal to.
+An address that only this machine reaches is never offered to other machines.
 """
 
+import contextlib
 import hashlib
 import os
 import re
 import secrets
+import socket
 import stat
 from enum import StrEnum
 from pathlib import Path
 
 from lightrl.errors import ConfigError
+from lightrl.system.addresses import ALL_HOSTS, host_and_port, is_loopback, own_host
 from lightrl.system.files import sync
 
 KEY_BYTES = 32
 KEY_FILE = "key"  # in the run directory
 JOIN_FILE = "join"  # beside it
 ENVIRONMENT = "LIGHTRL_KEY"  # a key itself, not a file
-MAX_FILE_BYTES = 256  # of which a key has at most 133 characters and an end of line
-# Purposes. "lightrl node" is also that of older releases: their nodes get that answer, not one as
-# strangers.
+MAX_FILE_BYTES = 256
+# Purposes of derived keys.
 _OPERATOR, _NODE, _COORDINATOR = "lightrl operator", "lightrl node", "lightrl coordinator"
 _FULL = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _JOIN = re.compile(rf"join-([0-9a-f]{{{2 * KEY_BYTES}}})([0-9a-f]{{{2 * KEY_BYTES}}})")
 
 
 class Access(StrEnum):
-    """What a key is good for."""
+    """The access that a key gives: any, or that of a rollout node."""
 
     FULL = "full"
-    # to be a rollout node
     JOIN = "join"
 
 
 def new_key() -> str:
-    """A fresh key. Example: "5f0c..." of 64 digits."""
+    """Return a random key. Example: "5f0c..." of 64 digits."""
     return secrets.token_hex(KEY_BYTES)
 
 
 def join_key(key: str) -> str:
-    """The text of `join` that belongs to `key`. Example: "join-81a9..." of 128 digits."""
+    """Return the text of `join` for a `key`. Example: "join-81a9..." of 128 digits."""
     return f"join-{derived(key, _NODE).hex()}{_public(derived(key, _COORDINATOR)).hex()}"
 
 
 def access_of(key: str) -> Access:
-    """What this key, as `read_key` and `find_key` return it, is good for."""
+    """Return the access that a key of either form gives."""
     return Access.JOIN if _JOIN.fullmatch(key) else Access.FULL
 
 
 def write_key(path: Path, key: str | None = None) -> str:
-    """Leaves `key`, or a fresh one, in a new file that only its owner can read; returns it.
-
-    Raises OSError, FileExistsError included: a key is never replaced unawares.
-    """
+    """Write `key`, or a random one, to a new file that only its owner can read; return it. Raises
+    OSError."""
     key = key or new_key()
     with os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
     ) as file:
-        os.fchmod(file.fileno(), 0o600)  # whatever the umask is
+        os.fchmod(file.fileno(), 0o600)
         file.write(key + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -80,18 +73,15 @@ def write_key(path: Path, key: str | None = None) -> str:
 
 
 def write_keys(run_dir: Path) -> str:
-    """Both keys of a new run; returns the full one. Raises OSError, FileExistsError included."""
+    """Write both keys of a new run; return the full one. Raises OSError."""
     key = write_key(run_dir / KEY_FILE)
     write_key(run_dir / JOIN_FILE, join_key(key))
     return key
 
 
 def restore_keys(run_dir: Path) -> None:
-    """Writes what is missing, as in a run that began before there was a `join`, or does not fit
-    together.
-
-    Raises OSError, and ConfigError if `key` is there but cannot be used.
-    """
+    """Write a key that is missing, and a `join` that does not fit. Raises OSError, and ConfigError
+    if `key` cannot be used."""
     key, join = run_dir / KEY_FILE, run_dir / JOIN_FILE
     text = read_key(key) if key.exists() else write_key(key)
     fitting = join_key(text)
@@ -105,8 +95,7 @@ def restore_keys(run_dir: Path) -> None:
 
 
 def read_key(path: Path) -> str:
-    """The key, of either form, in `path`. Raises ConfigError: no such file, no key in it, or others
-    may read it, too."""
+    """Return the key in a file. Raises ConfigError if it has none, or if others may read it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -121,8 +110,7 @@ def read_key(path: Path) -> str:
 
 
 def find_key(explicit: Path | None, run_dir: Path | None) -> str:
-    """From --key FILE, else from the environment, else from the run directory. Raises
-    ConfigError."""
+    """Return the key in --key FILE, the environment or the run directory. Raises ConfigError."""
     if explicit is not None:
         return read_key(explicit)
     if text := os.environ.get(ENVIRONMENT):
@@ -136,41 +124,37 @@ def find_key(explicit: Path | None, run_dir: Path | None) -> str:
 
 
 def require_full(key: str, what: str) -> str:
-    """Returns `key` if it is good for everything, else raises ConfigError; `what` names what needs
-    that."""
+    """Return `key` if it gives full access, else raise ConfigError. `what`: needs it."""
     if access_of(key) is not Access.FULL:
         raise ConfigError(f"this key only lets a rollout node join; {what} RUN_DIR/{KEY_FILE}")
     return key
 
 
 def derived(key: str, purpose: str) -> bytes:
-    """32 bytes that only who has the full key can compute, other ones for each purpose."""
+    """Return 32 bytes that follow from the full key, different ones for each purpose."""
     return hashlib.blake2b(purpose.encode(), key=bytes.fromhex(key), digest_size=32).digest()
 
 
 def secret_of(key: str) -> bytes:
-    """The secret, 32 bytes, of the Curve25519 pair with which the holder of a key of either form
-    connects."""
+    """Return the secret of the Curve25519 pair with which the holder of a key connects."""
     if (parts := _JOIN.fullmatch(key)) is not None:
         return bytes.fromhex(parts[1])
     return derived(key, _OPERATOR)
 
 
 def coordinator_public_key(key: str) -> bytes:
-    """The public Curve25519 key, 32 bytes, by which a holder of either key recognises the
-    coordinator."""
+    """Return the public Curve25519 key by which the holder of a key verifies the coordinator."""
     if (parts := _JOIN.fullmatch(key)) is not None:
         return bytes.fromhex(parts[2])
     return _public(derived(key, _COORDINATOR))
 
 
 def coordinator_secret(key: str) -> bytes:
-    """That of the coordinator itself. Raises ConfigError: it takes the full key to be one."""
+    """Return the secret of the coordinator. Raises ConfigError without the full key."""
     return derived(require_full(key, "a coordinator needs"), _COORDINATOR)
 
 
 def _public(secret: bytes) -> bytes:
-    """The public half of a Curve25519 pair."""
     import zmq  # here: --help must not load it
     from zmq.utils import z85
 
@@ -178,12 +162,51 @@ def _public(secret: bytes) -> bytes:
 
 
 def _checked(text: str, where: str) -> str:
-    """Says nothing of the text itself, which may be nearly a key."""
+    """The error does not quote the text, which may be nearly a key."""
     text = text.strip().lower()
     if not (_FULL.fullmatch(text) or _JOIN.fullmatch(text)):
         digits = 2 * KEY_BYTES
-        raise ConfigError(
-            f'{where}: not a key; one has {digits} hexadecimal digits, or "join-" and '
-            f"{2 * digits} of them"
-        )
+        forms = f'{digits} hexadecimal digits, or "join-" and {2 * digits} of them'
+        raise ConfigError(f"{where}: not a key; one has {forms}")
     return text
+
+
+def reachable(address: str) -> str:
+    """Return the address to connect to: of "all of this machine's" its own. Example:
+    "tcp://10.0.0.1:5600" for "tcp://0.0.0.0:5600"."""
+    host, port = host_and_port(address)
+    return f"tcp://{own_host()}:{port}" if host in ALL_HOSTS else address
+
+
+def join_command(address: str, key: str | Path) -> str:
+    """Return the command that adds a node. `key`: a file, so that no list of processes shows it."""
+    return f"lightrl up --join {address} --key {key}"
+
+
+def is_here_only(address: str) -> bool:
+    """Return whether the address is loopback, or a name of it."""
+    host, _ = host_and_port(address)
+    if is_loopback(host):
+        return True
+    with contextlib.suppress(OSError):
+        return is_loopback(socket.gethostbyname(host))
+    return False
+
+
+def why_here_only(address: str, bind: str) -> str:
+    """Return why other machines cannot join, and what to set; "" if they can. `bind`: run.bind."""
+    if not is_here_only(address):
+        return ""
+    host, port = host_and_port(bind)
+    if host in ALL_HOSTS:
+        return "other machines cannot join: this one has no address but loopback"
+    everywhere = f'run.bind = "tcp://0.0.0.0:{port or "*"}"'
+    return f"other machines cannot join: run.bind is loopback; set {everywhere}"
+
+
+def join_hint(address: str, bind: str, key: Path) -> str:
+    """Return in one line how to add a node to the coordinator that listens at `address`."""
+    seen = reachable(address)
+    why = why_here_only(seen, bind)
+    where = "here" if why else "on another machine"
+    return f"add one {where} with: {join_command(seen, key)}" + (f" ({why})" if why else "")

@@ -1,8 +1,7 @@
-"""The logs of all processes of a run, by the standard `logging`: one format, chosen by the config.
+"""The logs of all processes of a run, by the standard `logging`: one format, chosen by the config,
+with role and node. Child processes get the settings in the environment.
 
-Owns how a line looks, for people or for machines, that it carries role and node, and how a child
-process learns to write the same. Modules do `logger = logging.getLogger(__name__)`. A line is never
-worth more than its process: see system/output.py.
+Modules do `logger = logging.getLogger(__name__)`. A line that cannot be written is lost.
 
     2026-11-22 14:09:59.123 INFO coordinator head: step 3 done
     {"time": "2026-11-22T14:09:59.123Z", "level": "info", "role": "coordinator", "node": "head",
@@ -27,8 +26,8 @@ from lightrl.system.output import capture_lines, never_fail, plain, print_to
 
 PACKAGE = "lightrl"
 ENVIRONMENT = "LIGHTRL_LOG"  # the settings for child processes
-LAST_BYTES = 1 << 16  # of the end of a log, in which its last line is looked for
-WARNING = "WARNING: "  # how a line for a screen begins that is one; a log has levels
+LAST_BYTES = 1 << 16  # read of the end of a log
+WARNING = "WARNING: "  # prefix of a line on a screen; a log has levels
 
 _TEXT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ([A-Z]+) \S+ \S*: (.*)")
 
@@ -47,7 +46,7 @@ class LogSettings:
 
 
 class LogLine(NamedTuple):
-    """`level` is "" for what was not logged by us, but printed."""
+    """`level` is "" for a line that was printed, not logged."""
 
     level: str
     text: str
@@ -58,10 +57,8 @@ _is_plain = True  # it prints lines for people, not its log
 
 
 def configure(settings: LogSettings) -> None:
-    """From now on whatever is logged here, uncaught or, with `json`, printed is a line on stdout.
-
-    Called again, the newer settings count.
-    """
+    """Write every record, uncaught error and, with `json`, printed line to stdout. A later call
+    replaces the settings."""
     global _settings, _is_plain
     is_first, _settings, _is_plain = _is_plain, settings, False
     if is_first:
@@ -73,20 +70,20 @@ def configure(settings: LogSettings) -> None:
 
 
 def configure_file(settings: LogSettings, file: Path) -> None:
-    """The same for a process that talks to a person: what it logs is written to `file` alone."""
+    """Write the log to `file` alone, in a process whose stdout is for a person."""
     global _settings
     _settings = settings
     _handle_with(LogOutput(_File(file)), settings)
 
 
 def configure_again(level: str, as_json: bool) -> None:
-    """The level and the form of the config of the run, when it is known."""
+    """Take the level and the form of the run's config."""
     if _settings is not None and (_settings.level, _settings.json) != (level, as_json):
         configure(replace(_settings, level=level, json=as_json))
 
 
 def environment(role: str, node: str | None = None) -> dict[str, str]:
-    """What a child process is started with, so that it logs as this one does."""
+    """Return the variable by which a child process logs as this one does."""
     settings = _settings or LogSettings()
     child = replace(settings, role=role, node=settings.node if node is None else node)
     return {ENVIRONMENT: json.dumps(asdict(child))}
@@ -101,7 +98,7 @@ def inherited() -> LogSettings:
 
 
 def error_for_machines(text: str) -> bool:
-    """Log why this process ends, if its output is JSON. Returns whether it is."""
+    """Log why this process ends, if its output is JSON. Return whether it is."""
     if _settings is None and inherited().json:
         configure(inherited())
     is_json = _settings is not None and _settings.json and not _is_plain
@@ -111,7 +108,7 @@ def error_for_machines(text: str) -> bool:
 
 
 def reporter(log: logging.Logger) -> Callable[[str], None]:
-    """A function that logs lines for screens, each at the level of its prefix."""
+    """Return a function that logs lines for screens, each at the level of its prefix."""
 
     def report(line: str) -> None:
         level = logging.WARNING if line.startswith(WARNING) else logging.INFO
@@ -121,7 +118,7 @@ def reporter(log: logging.Logger) -> Callable[[str], None]:
 
 
 def parse(line: str) -> LogLine:
-    """A line of a log of ours, either form. What is no such line is its own text."""
+    """Parse a line of a log in either form. Any other line is its own text."""
     if (found := _TEXT.fullmatch(line)) is not None:
         return LogLine(found[1].lower(), found[2])
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -132,7 +129,7 @@ def parse(line: str) -> LogLine:
 
 
 def last_line(file: Path, since: int = 0) -> str:
-    """The text of the last line of a log after `since` bytes; "" if none."""
+    """Return the text of the last line of a log after `since` bytes; "" if none."""
     try:
         with file.open("rb") as log:
             log.seek(max(since, file.stat().st_size - LAST_BYTES))
@@ -142,23 +139,22 @@ def last_line(file: Path, since: int = 0) -> str:
     return parse(lines[-1].strip()).text if lines else ""
 
 
-class _TextFormatter(logging.Formatter):
-    def __init__(self, settings: LogSettings) -> None:
-        super().__init__()
-        self._who = f"{settings.role} {settings.node}"
-
-    def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
-        lines = [f"{moment} {record.levelname} {self._who}: {plain(record.getMessage())}"]
-        return "\n".join(lines + list(map(plain, _exception(self, record).splitlines())))
-
-
-class _JsonFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
     def __init__(self, settings: LogSettings) -> None:
         super().__init__()
         self._settings = settings
 
     def format(self, record: logging.LogRecord) -> str:
+        raised = self.formatException(record.exc_info) if record.exc_info else ""
+        return (self._json if self._settings.json else self._text)(record, raised)
+
+    def _text(self, record: logging.LogRecord, raised: str) -> str:
+        moment = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        who = f"{self._settings.role} {self._settings.node}"
+        line = f"{moment} {record.levelname} {who}: {plain(record.getMessage())}"
+        return "\n".join([line, *map(plain, raised.splitlines())])
+
+    def _json(self, record: logging.LogRecord, raised: str) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {
             "time": moment.replace("+00:00", "Z"),
@@ -168,33 +164,29 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if raised := _exception(self, record):
+        if raised:
             line["exception"] = raised
         return plain(json.dumps(line, ensure_ascii=False))
 
 
-def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    return formatter.formatException(record.exc_info) if record.exc_info else ""
-
-
+@dataclass
 class _Output:
-    """The stream of a handler. It loses what it cannot write."""
+    """A stream that loses what it cannot write."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    stream: TextIO
 
     def write(self, text: str) -> None:
-        print_to(self._stream, text.removesuffix("\n"))
+        print_to(self.stream, text.removesuffix("\n"))
 
 
+@dataclass
 class _File:
-    """Opened for each line: there are few, and its folder comes and goes with the run."""
+    """A file that is opened for each line, since its folder comes and goes with the run."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    path: Path
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError), self._path.open("ab") as file:
+        with contextlib.suppress(OSError), self.path.open("ab") as file:
             file.write(text.encode())
 
 
@@ -203,12 +195,9 @@ class LogOutput(logging.StreamHandler[_Output | _File]):
 
 
 def _handle_with(handler: LogOutput, settings: LogSettings) -> None:
-    """Other packages log from warnings on: their details would hide ours.
-
-    In a reward worker the root logger is the user's code's, to configure or not; a file is for
-    what is ours.
-    """
-    handler.setFormatter((_JsonFormatter if settings.json else _TextFormatter)(settings))
+    """Attach the handler to the root logger, where other packages log from warnings on. In a reward
+    worker the root logger belongs to the user's code; a file has this package's records alone."""
+    handler.setFormatter(_Formatter(settings))
     package, root = logging.getLogger(PACKAGE), logging.getLogger()
     is_ours_alone = settings.role == "reward" or isinstance(handler.stream, _File)
     top = package if is_ours_alone else root
@@ -224,7 +213,7 @@ def _handle_with(handler: LogOutput, settings: LogSettings) -> None:
 
 
 def _log_printed(stream: str, line: str) -> None:
-    """What was printed and not logged, by whatever library; it has no level to be judged by."""
+    """Log a line that a library has printed; its level follows from the stream."""
     level = logging.WARNING if stream == "stderr" else logging.INFO
     record = logging.LogRecord(stream, level, "", 0, line, None, None)
     for handler in [*logging.getLogger(PACKAGE).handlers, *logging.getLogger().handlers]:

@@ -1,19 +1,21 @@
-"""A model directory or hub id: its tokenizer, the small files that travel, and where its weights
-are.
+"""A model directory or hub id: its tokenizer, the small files that are sent to nodes, and which
+safetensors files are its weights.
 
-Every problem is one line that names model.path. Must not import transformers or huggingface_hub
-before they are needed: daemons import this module.
+Every problem is one line that names model.path. Reads no weights but their headers. Must not import
+torch, and transformers or huggingface_hub only where they are needed.
 """
 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from lightrl.errors import first_line
-from lightrl.tokenizer import plain_tokenizer
-from lightrl.weight_files import WEIGHTS_INDEX, refused, weight_files
+from lightrl.errors import ConfigError, first_line
 
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -26,21 +28,33 @@ MODEL_FILES = (
     "chat_template.jinja",
     "*.model",
 )
-MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
+MAX_MODEL_FILE_BYTES = 32 << 20  # they are sent to every node in one message
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of peft
 
-CAUSAL = ("ForCausalLM", "LMHeadModel")  # how such classes are called
-
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of such classes
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+SPECIAL_TOKENS = tuple(
+    f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+# Of a tokenizer_config.json: they change no token of a prompt.
+HARMLESS = {"backend", "clean_up_tokenization_spaces", "model_max_length", "tokenizer_class"}
+# They may add tokens, or a chat template.
+FURTHER_FILES = (
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
 
 
 def is_target(layer: str, target: str) -> bool:
-    """Whether one of model.lora.targets is the name of this layer, or its end."""
+    """Return whether one of model.lora.targets is the name of this layer, or its end."""
     return layer == target or layer.endswith(f".{target}")
 
 
 def folder_here(model_path: str) -> Path | None:
-    """The directory itself, or for a hub id its copy on this machine, if there is one."""
+    """Return the directory, or for a hub id its copy on this machine, if there is one."""
     if (folder := Path(model_path)).is_dir():
         return folder
     from huggingface_hub import try_to_load_from_cache
@@ -50,8 +64,7 @@ def folder_here(model_path: str) -> Path | None:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The tokenizer of a model directory or hub id. Raises ConfigError, one line, naming
-    model.path."""
+    """Return the tokenizer of a model directory or hub id. Raises ConfigError."""
     folder = _model_folder(model_path)
     require_no_code(model_path, folder)
     require_trainable(model_path, folder)
@@ -63,7 +76,7 @@ def load_tokenizer(model_path: str) -> Any:
         if (folder / "tokenizer.json").is_file():
             if (plain := plain_tokenizer(folder)) is not None:
                 return plain
-            # It is complete in itself; AutoTokenizer would load torch.
+            # AutoTokenizer would load torch.
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
@@ -73,36 +86,27 @@ def load_tokenizer(model_path: str) -> Any:
 
 
 def require_no_code(model_path: str, folder: Path) -> None:
-    """Raises ConfigError if the model is of a kind that only code in its own directory defines.
-
-    A directory may hold code for a kind that transformers has, too: then that of transformers is
-    used.
-    """
+    """Raise ConfigError if only code in the directory defines this kind of model, which is not used
+    where transformers has it too."""
     table = _read_json(model_path, folder / "config.json")
     if not isinstance(table.get("auto_map"), dict):
         return
     from transformers import CONFIG_MAPPING
 
     if (kind := str(table.get("model_type"))) not in CONFIG_MAPPING:
-        raise refused(
-            model_path,
-            f"its model_type {kind!r} is defined by Python code in "
-            "the directory (auto_map), which LightRL does not run; use a model that transformers "
-            "itself knows",
-        )
+        code = "is defined by Python code in the directory (auto_map), which LightRL does not run"
+        raise refused(model_path, f"its model_type {kind!r} {code}; use one that transformers has")
 
 
 def require_trainable(model_path: str, folder: Path) -> None:
-    """Raises ConfigError if the model is quantised, reads more than text, does not write text from
-    left to right, or is the base of an adapter that lies beside it."""
+    """Raise ConfigError if the model is quantised, multimodal, no causal language model, or has an
+    adapter beside it."""
     table = _read_json(model_path, folder / "config.json")
     architectures = table.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     why = ""
     if table.get("quantization_config"):
-        why = (
-            "is quantised (quantization_config in its config.json); use the model it was made from"
-        )
+        why = "is quantised (quantization_config in its config.json); use the model before that"
     elif modes := [key for key in ("vision_config", "audio_config") if table.get(key)]:
         why = f"is multimodal ({modes[0]} in its config.json); LightRL trains language models"
     elif table.get("is_encoder_decoder"):
@@ -110,16 +114,14 @@ def require_trainable(model_path: str, folder: Path) -> None:
     elif named and not any(str(name).endswith(CAUSAL) for name in named):
         why = f"is a {named[0]}, not a causal language model"
     elif (folder / ADAPTER_CONFIG).is_file():
-        why = (
-            f"has an adapter beside it ({ADAPTER_CONFIG}), which transformers would apply and "
-            "LightRL does not: merge it into the model, or remove that file"
-        )
+        ignored = "which LightRL does not apply: merge it into the model, or remove that file"
+        why = f"has an adapter beside it ({ADAPTER_CONFIG}), {ignored}"
     if why:
-        raise refused(model_path, f"{why}")
+        raise refused(model_path, why)
 
 
 def _read_json(model_path: str, file: Path) -> dict[str, Any]:
-    """Empty if there is no such file. Raises ConfigError."""
+    """Return {} if there is no such file. Raises ConfigError."""
     try:
         table = json.loads(_read(model_path, file))
     except FileNotFoundError:
@@ -132,8 +134,7 @@ def _read_json(model_path: str, file: Path) -> dict[str, Any]:
 
 
 def _read(model_path: str, file: Path) -> bytes:
-    """Raises FileNotFoundError, and ConfigError for what keeps a file that is there from being
-    read."""
+    """Raises FileNotFoundError, and ConfigError for a file that cannot be read."""
     try:
         return file.read_bytes()
     except FileNotFoundError:
@@ -144,7 +145,7 @@ def _read(model_path: str, file: Path) -> bytes:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end a response: those of generation_config.json, config.json and the
+    """Return the token ids that end a response, by generation_config.json, config.json and the
     tokenizer."""
     folder = _model_folder(model_path)
     found: set[int] = set()
@@ -159,30 +160,22 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_files(model_path: str) -> dict[str, bytes]:
-    """Name -> content of the small files an engine and a reward worker need; no weights.
-
-    Raises ConfigError if there is no config.json or a file is too large to be sent.
-    """
+    """Map names to the contents of the small files that an engine and a reward worker need. Raises
+    ConfigError if there is no config.json or a file is too large to be sent."""
     folder = _model_folder(model_path)
     files = sorted({f for pattern in MODEL_FILES for f in folder.glob(pattern) if f.is_file()})
     if not (folder / "config.json").is_file():
         raise refused(model_path, "has no config.json")
     for f in files:
         if (size := f.stat().st_size) > MAX_MODEL_FILE_BYTES:
-            raise refused(
-                model_path,
-                f"{f.name} has {size >> 20} MiB; "
-                f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes",
-            )
+            most = f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes"
+            raise refused(model_path, f"{f.name} has {size >> 20} MiB; {most}")
     return {f.name: _read(model_path, f) for f in files}
 
 
 def weights_folder(model_path: str) -> Path:
-    """The directory itself, or for a hub id its local copy with the weights, which may be
-    downloaded now.
-
-    Raises ConfigError, one line, if it does not hold all its weights as safetensors.
-    """
+    """Return the directory, or the local copy of a hub id, which may be downloaded. Raises
+    ConfigError if it does not hold all its weights as safetensors."""
     folder = _model_folder(model_path, ("*.safetensors", WEIGHTS_INDEX, ADAPTER_CONFIG))
     weight_files(folder, model_path)
     require_trainable(model_path, folder)
@@ -190,8 +183,7 @@ def weights_folder(model_path: str) -> Path:
 
 
 def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
-    """The directory itself, or for a hub id the local copy of its small files and
-    `further_files`."""
+    """Return the directory, or the local copy of a hub id: its small files and `further_files`."""
     folder = Path(model_path)
     if folder.is_dir():
         return folder
@@ -204,10 +196,150 @@ def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
             snapshot_download(
                 model_path,
                 allow_patterns=[*MODEL_FILES, *further_files],
-                # "*" matches "/" too: folders hold other formats, "consolidated" the same weights
-                # once more.
+                # other formats, and the same weights once more
                 ignore_patterns=["*/*", "consolidated*"],
             )
         )
-    except Exception as e:  # the errors of the hub's HTTP library have no base that we could name
+    except Exception as e:  # the errors of the hub's HTTP library have no common base
         raise refused(model_path, f"no such directory, and the hub says: {first_line(e)}") from e
+
+
+class PlainTokenizer:
+    """A tokenizer that its tokenizer.json describes completely, read with `tokenizers` alone: to
+    import transformers takes longer than to start a coordinator. It gives the same tokens."""
+
+    chat_template = None
+
+    def __init__(self, tokenizer: "Tokenizer", config: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self.bos_token_id = self._id_of(config.get("bos_token"))
+        self.eos_token_id = self._id_of(config.get("eos_token"))
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        if isinstance(text, str):
+            return {"input_ids": self._tokenizer.encode(text, None, False, add_special_tokens).ids}
+        encoded = self._tokenizer.encode_batch(text, False, add_special_tokens)
+        return {"input_ids": [e.ids for e in encoded]}
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text with special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
+    """Return None if files or keys might change its tokens. A broken tokenizer.json raises an error
+    of the library."""
+    if any((folder / name).exists() for name in FURTHER_FILES):
+        return None
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(config, dict) or not config.keys() <= HARMLESS.union(SPECIAL_TOKENS):
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
+    named = [token for key in SPECIAL_TOKENS if (token := config.get(key)) is not None]
+    if tokenizer.truncation or tokenizer.padding:
+        return None
+    if not all(isinstance(t, str) and t in added and _is_as_named(added[t]) for t in named):
+        return None
+    return PlainTokenizer(tokenizer, config)
+
+
+def _is_as_named(token: "AddedToken") -> bool:
+    """Return whether transformers would add the token in the same form by its name alone."""
+    return token.special and not (
+        token.lstrip or token.rstrip or token.single_word or token.normalized
+    )
+
+
+def weight_files(folder: Path, named: str = "") -> list[Path]:
+    """Return the safetensors files of the model in `folder`: the shards of its index, else
+    model.safetensors. Other files are ignored.
+
+    Raises ConfigError, a line that begins with `model.path = named`, if some are missing or there
+    are two sets of weights.
+    """
+    return sorted({folder / file for file in _index(folder, named).values()})
+
+
+def stored_tensors(folder: Path, named: str = "") -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Map the name of each tensor to its file and its entry in the header, `dtype` and `shape`.
+
+    Raises ConfigError as `weight_files`, and for a header that cannot be read or lacks a tensor of
+    the index.
+    """
+    index = _index(folder, named)
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for file in sorted({folder / name for name in index.values()}):
+        try:
+            entries = header(file)
+        except (OSError, ValueError) as e:
+            why = e.strerror if isinstance(e, OSError) else "has no header of safetensors"
+            raise refused(named or folder, f"{file.name} cannot be read: {why}") from None
+        found |= {
+            tensor: (file, entry)
+            for tensor, entry in entries.items()
+            if index.get(tensor, file.name) == file.name
+        }
+    missing = [tensor for tensor in index if tensor and tensor not in found]
+    if missing:
+        why = f"{WEIGHTS_INDEX} places {missing[0]} in {index[missing[0]]}, which does not hold it"
+        raise refused(named or folder, why)
+    return found
+
+
+def header(file: Path) -> dict[str, dict[str, Any]]:
+    """Return "dtype" and "shape" of each tensor in a safetensors file, whose header is 8 bytes of
+    length, then JSON. Raises OSError, ValueError."""
+    with file.open("rb") as data:
+        size = int.from_bytes(data.read(8), "little")
+        table: Any = json.loads(data.read(size)) if size <= 100 << 20 else None  # the format's own
+    if not isinstance(table, dict) or not all(map(_is_entry, cast("Any", table).values())):
+        raise ValueError(f"{file}: no safetensors header")
+    entries = cast("dict[str, dict[str, Any]]", table)
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}
+
+
+def _index(folder: Path, named: str) -> dict[str, str]:
+    """Map tensors to the names of their files; {"": its name} if there is one file."""
+    single = (folder / WEIGHTS).is_file()
+    if not (folder / WEIGHTS_INDEX).is_file():
+        if single:
+            return {"": WEIGHTS}
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        what = "load a model of .bin or .pt files with transformers and save_pretrained() it"
+        if others:
+            what = f"without them {others[0]} is not loaded"
+        raise refused(named or folder, f"has neither {WEIGHTS} nor {WEIGHTS_INDEX}; {what}")
+    try:
+        index: Any = json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"]
+        if not index or not all(isinstance(file, str) for file in index.values()):
+            raise ValueError
+    except OSError as e:
+        why = f"{WEIGHTS_INDEX} cannot be read: {e.strerror or e}"
+        raise refused(named or folder, why) from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise refused(named or folder, f"{WEIGHTS_INDEX} is not an index") from None
+    files = set(index.values())
+    if single and WEIGHTS not in files:
+        why = f"holds two sets of weights, {WEIGHTS} and the shards of {WEIGHTS_INDEX}: remove one"
+        raise refused(named or folder, why)
+    if missing := sorted(file for file in files if not (folder / file).is_file()):
+        why = f"{len(missing)} shards of {WEIGHTS_INDEX} are missing: {missing[0]}"
+        raise refused(named or folder, why)
+    return index
+
+
+def refused(model_path: str | Path, why: str) -> ConfigError:
+    return ConfigError(f"model.path = {str(model_path)!r}: {why}")
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(cast("Any", entry).get("shape", []), list)

@@ -1,9 +1,7 @@
-"""Messages to bytes and back: the only file that uses MessagePack, and the border where types are
-checked.
+"""Messages to bytes and back: the only file that uses MessagePack, where types are checked.
 
-A frame is the MessagePack array [class name, fields by name]. Unknown fields are skipped, so that a
-newer peer may add some; missing or mistyped ones are a `ProtocolError`, and so are those that are
-longer than their type allows, before they are read. Never pickle.
+A frame is the MessagePack array [class name, fields by name]. Unknown fields are skipped; missing,
+mistyped or too long ones are a `ProtocolError`. Never pickle.
 """
 
 import math
@@ -38,8 +36,7 @@ class Codec(Generic[T]):
         return _encoder.encode((self._tags[type(message)], message))
 
     def decode(self, frame: bytes | memoryview) -> T:
-        """Raises ProtocolError for anything that is not exactly one well-typed message of the
-        union."""
+        """Raises ProtocolError for anything but one well-typed message of the union."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
         try:
@@ -51,7 +48,7 @@ class Codec(Generic[T]):
             raise ProtocolError(f"undecodable frame: {e}") from None
 
     def name(self, frame: bytes | memoryview) -> str:
-        """The class that a frame names, its fields unread. Raises ProtocolError without one."""
+        """Return the class that a frame names. Raises ProtocolError without one."""
         try:
             return _envelope.decode(frame)[0]
         except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:
@@ -62,7 +59,7 @@ LARGEST_F32 = (2 - 2**-23) * 2.0**127
 
 
 def _tag(kind: type) -> str:
-    """What a class is called in a frame: its name, or the one it had when the format was made."""
+    """Return the name of a class in a frame, which may be an older one."""
     return getattr(kind, "TAG", kind.__name__)
 
 
@@ -70,7 +67,7 @@ MESSAGES: Codec[Message] = Codec(Message)
 
 
 def to_bytes(value: Any) -> bytes:
-    """Dataclasses and plain types as MessagePack, the same bytes for equal values."""
+    """Return dataclasses and plain types as MessagePack, the same bytes for equal values."""
     return _encoder.encode(value)
 
 
@@ -83,8 +80,8 @@ def from_bytes(data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def to_json(value: Any) -> bytes:
-    """Dataclasses and plain types as one line of JSON (for metrics.jsonl, --json, run files). A
-    float that is not finite is null: JSON has no number for it."""
+    """Return dataclasses and plain types as one line of JSON. A float that is not finite is null:
+    JSON has no number for it."""
     return msgspec.json.encode(value)
 
 
@@ -96,7 +93,7 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        try:  # to look for nulls takes longer, and few files have one
+        try:  # slower, for the few files with a null
             tree = _with_nan(msgspec.json.decode(data), types.type_info(kind))
             return msgspec.convert(tree, kind, str_keys=True)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -104,7 +101,7 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
 
 
 def _with_nan(value: Any, kind: types.Type) -> Any:
-    """`value` with NaN in place of each null where `kind` has a float. In a union it is that of the
+    """Return `value` with NaN for each null where `kind` has a float. Of a union, `kind` is the
     first member that is a container of the same sort."""
     if isinstance(kind, types.UnionType):
         kind = next((member for member in kind.types if _holds(member, value)), kind)
@@ -127,7 +124,7 @@ def _with_nan(value: Any, kind: types.Type) -> Any:
 
 
 def _holds(kind: types.Type, value: object) -> bool:
-    """Whether JSON's `value` is a container as `kind` is one."""
+    """Return whether JSON's `value` is a container of the sort of `kind`."""
     if isinstance(kind, types.DictType | types.DataclassType):
         return isinstance(value, dict)
     is_sequence = isinstance(kind, types.TupleType | types.VarTupleType | types.ListType)
@@ -135,7 +132,7 @@ def _holds(kind: types.Type, value: object) -> bool:
 
 
 def pack_i32(values: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32. Raises OverflowError for an id outside int32."""
+    """Return token ids as little-endian int32. Raises OverflowError for an id outside int32."""
     return encode(array("i", values))
 
 
@@ -144,12 +141,12 @@ def unpack_i32(data: bytes) -> list[int]:
 
 
 def pack_f32(values: Sequence[float]) -> bytes:
-    """Logprobs as little-endian float32."""
+    """Return logprobs as little-endian float32."""
     return encode(array("f", values))
 
 
 def fits_f32(value: float) -> bool:
-    """Whether it is a finite float32, but for rounding."""
+    """Return whether a number is a finite float32, but for rounding."""
     return abs(value) <= LARGEST_F32
 
 
@@ -161,3 +158,18 @@ def _unpack(kind: str, data: bytes) -> list[Any]:
     if len(data) % 4:
         raise ProtocolError(f"{len(data)} bytes are not a whole number of 4-byte values")
     return decode(kind, data).tolist()
+
+
+def num_trained(token_ids: bytes, loss_mask: bytes) -> int:
+    """Return the trained tokens of a response. A mask has a bit for each token, the lowest first;
+    without one all tokens are trained."""
+    return int.from_bytes(loss_mask, "little").bit_count() if loss_mask else len(token_ids) // 4
+
+
+def fits_mask(token_ids: bytes, loss_mask: bytes) -> bool:
+    """Return whether this is a mask of a response of so many tokens."""
+    length = len(token_ids) // 4
+    is_long = (
+        len(loss_mask) == -(-length // 8) and not int.from_bytes(loss_mask, "little") >> length
+    )
+    return is_long or not loss_mask

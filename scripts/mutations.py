@@ -384,7 +384,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
     ("rollout.resend_buffer", "rollout/test_resend_buffer.py"): [
         ("ResendBuffer.add", "if 1", only(1), "tokens of two attempts are mixed"),
     ],
-    ("config.schema", "test_config.py"): [
+    ("config.rules", "test_config.py"): [
         ("_devices", "if 3", never, "one GPU is given to two ranks"),
     ],
 }

@@ -69,8 +69,7 @@ def test_sets_have_names_and_take_the_keys_of_the_data_where_they_have_none(tmp_
         ),
         (
             {"sets": [{"path": "a", "weight": 1}, {"path": "b"}]},
-            "data.sets: b has no weight and others have: give it to all of them, or to none, when "
-            "each counts by its size",
+            "data.sets: b has no weight and others have: give one to all of them, or to none",
         ),
         (
             {"sets": [{"path": "a"}, {"path": "b", "weight": 0}]},

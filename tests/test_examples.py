@@ -25,7 +25,8 @@ from lightrl.devices.memory import (
     trainer_items,
 )
 from lightrl.devices.plan import wanted
-from lightrl.launch.plan import describe, key_notes
+from lightrl.launch.checks.notes import key_notes
+from lightrl.launch.checks.plan import describe
 
 pytestmark = pytest.mark.usefixtures("warm_runs")  # reward workers are forked
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -84,7 +85,7 @@ def test_an_example_can_be_read_and_has_nothing_without_effect(name):
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "quickstart/run.toml"])
 def test_a_dry_run_of_an_example_passes(name, tmp_path, monkeypatch, capsys):
     """With a tiny model and little data in place of its own, on a machine with cores enough."""
-    monkeypatch.setattr("lightrl.launch.preflight.num_cores", lambda: 64)
+    monkeypatch.setattr("lightrl.launch.checks.files.num_cores", lambda: 64)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     quickstart = FOLDER / "quickstart"

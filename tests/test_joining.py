@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import joining
-from lightrl.joining import is_here_only, join_hint, reachable
+from lightrl import keys as joining
+from lightrl.keys import is_here_only, join_hint, reachable
 from lightrl.launch.local import join_lines
 from lightrl.system import addresses
 from lightrl.system.addresses import is_loopback

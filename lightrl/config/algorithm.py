@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from lightrl.config.sections import NotNegative, Positive, Section
+from lightrl.config.sections import Count, NotNegative, Positive, Section
 from lightrl.config.values import weight_bounds
 
 Algorithm = Literal[
@@ -29,69 +29,45 @@ USUAL_CLIP = (0.2, 0.2)
 
 
 class AlgorithmSection(Section):
-    name: Algorithm = Field(default="grpo", description="how advantages and losses are made")
-    clip_low: NotNegative | None = Field(
-        default=None,
-        description="ratio is clipped below at 1 - clip_low; default: 0.2, gspo 0.0003, cispo open",
-    )
-    clip_high: NotNegative | None = Field(
-        default=None,
-        description="ratio is clipped above at 1 + clip_high; default: 0.2, dapo 0.28, gspo 0.0004",
-    )
-    old_logprobs: Literal["trainer", "rollout"] = Field(
-        default="trainer",
-        description="what ratios are to: the weights with which the step began (trainer), or what "
-        "engines sampled from (rollout)",
-    )
-    kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
-    kl_type: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="estimator of the KL penalty"
-    )
-    loss_norm: LossNorm | Positive | None = Field(
-        default=None,
-        description="what token losses are divided by: token, sequence, constant "
-        "(rollout.max_response_length for each response) or a number of tokens for each response; "
-        "default: what the algorithm prescribes",
-    )
-    clip_dual: float | None = Field(
-        default=None,
-        gt=1,
-        description="where the advantage A is negative, the loss of a token is at most "
-        "clip_dual * |A|, whatever its ratio (dual clip; 3 is usual); default: off",
-    )
-    tis_bounds: Bounds = Field(
-        default=None,
-        description="[low, high] of the importance weights that correct for what engines sampled "
-        'from, or "off"; a number is [0, number], 0 is off; default [0, 2], off if trainer and '
-        "engines compute in float32 and async.max_staleness = 0; also read as tis_cap",
-    )
-    tis_mode: Literal["truncate", "mask"] = Field(
-        default="truncate",
-        description="a weight outside tis_bounds becomes the nearer bound (truncate), or 0 (mask)",
-    )
-    tis_level: Literal["token", "sequence"] = Field(
-        default="token",
-        description="one weight for each token, or one for each response: the product of those of "
-        "its tokens",
-    )
-    entropy_coef: float = Field(
-        default=0.0, ge=0, description="of a bonus for the entropy of each token's distribution"
-    )
-    mask_truncated: bool = Field(
-        default=False,
-        description="responses cut at rollout.max_response_length are not trained; their rewards "
-        "count in their group",
-    )
-    overlong_penalty: float = Field(
-        default=1.0, ge=0, le=1e30, description="what the whole overlong_buffer costs of the reward"
-    )
-    overlong_buffer: int = Field(
-        default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off"
-    )
-    dynamic_sampling: bool = Field(
-        default=False,
-        description="groups whose rewards are all equal are replaced by new prompts (DAPO)",
-    )
+    name: Algorithm = "grpo"
+    """how advantages and losses are made"""
+    clip_low: NotNegative | None = None
+    """ratio is clipped below at 1 - clip_low; default: 0.2, gspo 0.0003, cispo open"""
+    clip_high: NotNegative | None = None
+    """ratio is clipped above at 1 + clip_high; default: 0.2, dapo 0.28, gspo 0.0004"""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """what ratios are to: the weights with which the step began (trainer), or what engines sampled
+    from (rollout)"""
+    kl_coef: NotNegative = 0.0
+    """0 = no reference model is loaded"""
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of the KL penalty"""
+    loss_norm: LossNorm | Positive | None = None
+    """what token losses are divided by: token, sequence, constant (rollout.max_response_length for
+    each response) or a number of tokens for each response; default: what the algorithm prescribes
+    """
+    clip_dual: float | None = Field(default=None, gt=1)
+    """where the advantage A is negative, the loss of a token is at most clip_dual * |A|, whatever
+    its ratio (dual clip; 3 is usual); default: off"""
+    tis_bounds: Bounds = None
+    """[low, high] of the importance weights that correct for what engines sampled from, or "off"; a
+    number is [0, number], 0 is off; default [0, 2], off if trainer and engines compute in float32
+    and async.max_staleness = 0; also read as tis_cap"""
+    tis_mode: Literal["truncate", "mask"] = "truncate"
+    """a weight outside tis_bounds becomes the nearer bound (truncate), or 0 (mask)"""
+    tis_level: Literal["token", "sequence"] = "token"
+    """one weight for each token, or one for each response: the product of those of its tokens"""
+    entropy_coef: NotNegative = 0.0
+    """of a bonus for the entropy of each token's distribution"""
+    mask_truncated: bool = False
+    """responses cut at rollout.max_response_length are not trained; their rewards count in their
+    group"""
+    overlong_penalty: float = Field(default=1.0, ge=0, le=1e30)
+    """what the whole overlong_buffer costs of the reward"""
+    overlong_buffer: Count = 0
+    """last tokens that cost reward (DAPO); 0 = off"""
+    dynamic_sampling: bool = False
+    """groups whose rewards are all equal are replaced by new prompts (DAPO)"""
 
     @property
     def clip(self) -> tuple[float, float]:

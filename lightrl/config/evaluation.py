@@ -1,7 +1,6 @@
 """The eval section of a run's config: sets of held-out prompts, and how each is answered.
 
-Owns the defaults of a set. When an evaluation takes place is core/rounds/rounds.py's,
-its figures are metrics/evaluation.py's. Must stay importable without torch.
+Must stay importable without torch.
 """
 
 from collections.abc import Iterator
@@ -11,26 +10,23 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from lightrl.config.data import Data, DataSet, resolved
-from lightrl.config.sections import Positive, Section
+from lightrl.config.sections import Count, Positive, Section
 
 Temperature = Annotated[float, Field(ge=0)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 
 
-class EvalSet(DataSet):
-    split: str = Field(default="", description="is required where there are several")
-    samples: Positive | None = Field(
-        default=None, description="responses for each prompt; default: eval.samples"
-    )
-    temperature: Temperature | None = Field(
-        default=None, description="of sampling; 0 = greedy; default: eval.temperature"
-    )
-    top_p: TopP | None = Field(
-        default=None, description="nucleus sampling; 1 = off; default: eval.top_p"
-    )
-    max_response_length: Positive | None = Field(
-        default=None, description="tokens; default: eval.max_response_length"
-    )
+class EvaluationSet(DataSet):
+    split: str = ""
+    """is required where there are several"""
+    samples: Positive | None = None
+    """responses for each prompt; default: eval.samples"""
+    temperature: Temperature | None = None
+    """of sampling; 0 = greedy; default: eval.temperature"""
+    top_p: TopP | None = None
+    """nucleus sampling; 1 = off; default: eval.top_p"""
+    max_response_length: Positive | None = None
+    """tokens; default: eval.max_response_length"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +47,28 @@ class EvalSampling:
 
 
 class Eval(Section):
-    path: str = Field(
-        default="",
-        description='held-out prompts, as data.path and in its layout, "org/name:split" from the '
-        "hub; short for one [[eval.sets]]; empty, and no sets = no evaluation",
-    )
-    sets: tuple[EvalSet, ...] = Field(
-        default=(), description="several sets, each a table [[eval.sets]], in place of eval.path"
-    )
-    interval: int = Field(
-        default=0, ge=0, description="steps between evaluations; 0 = only first and last"
-    )
-    samples: Positive = Field(
-        default=1, description="responses for each prompt, of sets without their own"
-    )
-    temperature: Temperature = Field(
-        default=0.0, description="of sampling, of sets without their own; 0 = greedy"
-    )
-    top_p: TopP = Field(
-        default=1.0, description="nucleus sampling, of sets without their own; 1 = off"
-    )
-    max_response_length: Positive | None = Field(
-        default=None,
-        description="tokens, of sets without their own; default: rollout.max_response_length",
-    )
-    checkpoint: str = Field(
-        default="", description="set by `lightrl eval`: it is evaluated once, nothing is trained"
-    )
-    step: int = Field(default=0, ge=0, description="set by `lightrl eval`: steps done in it")
+    path: str = ""
+    """held-out prompts, as data.path and in its layout, "org/name:split" from the hub; short for
+    one [[eval.sets]]; empty, and no sets = no evaluation"""
+    sets: tuple[EvaluationSet, ...] = ()
+    """several sets, each a table [[eval.sets]], in place of eval.path"""
+    interval: Count = 0
+    """steps between evaluations; 0 = only first and last"""
+    samples: Positive = 1
+    """responses for each prompt, of sets without their own"""
+    temperature: Temperature = 0.0
+    """of sampling, of sets without their own; 0 = greedy"""
+    top_p: TopP = 1.0
+    """nucleus sampling, of sets without their own; 1 = off"""
+    max_response_length: Positive | None = None
+    """tokens, of sets without their own; default: rollout.max_response_length"""
+    checkpoint: str = ""
+    """set by `lightrl eval`: it is evaluated once, nothing is trained"""
+    step: Count = 0
+    """set by `lightrl eval`: steps done in it"""
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        if self.sets and self.path:
-            raise ValueError(
-                f"eval.path = {self.path!r}: is short for a single set, and there are "
-                "[[eval.sets]]: give it to one of them"
-            )
-        if self.step and not self.checkpoint:
-            raise ValueError(f"eval.step = {self.step}: is that of eval.checkpoint; leave it out")
+    def _differ(self) -> Self:
         for key, one in self._keyed():
             samples = self.samples if one.samples is None else one.samples
             temperature = self.temperature if one.temperature is None else one.temperature
@@ -102,22 +82,21 @@ class Eval(Section):
         return self
 
     def last_step(self, steps: int) -> int:
-        """Where a run of so many `steps` ends; one that only evaluates ends where it begins."""
+        """Return the step at which a run of `steps` ends; an evaluation ends where it begins."""
         return self.step if self.checkpoint else steps
 
-    def _keyed(self) -> Iterator[tuple[str, EvalSet]]:
-        """Each set with what follows "eval" in its keys."""
+    def _keyed(self) -> Iterator[tuple[str, EvaluationSet]]:
+        """Yield each set, with the text that follows "eval" in its keys."""
         if self.path:
-            yield "", EvalSet(path=self.path)
+            yield "", EvaluationSet(path=self.path)
         yield from ((f".sets[{k}]", one) for k, one in enumerate(self.sets))
 
-    def all_sets(self, data: Data) -> tuple[EvalSet, ...]:
-        """With names, and the keys of `data` where they have none. Raises ValueError for two of the
-        same name."""
-        return resolved("eval.sets", [one for _, one in self._keyed()], data)
+    def all_sets(self, data: Data) -> tuple[EvaluationSet, ...]:
+        """Return the sets, resolved."""
+        return resolved([one for _, one in self._keyed()], data)
 
-    def sampling(self, one: EvalSet, max_response_length: int) -> EvalSampling:
-        """Of one set. `max_response_length`: of training, in tokens."""
+    def sampling(self, one: EvaluationSet, max_response_length: int) -> EvalSampling:
+        """Return how one set is answered. `max_response_length`: of training, in tokens."""
 
         def first(*values: float | None) -> float:
             return next(v for v in values if v is not None)
@@ -131,8 +110,8 @@ class Eval(Section):
         )
 
     def longest(self, max_response_length: int) -> tuple[str, int]:
-        """The key by which an evaluation may have the longest responses, and how many tokens; ""
-        and 0 without any set. `max_response_length`: as in `sampling`."""
+        """Return the key that allows the longest responses, and their tokens; "" and 0 without any
+        set. `max_response_length`: as in `sampling`."""
         found = ("", 0)
         for key, one in self._keyed():
             tokens = self.sampling(one, max_response_length).max_response_length

@@ -15,27 +15,23 @@ Backend = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 
 
 class Logging(Section):
-    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = Field(
-        default=("jsonl",), description="where metrics go"
-    )
-    project: str = Field(default="lightrl", description="of wandb; the experiment of mlflow")
-    group: str = Field(default="", description="of wandb; a tag of mlflow")
-    tags: Names = Field(default=(), description="of wandb and mlflow")
-    prometheus: str = Field(
-        default="",
-        description='"127.0.0.1:9109": serve the newest figures there, for Prometheus; empty = no',
-    )
-    samples: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
-        default=16,
-        description="responses of each step that are written to samples.jsonl as text; those of "
-        "evaluations always are",
-    )
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="lowest level that is logged"
-    )
-    json_: bool = Field(
-        default=False, alias="json", description="logs for machines: a JSON object on each line"
-    )
+    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = ("jsonl",)
+    """where metrics go"""
+    project: str = "lightrl"
+    """of wandb; the experiment of mlflow"""
+    group: str = ""
+    """of wandb; a tag of mlflow"""
+    tags: Names = ()
+    """of wandb and mlflow"""
+    prometheus: str = ""
+    """"127.0.0.1:9109": serve the newest figures there, for Prometheus; empty = no"""
+    samples: Annotated[int, Field(ge=0)] | Literal["all"] = 16
+    """responses of each step that are written to samples.jsonl as text; those of evaluations always
+    are"""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """lowest level that is logged"""
+    json_: bool = Field(default=False, alias="json")
+    """logs for machines: a JSON object on each line"""
 
     @field_validator("prometheus")
     @classmethod

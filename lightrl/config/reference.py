@@ -1,13 +1,13 @@
-"""What the value of each config key may be, in a few words: the types and ranges of the config
-reference.
+"""The config reference: every key with its default, its allowed values and its meaning.
 
 Reads the JSON schema of the sections. Must stay importable without torch.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, cast
 
-from lightrl.config.schema import Config
+from lightrl.config.schema import Config, keys
 
 TYPES = {
     "integer": "integer",
@@ -17,17 +17,23 @@ TYPES = {
     "object": "table",
     "array": "list",
 }
-BOUNDS = (
-    ("exclusiveMinimum", ">"),
-    ("minimum", ">="),
-    ("exclusiveMaximum", "<"),
-    ("maximum", "<="),
-)
+BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 Schema = dict[str, Any]
 
 
+def table() -> Iterator[str]:
+    """Yield the lines of `lightrl config`."""
+    section = ""
+    for key, default, description in keys():
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            yield f"\n[{section}]"
+        value = "unset" if default == "null" else default
+        yield f"{key:32} {value:22} {allowed(key):26} {description}".rstrip()
+
+
 def allowed(key: str) -> str:
-    """Of a dotted key. Examples: "integer > 0", "number > 0 and <= 1", "off | prompts | both"."""
+    """Return the values that a key may have. Examples: "integer > 0", "number > 0 and <= 1"."""
     schema = _schema()
     for part in key.split("."):
         name = part.removesuffix("[]")  # a list of tables, whose keys follow
@@ -48,7 +54,7 @@ def _resolved(schema: Schema) -> Schema:
 
 def _words(schema: Schema) -> str:
     schema = _resolved(schema)
-    if "anyOf" in schema:  # a key that may be left out has null
+    if "anyOf" in schema:  # null: the key may be left out
         some = cast("list[Schema]", schema["anyOf"])
         return " | ".join(_words(s) for s in some if s.get("type") != "null")
     if "enum" in schema or "const" in schema:
@@ -61,5 +67,7 @@ def _words(schema: Schema) -> str:
         return f"list of ({one})" if "|" in one else f"list of {one}"
     if "pattern" in schema:
         return f"{kind} that matches {schema['pattern']}"
-    bounds = [f"{sign} {schema[name]}" for name, sign in BOUNDS if name in schema]
-    return " ".join([kind, " and ".join(bounds)]).rstrip()
+    bounds = " and ".join(
+        f"{sign} {schema[name]}" for name, sign in BOUNDS.items() if name in schema
+    )
+    return f"{kind} {bounds}".rstrip()

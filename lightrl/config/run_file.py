@@ -1,8 +1,4 @@
-"""The run's TOML file: read with dotted overrides, checked, written. One line for everything that
-is wrong.
-
-Owns the syntax; the keys and their values are in schema.py.
-"""
+"""The run's TOML file: read with dotted overrides, checked, written. Each mistake is one line."""
 
 import datetime
 import difflib
@@ -15,14 +11,14 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from lightrl.config.rules import conflict
 from lightrl.config.schema import SECTIONS, Config, keys, takes_text
 from lightrl.config.values import expanded, is_data_file, one_or_many, shortened
 from lightrl.errors import ConfigError
 
 CONFIG_FILE = "config.toml"  # in the directory of a run
 MOST_LISTED = 4  # keys of a section, in a line
-# What verl, TRL and others call it; a dotted one is a wrong guess in one section. The table of
-# configs/README.md has these and more.
+# Names of verl, TRL and others; the table of configs/README.md has these and more.
 OTHER_NAMES = {
     "n": "rollout.group_size",
     "num_generations": "rollout.group_size",
@@ -81,10 +77,10 @@ SECTIONS_WITH_SETS = ("data", "eval")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in `path` with dotted `section.key=value` overrides applied.
+    """Return the config in `path` with dotted `section.key=value` overrides.
 
-    Relative paths in the file are relative to the file; in an override, to the working directory.
-    Raises ConfigError, one line, naming the dotted key and the value.
+    Paths are relative to the file; in an override, to the working directory. Raises ConfigError,
+    one line that names the key and the value.
     """
     try:
         tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -109,15 +105,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
-    """Raises ConfigError for the first thing that is wrong in `tree`."""
+    """Return the config of `tree`. Raises ConfigError for its first mistake."""
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as e:
         raise ConfigError(_one_line(e)) from None
+    if problem := conflict(config):
+        raise ConfigError(problem)
+    return config
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML that `load_config` reads back to an equal one."""
+    """Return the resolved config as TOML that `load_config` reads back to an equal one."""
     lines: list[str] = []
     for name, section in config.model_dump(mode="json", exclude_none=True).items():
         _dump_table(name, section, lines)
@@ -147,20 +146,20 @@ def _anchor_functions(table: dict[str, Any], dotted: str, key: str, folder: Path
 
 
 def _sets(tree: dict[str, Any], section: str) -> list[dict[str, Any]]:
-    """Those of a section that are tables, as `_table`."""
+    """Return the tables among the sets of a section."""
     sets: Any = _table(tree, section).get("sets")
     given = cast("list[Any]", sets) if isinstance(sets, list) else []
     return [cast("dict[str, Any]", one) for one in given if isinstance(one, dict)]
 
 
 def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    """The section if there is one and it is a table; validation will complain if it is not."""
+    """Return the section if it is a table, else {}: validation refuses it."""
     table = tree.get(key)
     return cast("dict[str, Any]", table) if isinstance(table, dict) else {}
 
 
 def _anchored(key: str, value: str, folder: Path) -> str:
-    """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
+    """Return an absolute path; a hub id ("org/name") is unchanged unless such a file is there."""
     value = expanded(value, folder)
     file, colon, rest = value.partition(".py:")
     candidate = folder / (file + ".py" if colon else value)
@@ -168,10 +167,7 @@ def _anchored(key: str, value: str, folder: Path) -> str:
     try:
         if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
             return str(candidate.resolve()) + (f":{rest}" if colon else "")
-    except (
-        OSError,
-        ValueError,
-    ) as e:  # too long, a zero byte, a directory that may not be looked into
+    except (OSError, ValueError) as e:  # too long, a zero byte, a directory without permission
         raise ConfigError(f"{key} = {shortened(value)}: cannot be looked up: {e}") from None
     return value
 
@@ -204,7 +200,6 @@ def _one_line(error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{'.'.join(path)}: unknown key{_nearest(path)}"
     given: object = problem["input"]
-    # After the key, pydantic names the member of the union that was tried.
     path = [p for p in path if not _is_member(p)]
     dotted = ".".join(path)
     match problem["type"]:
@@ -228,12 +223,12 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _is_member(part: str) -> bool:
-    """Of a union, as pydantic names those that it has tried."""
+    """Return whether this is pydantic's name of a member of a union, not a key."""
     return part.startswith(("literal[", "constrained-")) or part in {"float", "int", "str"}
 
 
 def _literals(error: ValidationError, place: tuple[int | str, ...]) -> list[str]:
-    """The words that the other members of a union, one of which was tried there, allow."""
+    """Return the words that the other members of a union at `place` allow."""
     return [
         str(other.get("ctx", {}).get("expected"))
         for other in error.errors(include_url=False)[1:]
@@ -244,7 +239,7 @@ def _literals(error: ValidationError, place: tuple[int | str, ...]) -> list[str]
 
 
 def _dotted(place: Sequence[int | str]) -> list[str]:
-    """The names on the way to a key; which table of a list it is in, not which value of one."""
+    """Return the names that lead to a key, with the index of a table in a list."""
     path: list[str] = []
     for k, part in enumerate(place):
         if isinstance(part, str):
@@ -255,21 +250,20 @@ def _dotted(place: Sequence[int | str]) -> list[str]:
 
 
 def _first_required(dotted: str) -> str:
-    """The key that is missing when a whole section is."""
+    """Return the required key of a section that is missing."""
     required = (key for key, default, _ in keys() if default == "(required)")
     return next((key for key in required if key.startswith(f"{dotted}.")), dotted)
 
 
 def _nearest(path: Sequence[str]) -> str:
+    """Return a hint for an unknown key."""
     known = [key for key, _, _ in keys()]
     dotted, leaf = ".".join(path), path[-1]
-    # those of the same section first
-    same = sorted(
-        (k for k in known if k.rpartition(".")[2] == leaf),
-        key=lambda k: k.partition(".")[0] != path[0],
-    )
+    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    same.sort(key=lambda k: k.partition(".")[0] != path[0])  # of the same section first
     if len(path) == 1:
-        sections = {name.rpartition(".")[2]: name for name in (*_nested(known), *SECTIONS)}
+        nested = (k.rpartition(".")[0] for k in known if k.count(".") > 1)
+        sections = {name.rpartition(".")[2]: name for name in (*nested, *SECTIONS)}
         found = difflib.get_close_matches(leaf, sections, n=1)
         close = [f"[{sections[name]}]" for name in found] or same or _of_others(dotted)
         return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(SECTIONS)}"
@@ -285,14 +279,7 @@ def _nearest(path: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; keys are {', '.join(siblings)}"
 
 
-def _nested(known: Sequence[str]) -> list[str]:
-    """Sections in others, as "train.optim"."""
-    found = dict.fromkeys(key.rpartition(".")[0] for key in known)
-    return [name for name in found if "." in name]
-
-
 def _of_others(dotted: str) -> list[str]:
-    """What others call so."""
     found = OTHER_NAMES.get(dotted) or OTHER_NAMES.get(dotted.rpartition(".")[2])
     return [found] if found else []
 
@@ -320,7 +307,7 @@ def _key(key: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One TOML value on one line; tables in lists are inline. JSON differs in these and in DEL."""
+    """Return a TOML value on one line. JSON differs in tables and in DEL."""
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
         return "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in table.items()) + "}"

@@ -16,44 +16,32 @@ MAX_WANTED = 4096
 
 
 class Offload(Section):
-    rule: Literal["foreseen", "window", "off"] = Field(
-        default="foreseen",
-        description="when shared devices change sides within a step: foreseen = by what is "
-        "predicted of it; window = RLBoost's, corrected from step to step; off = never, they train "
-        "when all responses have come",
-    )
+    rule: Literal["foreseen", "window", "off"] = "foreseen"
+    """when shared devices change sides within a step: foreseen = by what is predicted of it; window
+    = RLBoost's, corrected from step to step; off = never, they train when all responses have come
+    """
 
 
-class Prices(Section):
-    reserved_per_hour: NotNegative | None = Field(
-        default=None,
-        description="US$ of a node that is not preemptible, trainer nodes too; those that share "
-        "their devices are paid for with them; 0 = free; default: not known",
-    )
-    preemptible_per_hour: NotNegative | None = Field(
-        default=None, description="US$ of a node that joined with --preemptible; likewise"
-    )
+class PriceSection(Section):
+    reserved_per_hour: NotNegative | None = None
+    """US$ of a node that is not preemptible, trainer nodes too; those that share their devices are
+    paid for with them; 0 = free; default: not known"""
+    preemptible_per_hour: NotNegative | None = None
+    """US$ of a node that joined with --preemptible; likewise"""
 
 
 class ScaleSection(Section):
-    max: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_WANTED,
-        description="preemptible nodes that are asked for, at most; 0 = none are",
-    )
-    command: str = Field(
-        default="",
-        description="run with the number of preemptible nodes worth having as its last word, and "
-        "in LIGHTRL_WANTED, when that changes",
-    )
-    every_s: Seconds = Field(default=60.0, description="between two starts of it, at least")
-    timeout_s: Seconds = Field(
-        default=60.0, description="after which it is killed, with what it has started"
-    )
-    drain: bool = Field(
-        default=False, description="true: preemptible nodes beyond that number are sent away"
-    )
+    max: int = Field(default=0, ge=0, le=MAX_WANTED)
+    """preemptible nodes that are asked for, at most; 0 = none are"""
+    command: str = ""
+    """run with the number of preemptible nodes worth having as its last word, and in
+    LIGHTRL_WANTED, when that changes"""
+    every_s: Seconds = 60.0
+    """between two starts of it, at least"""
+    timeout_s: Seconds = 60.0
+    """after which it is killed, with what it has started"""
+    drain: bool = False
+    """true: preemptible nodes beyond that number are sent away"""
 
     @field_validator("command")
     @classmethod

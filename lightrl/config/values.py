@@ -1,7 +1,6 @@
-"""What a single value of the config may be, whichever key it belongs to: how it may be written, how
-it is shown, whether it can travel.
+"""Checks and forms of a single value of the config, of whichever key.
 
-Owns no key. Raises ValueError with a line that schema.py passes on.
+Validators raise ValueError with a whole line.
 """
 
 import math
@@ -24,21 +23,18 @@ def without_compression(path: str) -> PurePath:
 
 
 def is_data_file(path: str) -> bool:
-    """Whether its name is that of a file of rows, compressed or not."""
+    """Return whether the name is that of a file of rows, compressed or not."""
     return data_suffix(path) in DATA_SUFFIXES
 
 
 def data_suffix(path: str) -> str:
-    """In small letters, without that of a compression. Example: ".csv" of "A.CSV.gz"."""
+    """Example: ".csv" of "A.CSV.gz"."""
     return without_compression(path).suffix.lower()
 
 
 def expanded(path: str, folder: Path = Path()) -> str:
-    """With the home directory for `~` and `~user`, and variables of the environment for `$NAME` and
-    `${NAME}`, as a shell has them; a file in `folder` that is called so is itself.
-
-    Raises ConfigError for a user or a variable that there is not.
-    """
+    """Expand `~`, `~user`, `$NAME` and `${NAME}` as a shell does, unless `folder` has a file of
+    that name. Raises ConfigError for an unknown user or variable."""
     if not (path.startswith("~") or "$" in path) or os.path.exists(folder / path):
         return path
     for name in re.findall(r"\$\{?([A-Za-z_]\w*)", path):
@@ -51,23 +47,23 @@ def expanded(path: str, folder: Path = Path()) -> str:
 
 
 def one_or_many(value: Any) -> Any:
-    """A bare string where a list of them is possible."""
+    """Accept a bare string for a list of them."""
     return (value,) if isinstance(value, str) else value
 
 
+def one_or_several(value: Any) -> Any:
+    """Accept a bare integer for a list of them."""
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def shortened(value: object) -> str:
-    """As it is shown in an error."""
+    """Return the form of a value in an error."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def one_or_several(value: Any) -> Any:
-    """A bare number where several are possible."""
-    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys, as on the command line, and their values; an empty table is one."""
+    """Yield dotted keys and their values; an empty table is a value."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from flat(cast("dict[str, Any]", value), f"{prefix}{key}.")
@@ -78,50 +74,47 @@ def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def not_greedy(value: Any) -> Any:
     if value == 0:
         raise ValueError(
-            "rollout.temperature = 0: responses that are trained are sampled, and greedy ones to a "
-            "prompt are all the same; raise it (1 is usual, eval.temperature may be 0)"
+            "rollout.temperature = 0: greedy ones of a prompt's responses are all the same; raise "
+            "it (1 is usual, eval.temperature may be 0)"
         )
     return value
 
 
 def eta_or_pair(value: Any) -> Any:
-    if not _is_eta(value) and not _is_pair(value):
+    pair = _numbers(value)
+    numbers = pair if len(pair) == 2 else _numbers([value])
+    if not numbers or not all(1 <= n <= MAX_ETA for n in numbers):
         raise ValueError(
             f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a pair "
-            "of such numbers [prompts, responses]"
+            "[prompts, responses] of them"
         )
     return value
 
 
 def weight_bounds(value: Any) -> Any:
     bounds: Any = value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if _numbers([value]):
         bounds = [0, value] if value else "off"
-    if bounds not in (None, "off") and not _are_bounds(bounds):
+    if bounds in (None, "off"):
+        return bounds
+    numbers = _numbers(bounds)
+    if len(numbers) != 2 or not 0 <= numbers[0] <= 1 <= numbers[1] < math.inf:
         raise ValueError(
             f"algorithm.tis_bounds = {shortened(value)}: expected [low, high] with 0 <= low <= 1 "
-            '<= high, since 1 is the weight of a token of the policy itself, or "off"'
+            '<= high, or "off"'
         )
     return bounds
 
 
-def _are_bounds(value: Any) -> bool:
-    values = cast("list[Any]", value) if isinstance(value, list | tuple) else []
-    are_two = len(values) == 2 and all(isinstance(v, int | float) for v in values)
-    return are_two and 0 <= values[0] <= 1 <= values[1] < math.inf
-
-
-def _is_eta(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_ETA
-
-
-def _is_pair(value: Any) -> bool:
-    values = cast("list[Any]", value) if isinstance(value, list | tuple) else []
-    return len(values) == 2 and all(map(_is_eta, values))
+def _numbers(value: object) -> list[float]:
+    """Return a list of numbers; [] for anything else."""
+    values = [*cast("list[Any]", value)] if isinstance(value, list | tuple) else list[Any]()
+    is_one = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    return values if is_one else []
 
 
 def not_plain(value: Any) -> str | None:
-    """Why a value of engine_args would not come back the same from JSON and TOML."""
+    """Return why JSON and TOML cannot represent a value; None if they can."""
     if isinstance(value, dict):
         value = list(cast("dict[str, Any]", value).values())
     if isinstance(value, list):
@@ -129,7 +122,6 @@ def not_plain(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} cannot be sent to nodes"
     if not isinstance(value, str | int | float):
-        return (
-            f"{shortened(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
-        )
+        kind = type(value).__name__
+        return f"{shortened(value)} has the type {kind}, which cannot be sent to nodes"
     return None

@@ -8,16 +8,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 
-from lightrl.config import schema
+from lightrl.config import schema, sections
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import LogEntry, ShardSent, ShellNote
 from lightrl.core.recovery import take_snapshot
 from lightrl.errors import JournalError, ProtocolError
-from lightrl.joining import join_hint
 from lightrl.journal import read
 from lightrl.journal.disk import FOLDER
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
-from lightrl.keys import JOIN_FILE
+from lightrl.keys import JOIN_FILE, join_hint
 from lightrl.messages.training import TrainShard
 from lightrl.metrics.rounds import HISTORY_STEPS, Records, RecordsNote
 from lightrl.metrics.sinks import read_newest
@@ -75,7 +74,7 @@ class Journaling:
     def __init__(
         self,
         run_dir: Path,
-        settings: schema.Journal,
+        settings: sections.Journal,
         report: Callable[[str], None],
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:

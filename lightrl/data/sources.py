@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.config.data import DataSet
-from lightrl.config.evaluation import EvalSet
+from lightrl.config.evaluation import EvaluationSet
 from lightrl.config.values import data_suffix, is_data_file, without_compression
 from lightrl.errors import DataError, DataUnreachable, first_line
 from lightrl.model_files import HUB_ID
@@ -104,7 +104,7 @@ def _default_split(one: DataSet, there: Sequence[str]) -> str:
     the default may be the split that trains."""
     if len(there) == 1:
         return there[0]
-    if isinstance(one, EvalSet):
+    if isinstance(one, EvaluationSet):
         splits = f"has the splits {', '.join(sorted(there))}" if there else "names no split"
         raise DataError(f"{one.path}: {splits}: set split to the one to evaluate on")
     return DEFAULT_SPLIT

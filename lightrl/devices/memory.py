@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightrl.errors import ConfigError
-from lightrl.weight_files import stored_tensors
+from lightrl.model_files import stored_tensors
 
 GIB = 1 << 30
 CONTEXT_BYTES = 1 * GIB  # CUDA context, libraries' workspaces, kernels

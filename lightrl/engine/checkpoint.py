@@ -19,7 +19,7 @@ from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile, decode, read_encoded, require_digest
 from lightrl.weights.version.tensors import served_dtype
 
-UNFIT = 3  # as in launch/model_check.py, which must not import this
+UNFIT = 3  # as in launch/checks/model.py, which must not import this
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -1,6 +1,6 @@
 """`lightrl compare`: how the settings of runs differ, and the results of each.
 
-Reads run directories; starts nothing and needs no run to be alive.
+Reads run directories of runs that may be alive or over.
 """
 
 import json
@@ -24,10 +24,13 @@ from lightrl.errors import ConfigError
 from lightrl.metrics.sinks import read
 from lightrl.wire import to_json
 
-LAST_STEPS = 10  # whose mean is shown as where a run ended
+LAST_STEPS = 10  # whose means are the result of a run
 # a set's, not those of its sources
 OF_A_SET = re.compile(r"eval/[^/]+/(avg|pass)@\d+")
 OF_THE_RUN = ("run.name", "run.dir", "run.bind")  # differ in any case
+MEANS = ("reward/mean", "response_length/mean", "entropy", "kl/ref")
+
+Figures = dict[str, float | str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class RunResult:
 
     name: str
     settings: dict[str, Any]
-    figures: dict[str, float | str | None]
+    figures: Figures
 
 
 def result_of(run_dir: Path) -> RunResult:
@@ -51,7 +54,7 @@ def result_of(run_dir: Path) -> RunResult:
 
 
 def with_distinct_names(runs: Sequence[RunResult], folders: Sequence[Path]) -> list[RunResult]:
-    """Runs with the same name by their path."""
+    """Name runs with the same name by their path."""
     count = Counter(run.name for run in runs)
     return [
         replace(run, name=relative(folder.resolve())) if count[run.name] > 1 else run
@@ -60,54 +63,49 @@ def with_distinct_names(runs: Sequence[RunResult], folders: Sequence[Path]) -> l
 
 
 def differences(runs: Sequence[RunResult]) -> dict[str, list[Any]]:
-    """Keys of which some runs have other values than others; None where a run has none."""
+    """Map the keys in which runs differ to their values; None if a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_RUN)
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: each for key, each in values.items() if any(v != each[0] for v in each)}
 
 
+def _figures_of_all(runs: Sequence[RunResult]) -> dict[str, list[float | str | None]]:
+    """Map the names that any run has, in the order of those with the most, to their values."""
+    longest = sorted(runs, key=lambda run: -len(run.figures))
+    names = dict.fromkeys(name for run in longest for name in run.figures)
+    return {name: [run.figures.get(name) for run in runs] for name in names}
+
+
 def as_json(runs: Sequence[RunResult]) -> str:
-    return to_json(
-        {
-            "runs": [run.name for run in runs],
-            "settings": differences(runs),
-            "figures": {name: [run.figures.get(name) for run in runs] for name in _names(runs)},
-        }
-    ).decode()
+    names = [run.name for run in runs]
+    tables = {"settings": differences(runs), "figures": _figures_of_all(runs)}
+    return to_json({"runs": names, **tables}).decode()
 
 
 def as_table(runs: Sequence[RunResult]) -> Table:
-    """A column for each run: the settings that differ, then the results. Long texts are folded: cut
-    off, two names or paths may look alike."""
+    """A column for each run: the settings that differ, then the results. Long texts are folded, not
+    cut, so that two paths never look alike."""
     names = ("", *(run.name for run in runs))
-    # as Text: what a user wrote may look like rich's markup
-    columns = (Column(Text(name), overflow="fold") for name in names)
-    table = Table(*columns, box=box.SIMPLE_HEAD)
+    # as Text: a user's text may look like rich's markup
+    table = Table(*(Column(Text(name), overflow="fold") for name in names), box=box.SIMPLE_HEAD)
     for key, values in differences(runs).items():
         table.add_row(Text(key), *(Text("-" if v is None else str(v)) for v in values))
     table.add_section()
-    for name in _names(runs):
-        table.add_row(Text(name), *(_shown(run.figures.get(name)) for run in runs))
+    for name, figures in _figures_of_all(runs).items():
+        table.add_row(Text(name), *map(_shown, figures))
     return table
 
 
-def _names(runs: Sequence[RunResult]) -> list[str]:
-    """Of what any of them has, in the order of those with the most."""
-    longest = sorted(runs, key=lambda run: -len(run.figures))
-    return list(dict.fromkeys(name for run in longest for name in run.figures))
-
-
-def _figures(run_dir: Path) -> dict[str, float | str | None]:
+def _figures(run_dir: Path) -> Figures:
     records = read(run_dir)
     steps = [r for r in records if "reward/mean" in r]
-    last = steps[-LAST_STEPS:]
     try:
         summary = json.loads((run_dir / "summary.json").read_bytes())
     except (OSError, ValueError):
-        summary = {}  # it is still running, or was killed
+        summary = {}  # it still runs, or was killed
 
     def mean(name: str) -> float | None:
-        values = [r[name] for r in last if name in r]
+        values = [r[name] for r in steps[-LAST_STEPS:] if name in r]
         return statistics.fmean(values) if values else None
 
     seconds = [r["timing_s/step"] for r in steps]
@@ -115,10 +113,7 @@ def _figures(run_dir: Path) -> dict[str, float | str | None]:
         "state": summary.get("state", "not over"),
         "steps": float(len(steps)),
         **_evaluations(records),
-        "reward/mean": mean("reward/mean"),
-        "response_length/mean": mean("response_length/mean"),
-        "entropy": mean("entropy"),
-        "kl/ref": mean("kl/ref"),
+        **{name: mean(name) for name in MEANS},
         "seconds": math.fsum(seconds) if seconds else None,
         "seconds of a step, median": statistics.median(seconds) if seconds else None,
         "rollout tokens": summary.get("rollout_tokens"),
@@ -127,22 +122,21 @@ def _figures(run_dir: Path) -> dict[str, float | str | None]:
     }
 
 
-def _evaluations(records: Sequence[dict[str, float]]) -> dict[str, float | str | None]:
-    """The mean over the sets, and what each came to where there are several."""
+def _evaluations(records: Sequence[dict[str, float]]) -> Figures:
+    """Return the mean over the sets, and the scores of each set if there are several."""
     found = [{k: v for k, v in r.items() if OF_A_SET.fullmatch(k)} for r in records]
     averages = [[v for k, v in r.items() if "/avg@" in k] for r in found]
     scores = [statistics.fmean(each) for each in averages if each]
-    figures: dict[str, float | str | None] = {
+    figures: Figures = {
         "evaluation, first": scores[0] if scores else None,
         "evaluation, last": scores[-1] if scores else None,
         "evaluation, best": max(scores, default=None),
     }
-    names = list(dict.fromkeys(name for r in found for name in r))
-    if max(map(len, averages), default=0) == 1:  # the mean is the only set's
-        names = [name for name in names if "/pass@" in name]
-    for name in names:
-        values = [r[name] for r in found if name in r]
-        figures |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
+    is_one = max(map(len, averages), default=0) == 1  # then the mean is its own
+    for name in dict.fromkeys(name for r in found for name in r):
+        if not is_one or "/pass@" in name:
+            values = [r[name] for r in found if name in r]
+            figures |= {f"{name}, first": values[0], f"{name}, last": values[-1]}
     return figures
 
 

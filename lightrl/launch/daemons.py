@@ -1,7 +1,6 @@
-"""Daemons of a run as child processes: started, started again when they crash, signalled, awaited.
+"""Daemons of a run as child processes: started, restarted when they crash, signalled, awaited.
 
-Owns how a process ended and what that means. Which daemons a run needs is decided in local.py and
-slurm/sharing.py.
+local.py and slurm/sharing.py decide which daemons a run needs.
 """
 
 import asyncio
@@ -26,19 +25,19 @@ from lightrl.messages.nodes import Role
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 
-# Exit statuses: of a coordinator whose run was stopped or has failed; of any daemon that ended with
-# an error whose reason is the last line of its log. 1 is that of a crash.
+# Exit statuses: of a coordinator whose run was stopped or has failed; of any daemon whose last line
+# logged is an error for the user. 1 is that of a crash.
 NOT_FINISHED = 3
 USER_ERROR = 4
-# In a row: without progress. What would follow the last crash would end the same.
+# In a row, without progress.
 RESTARTS = RestartPolicy(max_restarts=5, first_pause_s=0.2, growth=2.0, longest_pause_s=5.0)
 
 logger = logging.getLogger(__name__)
 
 
 class RunFailed(LightRLError):
-    """A daemon that the run needs has ended. The text states which, why, and where its log is;
-    `reason` is why alone, if the daemon gave one."""
+    """A daemon that the run needs has ended. The text names it, the reason and its log; `reason` is
+    the reason alone, if the daemon logged one."""
 
     def __init__(self, text: str, reason: str = "") -> None:
         super().__init__(text)
@@ -53,34 +52,29 @@ class Daemon:
     role: Role
     process: asyncio.subprocess.Process
     log: Path
-    # bytes that an earlier process left in the log
+    # bytes of an earlier process in the log
     log_offset: int
     ended: "asyncio.Task[int]"
 
     @classmethod
     async def start(cls, name: str, role: Role, run_dir: Path, *options: str) -> "Daemon":
-        """`lightrl daemon` in a session of its own, which leaves when this process ends.
+        """Start `lightrl daemon` in a session of its own, which leaves when this process ends.
 
-        Raises OSError, also for want of a thread to wait for it: it then leaves.
+        Raises OSError, also if no thread can be started that waits for it.
         """
         log = run_dir / "logs" / f"{name}.log"
+        module = (sys.executable, "-P", "-m", "lightrl.cli")  # -P: nothing of the user's directory
         command = ("daemon", "--name", name, "--role", role, "--run-dir", str(run_dir), "--tied")
         with log.open("ab") as out:
             before = out.tell()
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",  # no module of the user's directory replaces ours
-                    "-m",
-                    "lightrl.cli",
-                    *command,
-                    *options,
-                    stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it does
+                    *(*module, *command, *options),
+                    stdin=asyncio.subprocess.PIPE,  # closes when this process ends
                     stdout=out,
                     stderr=out,
                     env={**os.environ, **log_environment(role, name)},
-                    # ctrl-C is for this process, which then asks them to drain
-                    start_new_session=True,
+                    start_new_session=True,  # ctrl-C is for this process alone
                 )
             except RuntimeError as e:
                 raise OSError(errno.EAGAIN, str(e)) from e
@@ -93,26 +87,23 @@ class Daemon:
 
     @property
     def has_crashed(self) -> bool:
-        """Killed, or ended by an unexpected error: another start may succeed."""
-        code = self.ended.result() if self.ended.done() else 0
-        return code not in {0, NOT_FINISHED, USER_ERROR}
+        """Whether it was killed, or ended by an unexpected error: another start may succeed."""
+        return self.has_failed and self.ended.result() not in {NOT_FINISHED, USER_ERROR}
 
     @property
     def is_user_error(self) -> bool:
-        """It ended with an error for the user: another start would fail in the same way."""
         return self.ended.done() and self.ended.result() == USER_ERROR
 
     def last_line(self) -> str:
         return last_line(self.log, self.log_offset)[:400]
 
     def exit_reason(self) -> str:
-        code = self.ended.result()
-        if code < 0:  # its last line does not mention that
+        code, last = self.ended.result(), self.last_line()
+        if code < 0:
             why = f"was killed by {signal.Signals(-code).name}"
         elif self.is_user_error:
-            why = f"failed: {self.last_line()}"
+            why = f"failed: {last}"
         else:
-            last = self.last_line()
             why = f"ended with exit status {code}" + (f": {last}" if last else "")
         return f"{self.name} {why} (log: {relative(self.log)})"
 
@@ -120,7 +111,7 @@ class Daemon:
         return RunFailed(self.exit_reason() + more, self.last_line() if self.is_user_error else "")
 
     def signal(self, number: signal.Signals) -> None:
-        """To all of its session, unless it has ended."""
+        """Send a signal to its session, unless it has ended."""
         if not self.ended.done():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, number)
@@ -133,13 +124,13 @@ class Daemons:
         self, run_dir: Path, report: Callable[[str], None], restarts: RestartPolicy = RESTARTS
     ) -> None:
         self.by_name: dict[str, Daemon] = {}
-        self.over = asyncio.Event()  # set: no daemon is started again
+        self.over = asyncio.Event()  # set: no daemon is restarted
         self._run_dir = run_dir
         self._report = report
         self._restarts = restarts
 
     async def start(self, name: str, role: Role, *options: str) -> Daemon:
-        """Start one, as soon as the machine has what a process needs. Raises OSError."""
+        """Start one, once the machine has the resources of a process. Raises OSError."""
         start = partial(Daemon.start, name, role, self._run_dir, *options)
         daemon = self.by_name[name] = await retry_on_resource_limit(start, name, self.report)
         logger.info("%s started, pid %d", name, daemon.process.pid)
@@ -154,8 +145,8 @@ class Daemons:
         may_restart: Callable[[Daemon], Coroutine[Any, Any, bool]],
         progressed: Callable[[], bool] = lambda: False,
     ) -> Daemon:
-        """Restart a daemon whenever it ends and `may_restart`, until it crashes too often in a row
-        or all is over; `progressed` ends a row. Returns the last one."""
+        """Restart a daemon whenever it ends and `may_restart`, until it crashes too often in a row,
+        which `progressed` ends, or until `over`. Returns the last one."""
         crashes = CrashCounter(self._restarts)
         while True:
             began = time.monotonic()
@@ -178,7 +169,7 @@ class Daemons:
             daemon = starting.result()
 
     async def _unless_over(self, task: "asyncio.Task[Any]") -> None:
-        """Return when the task is done, or when all is over."""
+        """Return when the task is done, or when `over`."""
         over = asyncio.create_task(self.over.wait())
         try:
             await asyncio.wait({over, task}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,7 +177,6 @@ class Daemons:
             over.cancel()
 
     def report(self, line: str) -> None:
-        """To the user, and to the log."""
         self._report(line)
         logger.warning(line)
 

@@ -1,7 +1,4 @@
-"""`lightrl export CHECKPOINT OUT`: a checkpoint as a Hugging Face model directory.
-
-Owns what is refused before, and in which words. Starts nothing, needs no run and no device.
-"""
+"""`lightrl export CHECKPOINT OUT`: a checkpoint as a Hugging Face model directory."""
 
 import errno
 import logging
@@ -21,9 +18,8 @@ MB = 1_000_000
 def export_checkpoint(
     checkpoint: Path, out: Path, shard_mb: int | None, is_merged: bool = False
 ) -> None:
-    """Makes `out`, with files of `shard_mb` megabytes; None: as a run has them by default.
-    `is_merged`: of adapters with the model they are beside, by the files of that. Raises
-    LightRLError, one line; there is nothing at `out` then.
+    """Make `out`, with files of `shard_mb` megabytes; None: as in a run. `is_merged`: merge
+    adapters into their model, with its files. Raises LightRLError, one line, and leaves no `out`.
     """
     _require_whole(checkpoint)
     _require_free(out)
@@ -47,8 +43,8 @@ def export_checkpoint(
 
 
 def find_checkpoint(named: Path) -> Path:
-    """A checkpoint, or the newest one of a run, by its directory or its name. What is neither is
-    returned as it is, or below `runs/` where those beside it are."""
+    """Return a checkpoint, or the newest one of a run, by directory or name. Any other path is
+    returned unchanged, or below `runs/` if its folder is there."""
     if (folder := run_folder(str(named))) is not None:
         return newest_in(folder) or folder
     of_run = Path("runs", named)

@@ -1,9 +1,4 @@
-"""The directory of a run: made for a new one, found again for one that is resumed, `latest` beside
-it.
-
-Owns the first files of a run: its config and its keys. What daemons write there is their own
-business.
-"""
+"""The directory of a run, with its config and its keys, and `latest` beside it."""
 
 import os
 import shutil
@@ -22,11 +17,8 @@ SLURM_FOLDER = "slurm"  # scripts and output of batch jobs, there before the run
 
 
 def create_run_dir(config: Config) -> Path:
-    """The run directory with its resolved config and new keys. The caller has checked that it is
-    new.
-
-    Raises ConfigError if it cannot be made.
-    """
+    """Make a run directory with its resolved config and new keys, where `is_new`. Raises
+    ConfigError."""
     run_dir = config.run_dir.resolve()
     checkpoints = config.checkpoints(run_dir)
     is_elsewhere = checkpoints != run_dir / CHECKPOINTS
@@ -53,25 +45,21 @@ def _not_made(keys: str, e: OSError) -> ConfigError:
 
 
 def is_new(run_dir: Path) -> bool:
-    """Whether no run has begun there."""
+    """Return whether no run has begun there."""
     if not os.path.lexists(run_dir):
         return True
     return run_dir.is_dir() and os.listdir(run_dir) == [SLURM_FOLDER]
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is something that a run can continue from: a checkpoint, or a journal with
-    entries."""
+    """Return whether a run can continue there: from a checkpoint, or a journal with entries."""
     from lightrl.journal.read import is_blank  # numpy comes with it
 
     return any((run_dir / CHECKPOINTS).glob("*")) or not is_blank(run_dir / FOLDER)
 
 
 def remove_run_dir(run_dir: Path) -> None:
-    """Remove what a run that never began has left, except the output of its batch job.
-
-    A directory that a run could continue from stays as it is.
-    """
+    """Remove the files of a run that never began, except the output of its batch job."""
     if has_begun(run_dir):
         return
     for entry in run_dir.iterdir() if run_dir.is_dir() else ():
@@ -86,7 +74,7 @@ def remove_run_dir(run_dir: Path) -> None:
 
 
 def rewrite_config(config: Config) -> None:
-    """The daemons of a resumed run read what its user has changed. Raises ConfigError."""
+    """Write the config of a resumed run for its daemons. Raises ConfigError."""
     file = config.run_dir.resolve() / CONFIG_FILE
     try:
         files.write_whole(file, to_toml(config).encode())
@@ -95,7 +83,7 @@ def rewrite_config(config: Config) -> None:
 
 
 def point_latest(run_dir: Path) -> None:
-    """Makes `latest` beside the run directory point at it, in one step. Raises ConfigError."""
+    """Point `latest` beside the run directory at it, atomically. Raises ConfigError."""
     latest, fresh = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
     try:
         fresh.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
 """All daemons of a run as child processes of this one.
 
-Owns which of them are restarted and when the run cannot continue; knows no protocol but "drain,
-then signals". The daemons are ordinary `lightrl daemon` processes that connect by sockets, as on a
-cluster.
+Decides which of them are restarted and when the run cannot continue. The daemons are ordinary
+`lightrl daemon` processes that connect by sockets, as on a cluster.
 """
 
 import asyncio
@@ -15,13 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lightrl.client.address import (
-    accepts,
-    left_at,
-    listening,
-    listening_since,
-    relative,
-)
+from lightrl.client.address import accepts, left_at, listening, listening_since, relative
 from lightrl.client.ask import drain
 from lightrl.client.find_run import ask, final_snapshot
 from lightrl.config.schema import Config
@@ -30,8 +23,7 @@ from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.devices.plan import part_with, shared_with
 from lightrl.devices.sizes import sized_options
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
-from lightrl.joining import join_command, reachable, why_here_only
-from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, join_command, reachable, read_key, why_here_only
 from lightrl.launch.daemons import RESTARTS, Daemon, Daemons, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.messages.nodes import Role
@@ -41,15 +33,13 @@ from lightrl.metrics import sinks
 logger = logging.getLogger(__name__)
 
 RESUMED = "resumed at step "  # the beginning of the coordinator's event
-# from its start to the coordinator's address; it imports and reads the data
-LISTENS_WITHIN_S = 180.0  # reward workers may take 120 to import what they need
-# other daemons may end for the same reason: wait so long for the first cause
-FOLLOWS_WITHIN_S = 1.0
-# a coordinator that was started again answers by then; who fails before may fail for that
+LISTENS_WITHIN_S = 180.0  # a coordinator after its start: it imports, and reads the data
+FOLLOWS_WITHIN_S = 1.0  # daemons that end for the same reason
+# A daemon that fails so soon after the restart of the coordinator may fail for that.
 AWAY_S = 20.0
-DRAIN_ASKED_S = 3.0
+DRAIN_S = 3.0
 TERM_S = 3.0  # from SIGTERM to SIGKILL, after the grace time
-LOOK_S = 0.1  # between two looks at whether the coordinator listens again
+POLL_S = 0.1  # of the address of the coordinator
 
 
 class LocalRun:
@@ -62,8 +52,8 @@ class LocalRun:
         report: Callable[[str], None],
         gpus: Assignment = NO_GPUS,
     ) -> None:
-        """`resume`: the run directory exists, with a journal. `report` gets a line for each daemon
-        that is started again."""
+        """`resume`: the run directory exists, with a journal. `report` gets a line for each
+        restart."""
         self.config = config
         self.run_dir = config.run_dir.resolve()
         self.daemons = Daemons(self.run_dir, report)  # the head first
@@ -73,7 +63,7 @@ class LocalRun:
         self._gpus = gpus
         self._sized = sized_options(config, gpus)
         self._resume = resume
-        self._ended: set[str] = set()  # daemons that are not started again
+        self._ended: set[str] = set()  # daemons that are not restarted
         self._restarted_at = float("-inf")  # of the head
 
     @property
@@ -81,10 +71,9 @@ class LocalRun:
         return self.daemons.by_name["head"]
 
     async def start(self) -> None:
-        """Returns when the coordinator listens and the other daemons are started.
+        """Start the coordinator, wait until it listens, then start the other daemons.
 
-        Raises RunFailed. A new run whose coordinator refuses its input leaves no directory behind,
-        so that the next attempt may use the same name.
+        Raises RunFailed. A new run whose coordinator refuses its input leaves no directory.
         """
         if not self._resume:
             create_run_dir(self.config)
@@ -108,13 +97,13 @@ class LocalRun:
             await self._start(name, "rollout")
 
     async def resumed_line(self) -> list[str]:
-        """The coordinator's line on where a resumed run continues."""
+        """Return the coordinator's line on where a resumed run continues."""
         if not self._resume or (snapshot := await self._snapshot()) is None:
             return []
         return [text for _, text in snapshot.events if text.startswith(RESUMED)][:1]
 
     async def until_over(self) -> None:
-        """Returns when the run is finished or stopped. Raises RunFailed when it cannot continue."""
+        """Return when the run is finished or stopped. Raises RunFailed when it cannot continue."""
         daemons = self.daemons.by_name.values()
         keepers = {d.name: asyncio.create_task(self._keep(d)) for d in daemons}
         pending = set(keepers.values())
@@ -130,7 +119,6 @@ class LocalRun:
                 await self._give_up(self._head)
         finally:
             self.daemons.over.set()
-            # the first cause is known
             await asyncio.gather(*keepers.values(), return_exceptions=True)
 
     async def stop(self, reason: str) -> None:
@@ -145,36 +133,34 @@ class LocalRun:
         await self.daemons.end((signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S))
 
     async def _start(self, name: str, role: Role, *options: str) -> Daemon:
-        """Raises RunFailed if this machine can never start it."""
+        """Raises RunFailed if this machine cannot start it."""
+        config, gpus = self.config, self._gpus
         if self.address and role != "coordinator":
-            given = self._sized.get(name) or self._gpus.options(name)
-            options = ("--join", self.address, *options, *given)
-        if role == "rollout" and self.config.rollout.placement == "shared":
+            options = ("--join", self.address, *(self._sized.get(name) or gpus.options(name)))
+        if role == "rollout" and config.rollout.placement == "shared":
             k = int(name.rpartition("-")[2])
-            options = (*options, "--shares", shared_with(self.config, self._gpus, k))
-            part = part_with(self.config, self._gpus, k, self.config.train.nodes)
-            options = (*options, *(("--part", str(part)) if part else ()))
+            options = (*options, "--shares", shared_with(config, gpus, k))
+            if part := part_with(config, gpus, k, config.train.nodes):
+                options = (*options, "--part", str(part))
         try:
             return await self.daemons.start(name, role, *options)
         except OSError as e:
             raise RunFailed(f"{name} cannot be started: {e.strerror or e}") from None
 
     async def _listening(self, before: float | None) -> str:
-        """The address that the coordinator leaves once it listens; not the one of `before`."""
+        """Return the address that the coordinator stores once it listens; not the one of
+        `before`."""
         head, deadline = self._head, time.monotonic() + LISTENS_WITHIN_S
         while (address := listening_since(self.run_dir, before)) is None:
             await asyncio.wait([head.ended], timeout=0.05)
             if head.ended.done():
                 raise head.failure()
             if time.monotonic() > deadline:
-                said = head.last_line() or "nothing in its log"
-                raise RunFailed(
-                    f"the coordinator did not come up within {LISTENS_WITHIN_S:.0f} s: {said} "
-                    f"(log: {relative(head.log)})"
-                )
-        return reachable(address)  # the trainer learns from it under which address others see it
-
-    # Restarts
+                line = head.last_line() or "nothing in its log"
+                limit = f"{LISTENS_WITHIN_S:.0f} s"
+                log = relative(head.log)
+                raise RunFailed(f"the coordinator does not listen after {limit}: {line} ({log})")
+        return reachable(address)
 
     async def _keep(self, daemon: Daemon) -> Daemon:
         steps = _record_of_steps(self.run_dir)
@@ -193,7 +179,7 @@ class LocalRun:
             self._restarted_at = time.monotonic()
             return await self._start(name, role, "--resume")
         while not accepts(self.address):  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return await self._start(name, role)
 
     async def _may_restart(self, daemon: Daemon) -> bool:
@@ -204,15 +190,14 @@ class LocalRun:
         return daemon.role == "trainer" and not daemon.has_failed and await self._needs_trainer()
 
     async def _needs_trainer(self) -> bool:
-        """Whether the run continues, though its trainer was sent away in order."""
-        if self._head.ended.done():
-            return False
-        snapshot = await self._snapshot()
+        """Return whether the run continues after its trainer has left in order."""
         continues = {RunState.STARTING, RunState.RUNNING, RunState.EVALUATING}
-        return snapshot is not None and snapshot.state in continues
+        if self._head.ended.done() or (snapshot := await self._snapshot()) is None:
+            return False
+        return snapshot.state in continues
 
     async def _snapshot(self) -> Snapshot | None:
-        """None if the coordinator does not answer, or ends before it does."""
+        """Return None if the coordinator does not answer, or ends before it does."""
         asking = asyncio.create_task(ask(self.address, self.key), name="ask")
         try:
             await asyncio.wait({asking, self._head.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -223,22 +208,20 @@ class LocalRun:
             asking.cancel()
 
     def _head_is_away(self) -> bool:
-        """Whether another daemon may have failed because the coordinator was gone."""
+        """Return whether another daemon may have failed because the coordinator was gone."""
         head = self._head
         if head.ended.done():
             return head.has_crashed
         return time.monotonic() - self._restarted_at < AWAY_S
 
-    # Failures
-
     async def _on_failed(self, daemon: Daemon) -> None:
-        """Raises RunFailed if the run cannot continue without this daemon."""
+        """Raise RunFailed if the run cannot continue without this daemon."""
         if daemon.role != "rollout" or not await self._has_rollout_nodes():
             await self._give_up(daemon)
         self.lost.append(daemon.exit_reason())
 
     async def _has_rollout_nodes(self) -> bool:
-        """Whether a rollout node is left, here or elsewhere."""
+        """Return whether a rollout node is left, here or elsewhere."""
         ours = self.daemons.by_name
         if any(d.role == "rollout" and d.name not in self._ended for d in ours.values()):
             return True
@@ -249,19 +232,16 @@ class LocalRun:
         )
 
     async def _give_up(self, daemon: Daemon) -> None:
-        """Raises RunFailed with the first cause, unless the run is over or ending well at this
-        moment.
+        """Raise RunFailed with the first cause, unless the run is over or ends well at this moment.
 
-        A coordinator that ends because its trainer failed, and the other way round, end within
-        moments of each other: the one that is not the coordinator knows the reason.
+        Coordinator and trainer end shortly after each other; the trainer has the reason.
         """
         head, daemons = self._head, self.daemons.by_name.values()
         await asyncio.wait(
             [d.ended for d in daemons if d.role != "rollout"], timeout=FOLLOWS_WITHIN_S
         )
-        if head.ended.done() and (
-            self._was_stopped() or (daemon.role == "rollout" and not head.has_failed)
-        ):
+        is_well = daemon.role == "rollout" and not head.has_failed
+        if head.ended.done() and (self._was_stopped() or is_well):
             return
         trainers = [d for d in daemons if d.role == "trainer" and d.is_user_error]
         cause = trainers[0] if daemon is head and trainers else daemon
@@ -276,23 +256,30 @@ class LocalRun:
     async def _ask_to_drain(self, head: Daemon, reason: str) -> None:
         if self.address:
             with contextlib.suppress(PeerUnreachable, TimeoutError):
-                async with asyncio.timeout(DRAIN_ASKED_S):
+                async with asyncio.timeout(DRAIN_S):
                     await drain(self.address, "*", reason, self.key)
                 return
         head.signal(signal.SIGTERM)
 
 
 def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = False) -> int:
-    """Runs a coordinator's `daemon` in this process; returns its exit status.
+    """Run a coordinator's `daemon` in this process and return its exit status.
 
-    As with LocalRun, a new run that never began leaves nothing behind and `latest` alone.
+    As with LocalRun, a new run that never began leaves no directory and does not change `latest`.
     """
     run_dir = config.run_dir.resolve() if resume else create_run_dir(config)
-    over = threading.Event()
-    before = left_at(run_dir)
-    threading.Thread(
-        target=_announce, args=(config, run_dir, before, over), name="announce", daemon=True
-    ).start()
+    over, before = threading.Event(), left_at(run_dir)
+
+    def announce() -> None:
+        while (address := listening_since(run_dir, before)) is None:
+            if over.wait(POLL_S):
+                return
+        for line in join_lines(reachable(address), config.run.bind, run_dir):
+            logger.info(line)
+        with contextlib.suppress(ConfigError):  # the run continues without the link
+            point_latest(run_dir)
+
+    threading.Thread(target=announce, name="announce", daemon=True).start()
     try:
         return daemon(run_dir)
     except (LightRLError, KeyboardInterrupt):
@@ -303,21 +290,8 @@ def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = 
         over.set()
 
 
-def _announce(config: Config, run_dir: Path, before: float | None, over: threading.Event) -> None:
-    """Says so and moves `latest` once the coordinator listens, which comes after reading its
-    input."""
-    while (address := listening_since(run_dir, before)) is None:
-        if over.wait(LOOK_S):
-            return
-    for line in join_lines(reachable(address), config.run.bind, run_dir):
-        logger.info(line)
-    # looked at before the start; the run is worth more than the link
-    with contextlib.suppress(ConfigError):
-        point_latest(run_dir)
-
-
 def join_lines(address: str, bind: str, run_dir: Path) -> list[str]:
-    """How a node elsewhere takes part, or why none can. `bind`: the run.bind of the run."""
+    """Return how a node elsewhere joins, and why none can. `bind`: run.bind."""
     why = why_here_only(address, bind)
     where = "from this machine" if why else "from elsewhere"
     line = f"join it {where}: {join_command(address, relative(run_dir / JOIN_FILE))}"
@@ -325,7 +299,7 @@ def join_lines(address: str, bind: str, run_dir: Path) -> list[str]:
 
 
 def _record_of_steps(run_dir: Path) -> int:
-    """Grows with every step that is done, one that was done before a resume, too."""
+    """Return a number that grows with every step that is done, also before a resume."""
     try:
         return (run_dir / sinks.FILE_NAME).stat().st_size
     except FileNotFoundError:

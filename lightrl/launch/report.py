@@ -1,7 +1,4 @@
-"""A run as plain lines: progress where there is no screen, the result at its end, `lightrl status`.
-
-Reads snapshots and the run directory; starts and stops nothing.
-"""
+"""A run as plain lines: progress without a screen, the result at its end, `lightrl status`."""
 
 import asyncio
 import contextlib
@@ -38,13 +35,13 @@ SNAPSHOT_EVERY_S = 0.5
 LINE_EVERY_S = 2.0
 EVAL_LINE_EVERY_S = 20.0
 RETRY_S = 1.0
-# that a result must not hide
+# reported with the result
 TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")
 
 
 async def print_progress(address: str, key: str, report: Callable[[str], None] = print) -> None:
-    """One line every few seconds and for every evaluation, until the run is over."""
-    progress = Progress()
+    """Report a line every few seconds and for every evaluation, until the run is over."""
+    progress = ProgressLines()
     while True:
         try:
             async with contextlib.aclosing(ask.watch(address, SNAPSHOT_EVERY_S, key)) as snapshots:
@@ -58,8 +55,8 @@ async def print_progress(address: str, key: str, report: Callable[[str], None] =
         await asyncio.sleep(RETRY_S)
 
 
-class Progress:
-    """What has been printed already."""
+class ProgressLines:
+    """Lines of progress, and which of them have been printed."""
 
     def __init__(self) -> None:
         self._printed_at = self._eval_printed_at = float("-inf")
@@ -71,7 +68,7 @@ class Progress:
         self._waits = WaitLines()
 
     def lines(self, s: Snapshot, now: float) -> Iterator[str]:
-        """The lines that this snapshot adds."""
+        """Yield the lines that this snapshot adds."""
         state = f"starting: {_readiness(s)}" if s.state == "starting" else s.state
         if state != self._state and s.state in {"starting", "finishing", "stopped", "failed"}:
             yield state
@@ -116,8 +113,7 @@ def _eval_line(num_steps: int, step: int, scores: Scores) -> str:
 
 
 def result_lines(run_dir: Path) -> list[str]:
-    """The short account of a finished run, from its summary. Raises LightRLError if there is
-    none."""
+    """Return the result of a finished run, from its summary. Raises LightRLError without one."""
     summary = _summary(run_dir)
     wall_s = summary.get("rl_wall_s") or 0.0
     tokens = summary.get("rollout_tokens") or 0
@@ -150,7 +146,7 @@ def result_lines(run_dir: Path) -> list[str]:
 
 
 def repeated_warnings(run_dir: Path) -> list[str]:
-    """The warnings of a run that is over, from its last snapshot; [] if it has left none."""
+    """Return the warnings of a run that is over, from its last snapshot."""
     try:
         last = final_snapshot(run_dir)
         return last_warnings(last.warnings, but=stop_reason(run_dir)) if last is not None else []
@@ -159,12 +155,12 @@ def repeated_warnings(run_dir: Path) -> list[str]:
 
 
 def stop_reason(run_dir: Path) -> str:
-    """Why the run ended, from its summary. Raises LightRLError if there is none."""
+    """Return why the run ended, from its summary. Raises LightRLError without one."""
     return str(_summary(run_dir).get("reason") or "no reason given")
 
 
 def exported_model(run_dir: Path) -> Path | None:
-    """The newest Hugging Face model directory that the run has written."""
+    """Return the newest Hugging Face model directory of the run."""
     folders = [path / "hf" for path in by_step(run_dir / CHECKPOINTS)]
     names = ("config.json", "adapter_config.json")
     found = [f for f in folders if any((f / name).is_file() for name in names)]
@@ -184,14 +180,14 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 
 
 def _trouble(counters: Mapping[str, int]) -> list[str]:
-    # flat ones were replaced
+    # groups of equal rewards were replaced
     unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)
     named = {**counters, "groups_dropped": unscored}
     return [f"{name.replace('_', ' ')}: {named[name]:,}" for name in TROUBLE if named.get(name)]
 
 
 def status_lines(s: Snapshot) -> list[str]:
-    """The table of `lightrl status`: plain text, one node a line."""
+    """Return the table of `lightrl status`: plain text, one node a line."""
     version = "none" if s.policy_version is None else str(s.policy_version)
     lines = [
         f"run       {s.run} · {s.state} · {duration(s.elapsed_s)}",
@@ -213,7 +209,7 @@ def status_lines(s: Snapshot) -> list[str]:
         *(f"receiving {n.name}: by broadcast, {n.broadcast}" for n in s.nodes if n.broadcast),
     ]
     if s.state == INTERRUPTED:
-        return [*lines, f"go on     lightrl resume {relative(Path(s.run_dir))}"]
+        return [*lines, f"continue  lightrl resume {relative(Path(s.run_dir))}"]
     rows = [
         ("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"),
         *map(_row, s.nodes),
@@ -244,12 +240,12 @@ def _round(s: Snapshot) -> str:
 
 
 def _forecast(s: Snapshot) -> Iterator[str]:
-    """What a step takes and costs with the preemptible nodes that are here, and with others."""
+    """Yield time and cost of a step with the present number of preemptible nodes, and others."""
     if (c := s.cost) is None or s.state in OVER or s.state == INTERRUPTED:
         return
     if not c.forecast:
         what = "a whole period of short and long rounds" if s.tail is not None else "a step"
-        yield f"forecast  none before {what} is done: what nodes are worth is learned from it"
+        yield f"forecast  none before {what} is done"
         return
     for row in c.forecast:
         takes = "never ends" if row.step_s is None else f"{row.step_s:.2f} s a step"

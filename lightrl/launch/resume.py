@@ -1,7 +1,4 @@
-"""`lightrl resume RUN`: whether a run can continue, and with which config.
-
-Refuses in one line what would lose or falsify something. Starts nothing.
-"""
+"""`lightrl resume RUN`: whether a run can continue, and with which config."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,8 +21,8 @@ from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER, is_in_use, segments
 from lightrl.keys import KEY_FILE, read_key, restore_keys
+from lightrl.launch.checks.files import require_files
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
-from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.system.output import print_lines
 from lightrl.trainer.checkpoint.checksums import find_corruption
@@ -39,35 +36,29 @@ from lightrl.trainer.checkpoint.saved import (
     step_of,
 )
 
-# how a model and its batches lie on devices: the same result, up to rounding
-HOW_IT_LIES = (
-    *("max_tokens_per_gpu", "activation_checkpointing", "offload", "replicas", "sync"),
-    "deterministic",
+# The layout of a model and its batches on devices: the same result, up to rounding.
+LAYOUT = (
+    *("train.max_tokens_per_gpu", "train.activation_checkpointing", "train.offload"),
+    *("train.replicas", "train.sync", "train.deterministic"),
 )
-# Steps that are saved do not depend on these: see `_require_all_saved`. All else was promised when
-# the run began.
+# Steps that are saved do not depend on these keys: see `_require_all_saved`.
 MAY_CHANGE = (
     *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
     *("rollout.nodes", "rollout.slots", "rollout.engine_args", "rollout.devices"),
-    "rollout.parallel",
-    *("train.devices", "train.nodes", "train.ranks", *(f"train.{key}" for key in HOW_IT_LIES)),
-    "train.optim.",
+    *("rollout.parallel", "train.devices", "train.nodes", "train.ranks", *LAYOUT, "train.optim."),
     *("speculation.", "weights.", "prices.", "scale."),
     *("reward.env", "reward.command", "reward.source"),
 )
-# a run that stops to be recorded could not be resumed again, checkpoints stay where they are, what
-# a run began with is past, and the state of one optimizer is none of another
 FIXED = ("journal.enabled", "checkpoint.dir", "checkpoint.initial_load_path", "train.optim.name")
 
 
 def prepare(
     target: str | None, overrides: Sequence[str] = (), from_checkpoint: bool = False
 ) -> Config:
-    """The config of the run in a directory, of a name, or the latest one, ready to continue.
+    """Return the config of a run, by directory or name, or of the latest one, ready to continue.
 
-    `from_checkpoint`: what came after the newest checkpoint is forgotten, for a journal or data
-    that cannot be trusted. Raises LightRLError, one line; the run is then as it was, but for
-    damaged checkpoints, which may have been moved aside.
+    `from_checkpoint`: forget what came after the newest checkpoint. Raises LightRLError, one line;
+    the run is then unchanged, except that damaged checkpoints may have been set aside.
     """
     run_dir = find_folder(target, "resume a run by its directory or name")
     before = load_config(run_dir / CONFIG_FILE)
@@ -85,9 +76,8 @@ def prepare(
     moves = config.run.bind != before.run.bind
     left = None if moves else listening(run_dir)
     _require_free(config, left)
-    # From here on something is changed.
     if moves:
-        (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
+        (run_dir / "address").unlink(missing_ok=True)  # else the coordinator listens there again
     if from_checkpoint:
         print_lines(_rewind(run_dir))
     if optim := [config.key_value(key) for key in changed if key.startswith("train.optim.")]:
@@ -96,9 +86,7 @@ def prepare(
     try:
         restore_keys(run_dir)
     except OSError as e:
-        raise ConfigError(
-            f"{relative(run_dir)}: its keys cannot be written: {e.strerror}"
-        ) from None
+        raise ConfigError(f"{relative(run_dir)}: cannot write its keys: {e.strerror}") from None
     rewrite_config(config)
     return config
 
@@ -110,8 +98,8 @@ def has_journal(run_dir: Path) -> bool:
 def _changed(
     run_dir: Path, before: Config, overrides: Sequence[str]
 ) -> tuple[Config, Sequence[str]]:
-    """The config with overrides, of this directory wherever it lies now, and the keys with other
-    values. Raises ConfigError."""
+    """Return the config with overrides, of the directory at its present place, and the keys that
+    have changed. Raises ConfigError."""
     after = load_config(run_dir / CONFIG_FILE, overrides)
     old = dict(flat(before.model_dump(mode="json", by_alias=True)))
     new = dict(flat(after.model_dump(mode="json", by_alias=True)))
@@ -140,9 +128,8 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
 
 
 def _rounds_otherwise(then: Train, config: Config, changed: Sequence[str]) -> str:
-    """The first change that makes other bits of the same steps; "" if there is none."""
-    rounding = ("train.optim.", *(f"train.{key}" for key in HOW_IT_LIES))
-    if keys := [key for key in changed if key.startswith(rounding)]:
+    """Return the first change that rounds the same steps otherwise; "" if there is none."""
+    if keys := [key for key in changed if key.startswith(("train.optim.", *LAYOUT))]:
         return config.key_value(keys[0])
     if config.train.world != then.world:
         return f"train.nodes x train.ranks = {config.train.world}"
@@ -152,12 +139,12 @@ def _rounds_otherwise(then: Train, config: Config, changed: Sequence[str]) -> st
 
 
 def _require_all_saved(run_dir: Path, change: str) -> None:
-    """What is trained again must come out as it did, to the bit; `change` rounds otherwise."""
+    """Raise ConfigError if steps would be trained again, with the other rounding of `change`."""
     from lightrl.replay.log import interrupted  # numpy comes with it
 
     records = sinks.read_newest(run_dir, 1)
     done, saved = int(records[-1]["step"]) if records else 0, newest_checkpoint(run_dir) or 0
-    if (last := interrupted(run_dir)) is not None:  # a version may be known before its step is done
+    if (last := interrupted(run_dir)) is not None:  # a version may exist before its step is done
         done = max(done, last.policy_version or 0)
     if done > saved:
         raise ConfigError(
@@ -167,8 +154,7 @@ def _require_all_saved(run_dir: Path, change: str) -> None:
 
 
 def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> None:
-    """The round of the next step is open as soon as one is done: a run cannot be made to end just
-    here."""
+    """Raise ConfigError if the last step has begun, as it has once the step before is done."""
     done = max((s.step for s in segments(run_dir / FOLDER)), default=0)
     if from_checkpoint:
         done = newest_checkpoint(run_dir) or 0
@@ -177,7 +163,7 @@ def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> Non
 
 
 def _require_dead(run_dir: Path) -> None:
-    """Raises LightRLError if a coordinator still has this run."""
+    """Raise LightRLError if a coordinator still has this run."""
     alive = f"{relative(run_dir)}: this run is alive; lightrl top {relative(run_dir)} shows it"
     address = listening(run_dir)
     if address is not None and (run_dir / KEY_FILE).exists() and accepts(address):
@@ -196,7 +182,7 @@ def _require_dead(run_dir: Path) -> None:
 
 
 def _require_free(config: Config, left: str | None) -> None:
-    """A coordinator that was killed left its address: nodes that wait look for it there."""
+    """Check the ports. Nodes wait at `left`, the address of a coordinator that was killed."""
     require_weights_port(config.node.weights_port, left or config.run.bind)
     if left is None:
         require_free(config.run.bind)
@@ -211,8 +197,8 @@ def _require_free(config: Config, left: str | None) -> None:
 
 
 def _rewind(run_dir: Path) -> str:
-    """Cut the journal back to the newest sound checkpoint. Returns a line that names it, and where
-    the rest is."""
+    """Cut the journal back to the newest sound checkpoint. Return a line that names it and the
+    place of the rest."""
     from lightrl.journal.read import LOG, rewind  # numpy comes with it
 
     try:
@@ -227,16 +213,12 @@ def _rewind(run_dir: Path) -> str:
             set_aside(checkpoint, REWOUND)
     except OSError as e:
         raise LightRLError(f"{e.filename or run_dir}: {e.strerror}") from None
-    folders = " and ".join(
-        relative(f) for f in [run_dir / FOLDER, *([path.parent] if newer else [])]
-    )
-    return (
-        f"from the checkpoint of step {step}; what came later is set aside as *.{REWOUND} in "
-        f"{folders}"
-    )
+    folders = [run_dir / FOLDER, *([path.parent] if newer else [])]
+    where = f"*.{REWOUND} in {' and '.join(map(relative, folders))}"
+    return f"from the checkpoint of step {step}; what came later is set aside as {where}"
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """Steps done in it."""
+    """Return the steps done in it."""
     path = latest(run_dir / CHECKPOINTS)
     return step_of(path) if path is not None else None

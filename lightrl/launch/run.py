@@ -1,7 +1,5 @@
 """`lightrl up CONFIG` and `lightrl resume RUN`: a whole run on this machine, watched until it is
-over.
-
-Ties processes, signals and view together; what each of them does is decided elsewhere.
+over. Connects processes, signals and view.
 """
 
 import asyncio
@@ -17,9 +15,9 @@ from lightrl.client.find_run import final_snapshot
 from lightrl.config.schema import Config
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError
-from lightrl.launch.checks import Finding, Setup, judge
+from lightrl.launch.checks.checklist import Finding, Launch, judge
+from lightrl.launch.checks.initial import begins_with
 from lightrl.launch.daemons import RunFailed
-from lightrl.launch.initial import begins_with
 from lightrl.launch.local import LocalRun, join_lines
 from lightrl.launch.report import print_progress, repeated_warnings, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
@@ -33,39 +31,38 @@ logger = logging.getLogger(__name__)
 
 
 async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
-    """The exit status: 0 only if the run finished. Raises LightRLError, one line, if it failed.
-
-    With `resume`, which launch/resume.py has prepared, the run in the directory continues.
+    """Return the exit status: 0 only if the run finished. Raises LightRLError, one line, if it
+    failed. `resume`: the run in the directory, which launch/resume.py has prepared, continues.
     """
     if config.eval.checkpoint:
         raise ConfigError("eval.checkpoint: is for lightrl eval CHECKPOINT CONFIG; leave it out")
-    setup = Setup(config, starts=True, is_resumed=resume)
-    notes = [finding.text for finding in await judged(setup, print_lines) if finding.is_note]
-    if not resume and (lines := list(begins_with(setup.required))):
+    launch = Launch(config, starts=True, is_resumed=resume)
+    notes = [finding.text for finding in await judged(launch, print_lines) if finding.is_note]
+    if not resume and (lines := list(begins_with(launch.required))):
         notes.append("; ".join([f"begins with {lines[0]}", *lines[1:]]))
-    run_dir, interrupted = await run_to_end(setup, notes, print_lines, tui)
+    run_dir, interrupted = await run_to_end(launch, notes, print_lines, tui)
     return _conclude(run_dir, interrupted)
 
 
-async def judged(setup: Setup, report: Callable[[str], None]) -> list[Finding]:
-    """The findings before a start. Raises LightRLError, one line, if it is refused."""
+async def judged(launch: Launch, report: Callable[[str], None]) -> list[Finding]:
+    """Return the findings before a start. Raises LightRLError, one line, for a refusal."""
     never_fail()
     return await retry_on_resource_limit(
-        lambda: in_thread(lambda: list(judge(setup, "up"))), "the checks before the start", report
+        lambda: in_thread(lambda: list(judge(launch, "up"))), "the checks before the start", report
     )
 
 
 async def run_to_end(
-    setup: Setup, notes: Sequence[str], report: Callable[[str], None], tui: bool = False
+    launch: Launch, notes: Sequence[str], report: Callable[[str], None], tui: bool = False
 ) -> tuple[Path, bool]:
-    """Start a run that was judged, and watch it until it is over, or until a signal. Returns its
+    """Start a run that was judged, and watch it until it is over, or until a signal. Return its
     directory, and whether it was interrupted. Raises RunFailed."""
-    config = setup.required
+    config = launch.required
     _configure_log(config)
     for note in notes:
         report(note)
     later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, setup.is_resumed, later.append if tui else report, setup.gpus)
+    local = LocalRun(config, launch.is_resumed, later.append if tui else report, launch.gpus)
     try:
         interrupted = await _to_its_end(local, _live(local, tui, report), report)
     finally:
@@ -79,7 +76,7 @@ async def run_to_end(
 async def _to_its_end(
     local: LocalRun, live: Coroutine[Any, Any, None], report: Callable[[str], None]
 ) -> bool:
-    """Await `live`, or a signal; then end the daemons that are left. Returns whether it was
+    """Await `live`, or a signal; then end the daemons that are left. Return whether it was
     interrupted. Raises RunFailed."""
     stopped = asyncio.Event()
     for number in stop_signals():
@@ -106,7 +103,7 @@ async def _to_its_end(
 
 
 def _configure_log(config: Config) -> None:
-    """The log of this process: which daemons were started. The user sees plain lines instead."""
+    """Log the starts of daemons to a file. The user sees plain lines instead."""
     level, as_json = config.logging.level, config.logging.json_
     file = config.run_dir.resolve() / "logs" / "launcher.log"
     configure_file(LogSettings("launcher", socket.gethostname(), level, as_json), file)
@@ -125,7 +122,7 @@ async def _live(local: LocalRun, tui: bool, report: Callable[[str], None]) -> No
     try:
         await local.until_over()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):  # the view shows the end by itself, if it saw it
+            async with asyncio.timeout(1.0):  # the view shows the end
                 await watching
     finally:
         await cancel(watching)
@@ -144,21 +141,15 @@ async def _watch(local: LocalRun, tui: bool, report: Callable[[str], None]) -> N
 
 def _conclude(run_dir: Path, interrupted: bool) -> int:
     last = final_snapshot(run_dir)
+    where = f"; the run is in {run_dir}" if run_dir.exists() else ""
+    if where and has_journal(run_dir):
+        where += f"; continue it with: lightrl resume {relative(run_dir)}"
     if last is not None and last.state != RunState.FINISHED:
-        where = f"{last.state} at step {last.step} of {last.num_steps} ({stop_reason(run_dir)})"
-        print_lines(f"{where}; the run is in {run_dir}{_how_to_continue(run_dir)}")
+        reason = stop_reason(run_dir)
+        print_lines(f"{last.state} at step {last.step} of {last.num_steps} ({reason}){where}")
         return 1
     if last is None and interrupted:
-        there = run_dir.exists()
-        print_lines(
-            f"interrupted; the run is in {run_dir}{_how_to_continue(run_dir)}"
-            if there
-            else "interrupted"
-        )
+        print_lines(f"interrupted{where}")
         return 1
     print_lines("\n".join(result_lines(run_dir)))
     return 0
-
-
-def _how_to_continue(run_dir: Path) -> str:
-    return f"; continue it with: lightrl resume {relative(run_dir)}" if has_journal(run_dir) else ""

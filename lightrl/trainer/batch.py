@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.schema import Config
-from lightrl.loss_mask import num_trained
 from lightrl.trainer.protocol import MicroBatch, TrainSample
+from lightrl.wire import num_trained
 
 # A padded micro-batch ends once its padding costs more than another one: tokens whose pass takes as
 # long as the Python around it, or a share of its real tokens.

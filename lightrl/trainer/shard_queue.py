@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from lightrl.errors import TrainerError
-from lightrl.loss_mask import num_trained
 from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.trainer.protocol import TrainSample
+from lightrl.wire import num_trained
 
 
 class ShardQueue:

@@ -16,8 +16,7 @@ from chaos_lib.weights_plan import ON_NODE, nodes
 from lightrl.client import ask
 from lightrl.client.address import accepts, listening
 from lightrl.errors import LightRLError
-from lightrl.joining import reachable
-from lightrl.keys import KEY_FILE, read_key
+from lightrl.keys import KEY_FILE, reachable, read_key
 from lightrl.messages.snapshot import NodeRow, Snapshot
 
 EVERY_S = 0.05

@@ -25,8 +25,7 @@ from chaos_lib.watch import Mark, Watch
 from lightrl.client import ask
 from lightrl.client.address import listening
 from lightrl.errors import LightRLError
-from lightrl.joining import reachable
-from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, reachable, read_key
 
 VICTIM_S = 60.0  # for the victim to be there: it may just be starting
 DOWN_S = 40.0  # after `lightrl up` was killed, for its daemons to leave

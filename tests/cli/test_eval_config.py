@@ -13,9 +13,9 @@ from lightrl.devices.assign import assign
 from lightrl.devices.driver import Gpu, Machine
 from lightrl.devices.memory import GIB
 from lightrl.devices.plan import wanted
-from lightrl.launch.eval_config import evaluation
-from lightrl.launch.eval_report import EvalResult, as_json, result_of, table
-from lightrl.launch.eval_target import EvalTarget, find_target
+from lightrl.launch.evaluation.config import evaluation
+from lightrl.launch.evaluation.report import EvalResult, as_json, result_of, table
+from lightrl.launch.evaluation.target import EvalTarget, find_target
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))

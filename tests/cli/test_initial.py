@@ -12,8 +12,8 @@ import pytest
 
 from lightrl.cli import main
 from lightrl.config.run_file import load_config
+from lightrl.launch.checks.initial import KEY, begun_from, settled
 from lightrl.launch.folder import CONFIG_FILE
-from lightrl.launch.initial import KEY, begun_from, settled
 from lightrl.launch.resume import has_journal
 from lightrl.trainer.checkpoint.saved import SavedStep, point
 from lightrl.wire import to_json
@@ -92,8 +92,8 @@ def test_a_dry_run_says_what_a_run_would_begin_with(capsys, tmp_path):
     assert [line[12:] for line in said[begins : begins + 3]] == [
         "runs/other/checkpoints/step_2: its weights and optimizer's state; steps, data and seed "
         "are this run's own",
-        "the learning rate goes on after 5 steps, of 15",
-        "algorithm.kl_coef holds it to model.path, not to the checkpoint",
+        "the schedule continues after 5 steps, of 15",
+        "algorithm.kl_coef compares with model.path, not with the checkpoint",
     ]
     assert f'initial_load_path = "{tmp_path}/runs/other/checkpoints/step_2"' in said
 
@@ -127,15 +127,15 @@ def test_a_damaged_layout_is_one_line(capsys):
         (
             {"optimizer": "adamw8bit"},
             ("train.optim.name=adamw",),
-            "train.optim.name = 'adamw': the checkpoint PATH has the state of 'adamw8bit', which "
-            "cannot become that; to begin without it: lightrl export PATH OUT, and model.path = "
+            "train.optim.name = 'adamw': the checkpoint PATH has the state of 'adamw8bit'; "
+            "to begin without it: lightrl export PATH OUT, and model.path = "
             "OUT",
         ),
         (
             {},
             ("model.lora.rank=4",),
-            "model.lora.rank = 4: the checkpoint PATH has no adapters; to put some beside its "
-            "model: lightrl export PATH OUT, and model.path = OUT",
+            "model.lora.rank = 4: the checkpoint PATH has no adapters; to add some: "
+            "lightrl export PATH OUT, and model.path = OUT",
         ),
         (
             {"adapter": ADAPTER},
@@ -146,17 +146,17 @@ def test_a_damaged_layout_is_one_line(capsys):
         (
             {"adapter": ADAPTER},
             ("model.lora.rank=8", "model.lora.alpha=8"),
-            "model.lora.rank = 8: in the checkpoint PATH it is 4",
+            "model.lora.rank = 8: the checkpoint PATH has 4",
         ),
         (
             {"adapter": ADAPTER},
             ("model.lora.rank=4",),
-            "model.lora.alpha = 32: in the checkpoint PATH it is 8",
+            "model.lora.alpha = 32: the checkpoint PATH has 8",
         ),
         (
             {"adapter": ADAPTER},
             ("model.lora.rank=4", "model.lora.alpha=8", "model.lora.targets=k_proj"),
-            "model.lora.targets = ['k_proj']: in the checkpoint PATH these have adapters: q_proj",
+            "model.lora.targets = ['k_proj']: the checkpoint PATH has adapters of q_proj",
         ),
         (
             {},
@@ -181,8 +181,7 @@ def test_another_model_and_a_checkpoint_of_none():
     assert line.startswith("model.path = ")
     where = os.path.relpath(path)
     assert line.endswith(
-        f": its num_hidden_layers is {layers}, and 99 in the checkpoint {where}: both must be of "
-        "the same model"
+        f": the checkpoint {where} has num_hidden_layers 99, and the model {layers}"
     )
     (path / "layout.json").unlink()
     assert refusal(f"{KEY}={path}") == (

@@ -14,11 +14,11 @@ from lightrl.config.run_file import load_config, parse_config
 from lightrl.config.schema import Config
 from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.errors import ConfigError
-from lightrl.launch import model_check
-from lightrl.launch.checks import Setup, judge
+from lightrl.launch.checks import model as model_check
+from lightrl.launch.checks.checklist import Launch, judge
+from lightrl.launch.checks.files import require_files, require_here
+from lightrl.launch.checks.notes import device_notes, key_notes
 from lightrl.launch.folder import create_run_dir
-from lightrl.launch.plan import device_notes, key_notes
-from lightrl.launch.preflight import require_files, require_here
 from tests.support.cli import QUICKSTART
 from tests.support.families import PACKED, saved
 
@@ -52,7 +52,7 @@ def refusal(*overrides: str) -> str:
     """Why no run begins, in the words of `lightrl check`."""
     [reason] = (
         found.text
-        for found in judge(Setup(config(*overrides)), "check")
+        for found in judge(Launch(config(*overrides)), "check")
         if (found.subject, found.verdict) == ("config", "fail")
     )
     assert "\n" not in reason
@@ -141,7 +141,7 @@ def test_a_prompt_and_a_response_that_the_model_cannot_read(model):
     ],
 )
 def test_more_threads_or_ranks_than_cores(monkeypatch, overrides, roles, line):
-    monkeypatch.setattr("lightrl.launch.preflight.num_cores", lambda: 4)
+    monkeypatch.setattr("lightrl.launch.checks.files.num_cores", lambda: 4)
     some = config(*overrides.split())
     if line is None:
         require_here(some, roles)

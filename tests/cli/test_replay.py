@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_is_interrupted_and_shows_where_its_journal_ends(c
     assert "step      1/" in out
     assert "policy version 1" in out
     assert "plain · 0/1 groups · 0 running, 2 queued, 0 done" in out
-    assert out.splitlines()[-1] == "go on     lightrl resume runs/one"
+    assert out.splitlines()[-1] == "continue  lightrl resume runs/one"
     snapshot = json.loads(lightrl(capsys, "status", "one", "--json"))
     assert snapshot["rewards"] == [0.5]
     assert snapshot["evals"] == [[0, {"held": 0.25}]]

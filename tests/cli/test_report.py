@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightrl.launch.report import Progress, repeated_warnings, result_lines, status_lines
+from lightrl.launch.report import ProgressLines, repeated_warnings, result_lines, status_lines
 from lightrl.messages.snapshot import Snapshot, WaitRow, WarningRow
 from lightrl.metrics.warned import warning_text
 from lightrl.wire import to_json
@@ -11,7 +11,7 @@ IDLE = Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0))
 
 
 def test_a_warning_is_told_once_for_each_kind_and_with_its_number_from_then_on():
-    progress = Progress()
+    progress = ProgressLines()
 
     def lines(*rows: WarningRow) -> list[str]:
         return list(progress.lines(replace(IDLE, warnings=rows), 10.0))
@@ -29,7 +29,7 @@ def test_a_warning_is_told_once_for_each_kind_and_with_its_number_from_then_on()
 def test_a_resumed_run_tells_its_warnings_though_not_its_steps():
     place = ("one", "/r", "running", 5, 9, 1, 1.0)
     row = WarningRow("journal: its end is torn", 1, 0.0)
-    lines = list(Progress().lines(Snapshot(*place, rewards=(0.5,), warnings=(row,)), 0.0))
+    lines = list(ProgressLines().lines(Snapshot(*place, rewards=(0.5,), warnings=(row,)), 0.0))
     assert lines == ["WARNING: journal: its end is torn"]
 
 
@@ -49,7 +49,7 @@ def test_the_end_of_a_run_repeats_its_warnings_but_not_its_reason_and_not_all(tm
 
 
 def test_a_resumed_run_does_not_tell_its_first_life_again():
-    progress = Progress()
+    progress = ProgressLines()
 
     def lines(step: int, now: float, *evals: tuple[int, float]) -> list[str]:
         scores = tuple((at, {"held": score}) for at, score in evals)
@@ -62,7 +62,7 @@ def test_a_resumed_run_does_not_tell_its_first_life_again():
 
 
 def test_an_evaluation_tells_how_far_it_is():
-    progress = Progress()
+    progress = ProgressLines()
     counts = {"round_kind": "eval", "responses_done": 7, "responses_running": 2}
     going = replace(IDLE, **counts, responses_queued=1, tokens_per_s=1200.0)
     line = "evaluating: 7 of 10 responses  1.2k tokens/s  0:01"
@@ -77,8 +77,8 @@ def test_an_evaluation_tells_how_far_it_is():
 def test_several_sets_are_named_in_progress_status_and_result(tmp_path):
     scores = ((0, {"math": 0.25, "code": 0.5}), (3, {"math": 0.375, "code": 0.75}))
     snapshot = Snapshot(*("one", "/r", "running", 3, 9, 3, 1.0), evals=scores)
-    assert list(Progress().lines(Snapshot(*("one", "/r", "running", 0, 9, 0, 1.0)), 0.0)) == []
-    assert list(Progress().lines(replace(snapshot, step=0, evals=scores[:1]), 0.0)) == [
+    assert list(ProgressLines().lines(Snapshot(*("one", "/r", "running", 0, 9, 0, 1.0)), 0.0)) == []
+    assert list(ProgressLines().lines(replace(snapshot, step=0, evals=scores[:1]), 0.0)) == [
         "step     0/9  eval math 0.250, code 0.500"
     ]
     assert "eval      math 0.375, code 0.750 at step 3" in status_lines(snapshot)
@@ -123,7 +123,7 @@ SCORES = WaitRow("scores", 12.0, 31, 1, 0)
 
 
 def test_what_a_run_waits_for_is_a_line_once_it_has_lasted_and_when_it_is_over():
-    progress = Progress()
+    progress = ProgressLines()
 
     def lines(now: float, wait: WaitRow | None) -> list[str]:
         return list(progress.lines(replace(IDLE, wait=wait), now))

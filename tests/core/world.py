@@ -26,6 +26,7 @@ from lightrl.core.weights.weight_sources import MAX_PEERS
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.nodes import Drain
 from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.messages.sharing import DevicesReleased
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsFailed
 from lightrl.tickets import pull_ticket
@@ -472,7 +473,7 @@ class World:
         )
         lost = self.rng.randint(0, len(self.driver.segment) - kept)
         self.sharing.orders.clear()
-        self.past = [e for e in self.past if not _is_message(e, EngineAsleep)]
+        self.past = [e for e in self.past if not _is_asleep(e)]
         self.feed(lambda: self.driver.restart(lost))
         self.sharing.adopt()
         if self.has_trainer:
@@ -684,3 +685,12 @@ def num_tokens(shard: TrainShard) -> int:
 
 def _is_message(event: Event, kinds: Any) -> bool:
     return isinstance(event, MessageArrived) and isinstance(event.message, kinds)
+
+
+def _is_asleep(event: Event) -> bool:
+    """Whether an engine reports that it sleeps."""
+    match event:
+        case MessageArrived(_, DevicesReleased("rollout")):
+            return True
+        case _:
+            return False

@@ -77,7 +77,7 @@ def settings(**keys: Any) -> schema.Data:
 
 
 def prompt_set(path: str, data: schema.Data, tokenizer: Any, **keys: Any) -> PromptSet:
-    [one] = resolved("data.sets", [DataSet(path=path, **keys)], data)
+    [one] = resolved([DataSet(path=path, **keys)], data)
     return PromptSet(one, data, tokenizer)
 
 

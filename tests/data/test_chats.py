@@ -9,7 +9,7 @@ import pytest
 
 from lightrl.config.schema import Config
 from lightrl.errors import DataError
-from lightrl.launch.initial import settled
+from lightrl.launch.checks.initial import settled
 from lightrl.model_files import load_tokenizer
 from lightrl.rewards.base import Columns, Sample
 from lightrl.rewards.signatures import conversation

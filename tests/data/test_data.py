@@ -385,7 +385,7 @@ def test_prompts_that_are_too_long_are_left_out_if_asked_to_and_counted(tmp_path
 
 
 def test_a_token_that_the_model_does_not_have_is_one_line(tmp_path, plain):
-    [one] = resolved("data.sets", [DataSet(path=jsonl(tmp_path, {"prompt": "az"}))], settings())
+    [one] = resolved([DataSet(path=jsonl(tmp_path, {"prompt": "az"}))], settings())
     with pytest.raises(DataError, match=r"line 1: the tokenizer's token 28 is outside .* of 20$"):
         load_set(PromptSet(one, settings(), plain, vocabulary=20))
     with pytest.raises(DataError, match="token 28 is outside"):

@@ -156,7 +156,7 @@ def test_a_compressed_file_has_the_split_and_the_name_that_it_had(tmp_path):
     for name in ("train", "test", "gsm"):
         one = DataSet(path=str(tmp_path), split=name, prompt_key="prompt")
         assert [row["prompt"] for row in open_rows(one).scan()] == [name]
-    [named] = resolved("data.sets", [DataSet(path="a/gsm.jsonl.gz")], settings())
+    [named] = resolved([DataSet(path="a/gsm.jsonl.gz")], settings())
     assert named.name == "gsm"
 
 

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from lightrl.errors import ConfigError
-from lightrl.model_files import load_tokenizer, model_files, stop_token_ids, weights_folder
-from lightrl.tokenizer import PlainTokenizer
+from lightrl.model_files import (
+    PlainTokenizer,
+    load_tokenizer,
+    model_files,
+    stop_token_ids,
+    weights_folder,
+)
 from tests.data.conftest import TEMPLATE, USER, ids, jsonl, make_model
 
 TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightrl.config.data import DataSet
-from lightrl.config.evaluation import EvalSet
+from lightrl.config.evaluation import EvaluationSet
 from lightrl.data.layouts import content_key, id_key
 from lightrl.data.sources import _not_loaded, count_rows, open_rows, require_there
 from lightrl.errors import DataError
@@ -60,7 +60,7 @@ def test_a_folder_is_all_its_files_in_order_of_their_names(tmp_path):
 
 def test_what_is_evaluated_on_is_never_the_split_to_train_on_by_default(tmp_path):
     def evaluated(path: object, **keys: str) -> list[str]:
-        one = EvalSet(path=str(path), prompt_key="prompt", **keys)
+        one = EvaluationSet(path=str(path), prompt_key="prompt", **keys)
         require_there(one)
         return [row["prompt"] for row in open_rows(one).scan()]
 
@@ -74,8 +74,8 @@ def test_what_is_evaluated_on_is_never_the_split_to_train_on_by_default(tmp_path
     assert evaluated(tmp_path / "data", split="test") == ["2"]
     assert evaluated(tmp_path / "only") == ["1"]
     with pytest.raises(DataError, match=r"^org/name: names no split: set split to the one to eval"):
-        require_there(EvalSet(path="org/name", prompt_key="prompt"))
-    require_there(EvalSet(path="org/name:test", prompt_key="prompt"))
+        require_there(EvaluationSet(path="org/name", prompt_key="prompt"))
+    require_there(EvaluationSet(path="org/name:test", prompt_key="prompt"))
 
 
 def test_names_of_files_say_of_which_split_they_are(tmp_path):

@@ -9,9 +9,15 @@ from safetensors.torch import save_file
 
 from lightrl.devices.memory import shape_of_folder
 from lightrl.errors import ConfigError
-from lightrl.model_files import require_trainable, weights_folder
+from lightrl.model_files import (
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    require_trainable,
+    stored_tensors,
+    weight_files,
+    weights_folder,
+)
 from lightrl.trainer.model.loading import Files
-from lightrl.weight_files import WEIGHTS, WEIGHTS_INDEX, stored_tensors, weight_files
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -104,9 +110,9 @@ def pointer(folder: Path) -> None:
     [
         (
             lone,
-            f"has neither {WEIGHTS} nor {WEIGHTS_INDEX}, which would tell whether pytorch_model",
+            f"has neither {WEIGHTS} nor {WEIGHTS_INDEX}; without them pytorch_model",
         ),
-        (shard_without_index, f"nor {WEIGHTS_INDEX}, which would tell whether {SHARDS[0]} is"),
+        (shard_without_index, f"nor {WEIGHTS_INDEX}; without them {SHARDS[0]} is"),
         (two_sets, f"holds two sets of weights, {WEIGHTS} and the shards"),
         (missing_shard, f"1 shards of {WEIGHTS_INDEX} are missing: {SHARDS[1]}"),
         (missing_tensor, f"{WEIGHTS_INDEX} places b in {SHARDS[1]}, which does not hold it"),
@@ -128,5 +134,5 @@ def test_an_adapter_beside_the_model_is_not_ignored(tmp_path):
     write_shards(tmp_path, 1.0)
     assert weights_folder(str(tmp_path)) == tmp_path
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"adapter_config\.json\), which transformers would"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json\), which LightRL does not"):
         require_trainable(str(tmp_path), tmp_path)

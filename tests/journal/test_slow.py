@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightrl.config import schema
+from lightrl.config import sections
 from lightrl.coordinator.journaling import Journaling
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import LogEntry, RoundOpened, SnapshotBegan, TokensTaken
@@ -115,7 +115,7 @@ def test_a_segment_is_not_begun_anew_while_its_base_is_not_written(tmp_path, may
     yet."""
 
     async def story() -> None:
-        durable = Journaling(tmp_path, schema.Journal(segment_mb=1), pytest.fail)
+        durable = Journaling(tmp_path, sections.Journal(segment_mb=1), pytest.fail)
         durable.begin(Coordinator(SETTINGS, 0.0), b"note")
         for k in range(3):
             durable.record(big(k))

@@ -11,7 +11,7 @@ import pytest
 
 from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
-from lightrl.launch.preflight import require_files
+from lightrl.launch.checks.files import require_files
 from lightrl.system import open_files
 from tests.support.daemons import QUICKSTART, make_config
 

@@ -10,7 +10,6 @@ import torch
 
 from lightrl.config.algorithm import ALGORITHMS
 from lightrl.errors import TrainerError
-from lightrl.loss_mask import num_trained
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.batch import micro_batches, num_tokens
 from lightrl.trainer.protocol import (
@@ -23,7 +22,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.supervisor import MAX_NONFINITE, NonfiniteSteps
 from lightrl.weights.version.tensors import read_tensors
-from lightrl.wire import pack_f32, unpack_f32, unpack_i32
+from lightrl.wire import num_trained, pack_f32, unpack_f32, unpack_i32
 from tests.support.masks import pack_mask
 from tests.support.tiers import e2e
 from tests.trainer.conftest import DEADLINE_S

@@ -5,10 +5,10 @@ from collections import deque
 
 import pytest
 
-from lightrl.loss_mask import fits, num_trained
 from lightrl.messages.training import TrainGroup, TrainShard
 from lightrl.trainer.protocol import TrainSample
 from lightrl.trainer.shard_queue import ShardQueue
+from lightrl.wire import fits_mask, num_trained
 from tests.support.masks import pack_mask
 
 
@@ -97,14 +97,14 @@ def test_masks_have_a_bit_for_each_token(length):
     assert num_trained(tokens, b"") == length
     flags = [i % 3 == 1 for i in range(length)]
     mask = pack_mask(flags)
-    assert fits(tokens, mask)
+    assert fits_mask(tokens, mask)
     assert len(mask) == -(-length // 8)
     assert num_trained(tokens, mask) == sum(flags)
     assert num_trained(tokens, pack_mask([False] * length)) == 0
-    assert not fits(tokens, mask + b"\x00")
-    assert not fits(tokens, pack_mask([False] * (8 * len(mask)) + [True]))
+    assert not fits_mask(tokens, mask + b"\x00")
+    assert not fits_mask(tokens, pack_mask([False] * (8 * len(mask)) + [True]))
     if length % 8:
-        assert not fits(tokens, b"\xff" * len(mask))
+        assert not fits_mask(tokens, b"\xff" * len(mask))
 
 
 def shares(sizes, replicas=2, in_order=False, free=None, queue=None):

@@ -1,14 +1,10 @@
-"""This job as Slurm sees it: its notice to leave, Slurm's decision about it, and its return to the
-queue.
+"""This job in Slurm: its notice to leave, Slurm's decision about it, and its return to the queue.
 
-Owns what is peculiar to Slurm; the daemon that runs in the job is started in job.py.
-
-What Slurm does, as tried with 22.05. When the GraceTime of a partition begins, it sends SIGTERM to
-the *steps* of a job alone; its batch shell gets nothing or, if the cluster sets
-preempt_send_user_signal, only what --signal=B: names. When that time is over, all get SIGTERM, and
-KillWait later SIGKILL. So a small step listens in this process's place. SIGTERM to an srun ends its
-step: the daemon is no step. And a job that ends within the grace time has completed: it comes back
-only if it returns to the queue by itself.
+Slurm 22.05 sends SIGTERM to the *steps* of a job when the GraceTime of a partition begins; the
+batch shell gets nothing or, with preempt_send_user_signal, the signal of --signal=B:. After that
+time all get SIGTERM, and KillWait later SIGKILL. So a small step waits for the signal on behalf of
+this process. SIGTERM to an srun ends its step: the daemon is no step. A job that ends within the
+grace time has completed, unless it returns to the queue by itself.
 """
 
 import asyncio
@@ -24,12 +20,11 @@ from lightrl.system.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-ASKS = 5  # Slurm ends all processes of a job, its own commands as well
-# States of a job that is not over; SIGNALING: Slurm signals its steps, RESIZING: it loses nodes.
-RUNS = {"RUNNING", "SIGNALING", "RESIZING"}
-SLURM_S = 20.0  # for an answer of Slurm's commands
-# A step on this node gets the signal that this process lacks, and passes it on to process $0.
-# Each process of the step gets the signal: cat may end before the shell. Ends with its stdin.
+TRIES = 5  # Slurm may kill its own commands with a job
+RUNS = {"RUNNING", "SIGNALING", "RESIZING"}  # states of a job that is not over
+SLURM_S = 20.0  # limit of Slurm's commands
+# The step signals process $0. Each of its processes gets SIGTERM, cat perhaps before the shell. It
+# ends with its stdin.
 SENTINEL = "trap 'kill -USR1 $0; kill $!; exit' TERM; exec 3<&0; cat <&3 & wait $! || kill -USR1 $0"
 STEP = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", "--quiet")
 
@@ -54,7 +49,7 @@ def noticing() -> Iterator[asyncio.Event]:
         try:
             sentinel = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         except OSError as e:
-            logger.warning("srun: %s: this job learns of a preemption when its time is over", e)
+            logger.warning("srun: %s: this job gets no notice of a preemption", e)
     try:
         yield leaving
     finally:
@@ -63,21 +58,19 @@ def noticing() -> Iterator[asyncio.Event]:
 
 
 def job_id() -> str:
-    """The id of this job; of an array only this task. Empty outside Slurm.
-
-    SLURM_JOB_ID would not do: for the last task of an array that is the id of the whole array.
-    """
+    """Return the id of this job, or of this task of an array; "" outside Slurm. For the last task
+    SLURM_JOB_ID is that of the whole array."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
 def task_number() -> int:
-    """Of this job within its array; 1 if there is none."""
+    """Return the number of this job in its array; 1 if there is none."""
     return int(os.environ.get("SLURM_ARRAY_TASK_ID") or 1)
 
 
 async def return_to_queue() -> int:
-    """The exit status of a job that has to leave. One that was cancelled stays cancelled."""
+    """Requeue a job that has to leave, unless it was cancelled; return its exit status."""
     if await decision() == "runs":
         code, text = await _ask_slurm("scontrol", "requeue", job_id())
         if code == 0:
@@ -88,7 +81,7 @@ async def return_to_queue() -> int:
 
 
 async def decision() -> str:
-    """Slurm's: "runs" (nothing yet), "returns" (it is requeued already) or "leaves"."""
+    """Return "returns" if Slurm has requeued the job, "leaves" if it ends, else "runs"."""
     if not job_id():
         return "leaves"
     code, text = await _ask_slurm("scontrol", "show", "job", "--oneliner", job_id())
@@ -100,8 +93,7 @@ async def decision() -> str:
 
 
 def decided(facts: dict[str, str], num_restarts: int) -> str:
-    """As `decision`, from the output of `scontrol show job`. `num_restarts`: at this start of the
-    job."""
+    """As `decision`, from the output of `scontrol show job`. `num_restarts`: at the job's start."""
     if facts.get("Requeue") != "1":
         return "leaves"
     if int(facts.get("Restarts", 0)) > num_restarts:
@@ -110,12 +102,12 @@ def decided(facts: dict[str, str], num_restarts: int) -> str:
 
 
 async def _ask_slurm(*command: str) -> tuple[int, str]:
-    """Exit status and output."""
+    """Return exit status and output."""
     run = partial(
         subprocess.run, command, capture_output=True, text=True, timeout=SLURM_S, check=False
     )
     code, text = -1, ""
-    for _ in range(ASKS):
+    for _ in range(TRIES):
         try:
             done = await in_thread(run)
         except (OSError, subprocess.TimeoutExpired) as e:

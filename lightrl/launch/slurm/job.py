@@ -1,8 +1,5 @@
-"""Inside a Slurm job: runs the daemon, restarts it if it crashes, and gives the machine back.
-
-Owns what a job does until its run is over or it has to leave; its notice to leave and its return to
-the queue are in allocation.py. The daemon is an ordinary `lightrl up` or `lightrl resume`; rollout
-nodes that use the devices of a trainer node, beside it, are in sharing.py.
+"""Inside a Slurm job: run the daemon, an ordinary `lightrl up` or `lightrl resume`, and restart it
+when it crashes, until the run is over or the job has to leave.
 """
 
 import asyncio
@@ -41,11 +38,11 @@ from lightrl.system.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at files that another machine writes
-WAIT_S = 3600.0  # a node without a run gives its machine back after so long
-ENDS_S = 120.0  # a run that stops has ended by then: it writes a checkpoint
-MARKS_S = 10.0  # after its end the mark of a run that returns is there
-# Of a daemon, in a row: each soon after its start.
+POLL_S = 1.0  # of files that another machine writes
+WAIT_S = 3600.0  # of a node for its run
+ENDS_S = 120.0  # of a run that stops: it writes a checkpoint
+MARKS_S = 10.0  # from the end of a run to the mark that it returns
+# Crashes of a daemon in a row, each soon after its start.
 RESTARTS = RestartPolicy(max_restarts=5, settled_s=120.0)
 HERE_ONLY = {"127.0.0.1", "localhost"} | ALL_HOSTS  # no address for other machines
 
@@ -53,8 +50,7 @@ HERE_ONLY = {"127.0.0.1", "localhost"} | ALL_HOSTS  # no address for other machi
 async def run_part(
     part: str, what: Sequence[str], slots: int = 0, preemptible: bool = False
 ) -> int:
-    """One job of a run, as scripts/slurm have it: "head", "node" or "trainer"; the exit
-    status."""
+    """Run one job of scripts/slurm, "head", "node" or "trainer", and return its exit status."""
     configure(LogSettings(node=_name_of(part)))
     if part == "head":
         return await run_head(what)
@@ -72,8 +68,8 @@ async def run_part(
 
 
 async def run_head(arguments: Sequence[str]) -> int:
-    """Coordinator and trainer of the run that a config file and overrides describe, and the rollout
-    nodes that share the trainer's devices; the exit status."""
+    """Run coordinator and trainer, and the rollout nodes that share the trainer's devices, by a
+    config file and overrides; return the exit status."""
     files = [a for a in arguments if "=" not in a]
     overrides = [a for a in arguments if "=" in a]
     if len(files) != 1:
@@ -110,8 +106,9 @@ async def run_head(arguments: Sequence[str]) -> int:
 async def run_node(
     target: str, key_file: Path | None, options: Sequence[str], is_trainer: bool = False
 ) -> int:
-    """A rollout node of the run in the directory `target`, or at that address, or a trainer node
-    and who shares its devices, with these more options of `lightrl up`; the exit status."""
+    """Run a rollout node, or a trainer node and the nodes that share its devices, of the run in the
+    directory `target` or at that address, with `options` of `lightrl up`; return the exit
+    status."""
     run_dir = _directory(target)
     if run_dir is not None and key_file is None:
         key_file = run_dir / JOIN_FILE
@@ -119,7 +116,7 @@ async def run_node(
     crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
     with noticing() as leaving:
         while True:
-            began = clock()  # while a node waits for its run, no crash follows the other
+            began = clock()
             address = await _find_run(target, run_dir, leaving)
             if address is None:
                 break
@@ -148,7 +145,7 @@ async def run_node(
 
 
 def _log_as_run(run_dir: Path | None) -> None:
-    """Log as the run's config sets, if there is one; `lightrl slurm` writes it before the run."""
+    """Log by the run's config, if there is one; `lightrl slurm` writes it before the run."""
     files = [run_dir / CONFIG_FILE, run_dir / SLURM_FOLDER / SLURM_CONFIG] if run_dir else []
     for file in files:
         with contextlib.suppress(ConfigError):
@@ -158,17 +155,17 @@ def _log_as_run(run_dir: Path | None) -> None:
 
 
 def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[str]:
-    """To start the run, or to resume it if a job was here before."""
+    """Return the command that starts the run, or resumes that of an earlier job."""
     run_dir = config.run_dir.resolve()
     host, port = host_and_port(config.run.bind)
     bind = config.run.bind
-    if host in HERE_ONLY:  # others find this address in the run directory and must reach it
+    if host in HERE_ONLY:  # other machines read the address in the run directory
         bind = f"tcp://{own_host()}:{port or '*'}"
     options = [f"run.bind={bind}", "--role", "coordinator,trainer", "--name", _name_of("head")]
     if has_journal(run_dir):
         return ["resume", str(run_dir), *options]
     if os.environ.get("SLURM_RESTART_COUNT") and not (run_dir / "metrics.jsonl").exists():
-        remove_run_dir(run_dir)  # the job was killed before there was anything to lose
+        remove_run_dir(run_dir)  # the job was killed before its first step
     return ["up", file, *overrides, *options]
 
 
@@ -178,7 +175,7 @@ def _join_command(address: str, key_file: Path | None, options: Sequence[str]) -
 
 
 def _name_of(part: str) -> str:
-    """Of the node that this job is."""
+    """Return the name of this job's node."""
     prefix = "head" if part == "head" else socket.gethostname().split(".")[0][:32]
     return f"{prefix}-{job_id() or os.getpid()}"
 
@@ -188,7 +185,7 @@ async def _daemon(
     *reasons: Coroutine[Any, Any, Any],
     beside: SharingNodes | None = None,
 ) -> int:
-    """The exit status of `lightrl COMMAND`, which is stopped when one of the reasons returns.
+    """Run `lightrl COMMAND`, stop it when one of the reasons returns, and return its exit status.
     `beside`: nodes that share its devices and leave with it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "lightrl.cli", *command),
@@ -218,7 +215,7 @@ async def _daemon(
 
 
 async def _announce_return(leaving: asyncio.Event, mark: Path) -> None:
-    """Returns when this job has to leave; nodes learn before the run stops whether it returns."""
+    """Return when this job has to leave, and mark for other jobs that the run returns."""
     await leaving.wait()
     if await decision() != "leaves":
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -226,32 +223,28 @@ async def _announce_return(leaving: asyncio.Event, mark: Path) -> None:
 
 
 async def _clear(mark: Path, run_dir: Path) -> None:
-    """Remove the mark once the run is there again; earlier, nodes would take it for over."""
+    """Remove the mark once the run listens again. Without it other jobs assume that it is over."""
     while listening(run_dir) is None or final_snapshot(run_dir) is not None:  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     mark.unlink(missing_ok=True)  # noqa: ASYNC240, one small file
 
 
 async def _find_run(target: str, run_dir: Path | None, leaving: asyncio.Event) -> str | None:
-    """Where the run listens. None: it is over, or this job has to leave."""
+    """Return the address of the run; None if it is over, or this job has to leave."""
     deadline = asyncio.get_running_loop().time() + WAIT_S
     while not leaving.is_set() and not (run_dir is not None and _is_over(run_dir)):
         address = listening(run_dir) if run_dir is not None else target
         if address is not None and await _answers(address):
             return address
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         if asyncio.get_running_loop().time() > deadline:
             raise PeerUnreachable(f"{target}: no run listens there for {WAIT_S / 60:.0f} minutes")
     return None
 
 
 async def _is_dismissed(run_dir: Path, address: str, leaving: asyncio.Event) -> bool:
-    """Whether a node that was sent away is not needed again: the run is over, or continues without
-    it.
-
-    Slurm stops coordinator and trainer directly, too, so that nodes may be sent away before the
-    mark is there.
-    """
+    """Return whether the run is over, or continues without a node that it has dismissed. Slurm may
+    stop the coordinator before the mark is written."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + ENDS_S
     while clock() < deadline and not leaving.is_set() and not _mark(run_dir).exists():
@@ -264,14 +257,14 @@ async def _is_dismissed(run_dir: Path, address: str, leaving: asyncio.Event) -> 
             return True
         else:
             deadline = min(deadline, clock() + MARKS_S)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return _is_over(run_dir)
 
 
 async def _moves_away(run_dir: Path | None, address: str) -> None:
-    """Returns when the run continues elsewhere: its coordinator was requeued to another machine."""
+    """Return when the coordinator listens on another machine."""
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         now = listening(run_dir) if run_dir is not None else None
         if now not in {None, address} and await _answers(str(now)):
             logger.info("the run has moved to %s", now)
@@ -279,7 +272,7 @@ async def _moves_away(run_dir: Path | None, address: str) -> None:
 
 
 async def _answers(address: str) -> bool:
-    """False without a thread to ask in: the caller asks again soon."""
+    """Return False without a thread to ask in."""
     try:
         return await in_thread(accepts, address)
     except OSError:
@@ -287,7 +280,7 @@ async def _answers(address: str) -> bool:
 
 
 def _directory(target: str) -> Path | None:
-    """None for an address."""
+    """Return None for an address."""
     return None if target.startswith("tcp://") else Path(target).resolve()
 
 
@@ -301,5 +294,5 @@ def _is_over(run_dir: Path) -> bool:
 
 
 def _mark(run_dir: Path) -> Path:
-    """A file that is there while the coordinator, stopped by Slurm, is to come back."""
+    """Return the file that marks a coordinator which Slurm has stopped and will restart."""
     return run_dir / SLURM_FOLDER / "returns"

@@ -1,7 +1,5 @@
-"""`lightrl slurm`: the batch scripts of a run on a Slurm cluster, written and submitted.
-
-Owns the text of the scripts, scripts/slurm/ included. What happens inside a job is in job.py.
-"""
+"""`lightrl slurm`: the batch scripts of a run on a Slurm cluster, also those of scripts/slurm/,
+written and submitted."""
 
 import shlex
 import subprocess
@@ -16,9 +14,9 @@ from lightrl.config.schema import Config
 from lightrl.devices.plan import engines_of
 from lightrl.devices.sizes import sized_engines
 from lightrl.errors import ConfigError, LightRLError
+from lightrl.launch.checks.files import require_files, require_new
+from lightrl.launch.checks.initial import settled
 from lightrl.launch.folder import SLURM_CONFIG, SLURM_FOLDER
-from lightrl.launch.initial import settled
-from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.resume import has_journal
 
 SBATCH_S = 60.0

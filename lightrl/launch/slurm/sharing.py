@@ -1,9 +1,8 @@
 """The rollout nodes of a job beside its trainer node: those that use its devices in turn with it,
 or engines of several sizes, which take turns with each other.
 
-Owns how many there are here and which GPUs each gets, and that they are here only while the trainer
-node is: one that starts again needs the memory that their engines have. Each is a `lightrl daemon`
-as those of `lightrl up`, with a log of its own in the run directory.
+They end with the trainer node: when it restarts it needs the memory of their engines. Each is a
+`lightrl daemon` with a log in the run directory.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from lightrl.client.address import left_at, listening_since
 from lightrl.config.schema import Config
 from lightrl.devices.plan import engines_of, for_sizes, for_trainer_node, part_with
 from lightrl.devices.sizes import sized_options
-from lightrl.joining import reachable
+from lightrl.keys import reachable
 from lightrl.launch import daemons
 from lightrl.launch.daemons import Daemon, Daemons
 from lightrl.system.child import retry_on_resource_limit
@@ -26,7 +25,7 @@ from lightrl.system.threads import cancel, in_thread
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2  # between two looks at whether the coordinator of this job listens
+POLL_S = 0.2  # of the address of the coordinator
 KILL_S = 3.0
 RESTARTS = replace(daemons.RESTARTS, settled_s=120.0)
 
@@ -34,11 +33,10 @@ RESTARTS = replace(daemons.RESTARTS, settled_s=120.0)
 async def sharing(
     config: Config, run_dir: Path, trainer: str, number: int, address: str = ""
 ) -> "SharingNodes | None":
-    """Those of the trainer node with this name, the one with this `number` of train.nodes, from 0
-    on; None if there are none. `address`: where the coordinator listens; "" = it is about to start,
-    and writes it into the run directory.
+    """Return the nodes beside a trainer node, the `number`th of train.nodes from 0 on, or None.
+    `address`: of the coordinator; "" = it will store one in the run directory.
 
-    Raises ConfigError, one line, if the devices here do not do for all of them.
+    Raises ConfigError, one line, if the devices here do not suffice.
     """
     is_shared = config.rollout.placement == "shared"
     num = engines_of(config, number) if is_shared else 0
@@ -60,7 +58,7 @@ async def sharing(
 
 
 class SharingNodes:
-    """Of one life of the trainer node. Call `start` once it is started; always `await end()`."""
+    """The nodes beside one start of the trainer node. Call `start` after it; `await end()`."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class SharingNodes:
         self._nodes = nodes
         self._grace_s = grace_s
         self._address = address
-        self._before = left_at(run_dir)  # an address of then is an old one
+        self._before = left_at(run_dir)  # the time of an old address
         self._daemons = Daemons(run_dir, lambda _: None, RESTARTS)
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -89,14 +87,14 @@ class SharingNodes:
         self._daemons.send(signal.SIGTERM)
 
     async def end(self, is_heard: bool) -> None:
-        """Returns when they have ended. `is_heard`: the coordinator may still take their tokens."""
+        """End them. `is_heard`: the coordinator may still receive their last tokens."""
         self._daemons.over.set()
         await cancel(*self._keepers)
         steps = ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S))
         await self._daemons.end(*(steps if is_heard else steps[1:]))
 
     async def _keep(self, node: str) -> None:
-        """Start one, and restart it when it crashes. One that ends in order was sent away."""
+        """Start one, and restart it when it crashes."""
         name = f"{self._trainer}-{node}"
         options = (*self._nodes[node], "--join", await self._listening())
         start = partial(self._daemons.start, name, "rollout", *options)
@@ -109,12 +107,12 @@ class SharingNodes:
             logger.error("%s; it is not started again in this job", daemon.exit_reason())
 
     async def _listening(self) -> str:
-        """The address of the coordinator, once it has left one."""
+        """Return the address of the coordinator, once it has stored one."""
         while not self._address:
             if (found := listening_since(self._run_dir, self._before)) is not None:
                 self._address = reachable(found)
             else:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         return self._address
 
 

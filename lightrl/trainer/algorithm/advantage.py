@@ -13,10 +13,9 @@ from operator import mul
 from lightrl.config.algorithm import UNGROUPED
 from lightrl.config.schema import Config
 from lightrl.errors import TrainerError
-from lightrl.loss_mask import num_trained
 from lightrl.messages.training import TrainGroup
 from lightrl.trainer.protocol import MicroBatch, TrainSample
-from lightrl.wire import LARGEST_F32, fits_f32
+from lightrl.wire import LARGEST_F32, fits_f32, num_trained
 
 STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from lightrl.adapters import PREFIX
 from lightrl.errors import TrainerError
-from lightrl.model_files import ADAPTER_CONFIG, ADAPTERS, weights_folder
+from lightrl.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    WEIGHTS_INDEX,
+    weight_files,
+    weights_folder,
+)
 from lightrl.system import files
 from lightrl.trainer.checkpoint.contents import (
     Reader,
@@ -33,7 +39,6 @@ from lightrl.trainer.checkpoint.layout import (
     read_layout,
     reverter,
 )
-from lightrl.weight_files import WEIGHTS_INDEX, weight_files
 
 
 def export(

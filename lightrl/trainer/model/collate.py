@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightrl.errors import TrainerError
-from lightrl.loss_mask import fits
 from lightrl.trainer.model.attention import Packing, packing
 from lightrl.trainer.model.rows import moved
 from lightrl.trainer.protocol import TrainSample
+from lightrl.wire import fits_mask
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _check_lengths(
                 f"{sample.response}: {prompt} prompt tokens, {response} response tokens, "
                 f"{num_logprobs} logprobs"
             )
-        if not fits(sample.token_ids, sample.loss_mask):
+        if not fits_mask(sample.token_ids, sample.loss_mask):
             raise TrainerError(
                 f"{sample.response}: a loss mask of {len(sample.loss_mask)} bytes is not one of "
                 f"{response} tokens"

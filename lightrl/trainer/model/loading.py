@@ -28,8 +28,8 @@ from transformers.core_model_loading import (
 
 from lightrl.adapters import initial, is_adapter, public_name
 from lightrl.errors import TrainerError
+from lightrl.model_files import stored_tensors
 from lightrl.trainer.model.sharding import row_range
-from lightrl.weight_files import stored_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from lightrl.adapters import require_layers
 from lightrl.errors import ConfigError
 from lightrl.trainer.model import loading
 
-UNFIT = 3  # as in launch/model_check.py, which must not import this
+UNFIT = 3  # as in launch/checks/model.py, which must not import this
 
 
 @contextmanager

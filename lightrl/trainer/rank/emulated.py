@@ -22,7 +22,6 @@ from typing import assert_never
 from lightrl.config.schema import Config
 from lightrl.emulation import arguments, logprobs
 from lightrl.errors import ProtocolError, TrainerError
-from lightrl.loss_mask import num_trained
 from lightrl.messages.weights import Canary
 from lightrl.system import files
 from lightrl.trainer.batch import trainable
@@ -68,7 +67,7 @@ from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.write import TensorBytes, flatten
-from lightrl.wire import pack_f32, pack_i32, to_json
+from lightrl.wire import num_trained, pack_f32, pack_i32, to_json
 
 STATE = Path("state", "digest")  # in a checkpoint
 TENSOR = "emulated.weight"  # no model has one of that name

@@ -26,8 +26,7 @@ from lightrl.client import ask
 from lightrl.client.address import listening
 from lightrl.emulation import SLOWNESS
 from lightrl.errors import LightRLError
-from lightrl.joining import reachable
-from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, reachable, read_key
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
 from lightrl.sim.inputs.traces import TraceEvent

@@ -1,9 +1,8 @@
-"""Checks of a model by the headers of its files, before any rank loads it: whether it is quantised,
-has the layers that `model.lora.targets` names, and is of a family that the torch engine can
-compute.
+"""Checks of a model by the headers of its files: it is not quantised, has the layers that
+`model.lora.targets` names, and is of a family that the torch engine computes.
 
-Reads no weights and must not import torch: where files do not settle it, a process asks
-transformers (trainer/model/lora.py, engine/checkpoint.py).
+Must not import torch: if the files do not suffice, a process builds the model
+(trainer/model/lora.py, engine/checkpoint.py).
 """
 
 import importlib.util
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.errors import ConfigError
-from lightrl.model_files import is_target
-from lightrl.weight_files import stored_tensors
+from lightrl.model_files import is_target, stored_tensors
 
 # As safetensors names them; those of quantised weights are others.
 DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
@@ -25,7 +23,7 @@ ASKED_S = 120.0
 
 
 def require_dtypes(model_path: str, folder: Path) -> None:
-    """Raises ConfigError for weights of a dtype that only quantised models have."""
+    """Raise ConfigError for weights of a dtype that only quantised models have."""
     for name, tensor in _tensors(folder):
         if (kind := str(tensor.get("dtype"))) not in DTYPES:
             raise ConfigError(
@@ -35,7 +33,7 @@ def require_dtypes(model_path: str, folder: Path) -> None:
 
 
 def require_targets(folder: Path, targets: Sequence[str]) -> None:
-    """Raises ConfigError, with the nearest names, for a target that is the name of no layer."""
+    """Raise ConfigError, with the nearest names, for a target that is the name of no layer."""
     names = {
         name.removesuffix(".weight")
         for name, tensor in _tensors(folder)
@@ -48,22 +46,21 @@ def require_targets(folder: Path, targets: Sequence[str]) -> None:
 
 
 def _is_layer(name: str) -> bool:
-    """Whether a matrix of the files is a linear layer for certain: heads and embeddings are none,
-    routers and experts may be none."""
+    """Whether a matrix of the files is certainly a linear layer."""
     leaf = name.rpartition(".")[2]
     is_other = "embed" in leaf or leaf in {"lm_head", "wte", "wpe", "gate"}
     return not is_other and ".experts." not in name
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Empty where the weights are not here yet, or will be refused when they are read."""
+    """Yield the headers; none if the weights are not here, or are refused when they are read."""
     with suppress(ConfigError):
         for name, (_, entry) in stored_tensors(folder).items():
             yield name, entry
 
 
 def require_engine(model_path: str, folder: Path, model_type: str) -> None:
-    """Raises ConfigError for a family that the torch engine cannot compute. A process builds the
+    """Raise ConfigError for a family that the torch engine cannot compute. A process builds the
     model, unless the source of its family in transformers has a causal model with SDPA."""
     spec = importlib.util.find_spec("transformers")
     family = model_type.replace("-", "_").removesuffix("_text")
@@ -76,8 +73,8 @@ def require_engine(model_path: str, folder: Path, model_type: str) -> None:
 
 
 def _ask(module: str, folder: Path, *arguments: str, prefix: str = "") -> None:
-    """Raises ConfigError if the process finds that the model does not do. Its other errors are left
-    to ranks and engines, which find them again."""
+    """Raise ConfigError if the process reports that the model is unfit. Ranks and engines find its
+    other errors again."""
     command = (sys.executable, "-P", "-m", module, str(folder), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASKED_S, check=False)

@@ -1,7 +1,7 @@
-"""What CHECKPOINT means to `lightrl eval`: a checkpoint of LightRL, a run's newest one, adapters, a
-model.
+"""The CHECKPOINT of `lightrl eval`: a checkpoint of LightRL, a run (its newest one), LoRA adapters
+or a Hugging Face model.
 
-Owns how it is found and what is read of it: small files, no weights. Must not import torch.
+Reads small files, no weights. Must not import torch.
 """
 
 import json
@@ -24,8 +24,9 @@ from lightrl.trainer.checkpoint.saved import (
     those_beside,
 )
 
-# Of peft: what makes adapters that engines of LightRL do not compute.
-_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+# Of peft: adapters with one of these are no plain LoRA.
+OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+WHAT = "RUN/checkpoints/step_N, a run's name or directory, a model directory, or a hub id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +41,23 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class EvalTarget:
-    """What is to be evaluated. Example: EvalTarget("/home/me/runs/a/checkpoints/step_40", 40)"""
+    """The weights to evaluate. Example: EvalTarget("/home/me/runs/a/checkpoints/step_40", 40)"""
 
-    # a directory, in full, or a hub id
+    # an absolute directory, or a hub id
     path: str
     # steps done in it
     step: int = 0
-    # where its config and tokenizer are; "" = in model.path of the config
+    # the place of its config and tokenizer; "" = model.path of the config
     model: str = ""
     # in which its run served the weights; "" = not known
     dtype: str = ""
     adapters: Adapters | None = None
-    # of the run that it is of, if that is there
+    # of its run, if there is one
     config: Path | None = None
 
 
 def find_target(text: str) -> EvalTarget:
-    """Raises ConfigError, one line, if there is nothing that could be evaluated."""
+    """Raises ConfigError, one line, if there is nothing to evaluate."""
     try:
         if (folder := run_folder(text)) is not None:
             return _of_folder(text, folder)
@@ -66,16 +67,11 @@ def find_target(text: str) -> EvalTarget:
         raise ConfigError(f"{text}: {e.strerror}") from None
     if is_path or not HUB_ID.fullmatch(text):
         others = those_beside(given) or those_beside(Path("runs", text))
-        hint = (
-            "; give RUN/checkpoints/step_N, a run's name or directory, a model directory, or a hub "
-            "id (org/name)"
-        )
-        raise ConfigError(f"{text}: no such checkpoint{others or hint}")
+        raise ConfigError(f"{text}: no such checkpoint{others or f'; give {WHAT}'}")
     return EvalTarget(text, model=text)
 
 
 def _of_folder(text: str, folder: Path) -> EvalTarget:
-    """Raises ConfigError."""
     path = str(folder.absolute())
     if (file := folder / ADAPTER_CONFIG).is_file():
         return EvalTarget(path, adapters=_adapters(file, read_table(file)))
@@ -85,10 +81,8 @@ def _of_folder(text: str, folder: Path) -> EvalTarget:
         return _of_checkpoint(checkpoint.absolute())
     if (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir():
         raise ConfigError(f"{text}: this run has no checkpoint yet")
-    raise ConfigError(
-        f"{text}: holds no checkpoint ({STEP_FILE}), no adapters ({ADAPTER_CONFIG}) and no "
-        "model (config.json)"
-    )
+    files = f"no checkpoint ({STEP_FILE}), no adapters ({ADAPTER_CONFIG}), no model (config.json)"
+    raise ConfigError(f"{text}: holds {files}")
 
 
 def _of_checkpoint(folder: Path) -> EvalTarget:
@@ -109,22 +103,22 @@ def _of_checkpoint(folder: Path) -> EvalTarget:
 
 
 def saved_adapters(checkpoint: Path) -> Adapters | None:
-    """Of a checkpoint of LightRL, if it has some. Raises ConfigError."""
+    """Return the adapters of a checkpoint of LightRL, if it has some. Raises ConfigError."""
     layout = checkpoint / LAYOUT_FILE
     text = read_table(layout).get("adapter") if layout.is_file() else None
     return _adapters(layout, read_table(layout, str(text))) if text else None
 
 
 def _adapters(file: Path, table: dict[str, Any]) -> Adapters:
-    """Raises ConfigError for adapters that are others than LoRA as LightRL has it."""
-    kind = table.get("peft_type")
-    others = [f"{key} = {table[key]!r}" for key in _OTHER_KINDS if table.get(key)]
+    """Raises ConfigError for adapters that are no plain LoRA."""
+    others = [f"{key} = {table[key]!r}" for key in OTHER_KINDS if table.get(key)]
     targets = table.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":
         others.append(f"target_modules = {targets!r}, a pattern")
-    if kind != "LORA" or others:
-        what = others[0] if others else f"peft_type = {kind!r}"
-        raise ConfigError(f"{relative(file)}: {what}: only plain LoRA adapters are evaluated")
+    if (kind := table.get("peft_type")) != "LORA":
+        others.append(f"peft_type = {kind!r}")
+    if others:
+        raise ConfigError(f"{relative(file)}: {others[0]}: only plain LoRA adapters are evaluated")
     named = cast("list[str]", targets) if isinstance(targets, list) else []
     try:
         rank, alpha = int(table["r"]), float(table["lora_alpha"])
@@ -134,7 +128,7 @@ def _adapters(file: Path, table: dict[str, Any]) -> Adapters:
 
 
 def read_table(file: Path, text: str | None = None) -> dict[str, Any]:
-    """The JSON object in a file, or in a `text` of it. Raises ConfigError."""
+    """Return the JSON object in a file, or in a `text` of it. Raises ConfigError."""
     try:
         table: Any = json.loads(file.read_bytes() if text is None else text)
     except (OSError, ValueError) as e:

@@ -1,7 +1,6 @@
-"""What can be found wrong with a run before anything is started: missing files, a taken name or
-port.
+"""Refusals before a run starts: missing files, a name or a port that is taken, too few cores.
 
-One clear line for each. Runs no user code and reads no data: the daemons do that.
+One line for each. Runs no user code and reads no data.
 """
 
 import ast
@@ -23,23 +22,28 @@ from lightrl.coordinator.settings import require_context
 from lightrl.data.sources import require_there
 from lightrl.engine.start import resolve_engine
 from lightrl.errors import ConfigError, DataError
+from lightrl.launch.checks.model import require_dtypes, require_engine, require_targets
 from lightrl.launch.folder import is_new
-from lightrl.launch.model_check import require_dtypes, require_engine, require_targets
 from lightrl.messages.nodes import Role
 from lightrl.metrics.sinks import require_installed
-from lightrl.model_files import HUB_ID, folder_here, require_no_code, require_trainable
+from lightrl.model_files import (
+    HUB_ID,
+    folder_here,
+    require_no_code,
+    require_trainable,
+    stored_tensors,
+)
 from lightrl.rewards.kept import FOLDER
 from lightrl.system.threads import num_cores
 from lightrl.trainer.checkpoint.saved import MODEL
-from lightrl.weight_files import stored_tensors
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
 
 
 def require_files(config: Config) -> None:
-    """Raises ConfigError for the first file of the config that is missing or cannot be meant, and
-    for what this machine or a message has no room for."""
+    """Raise ConfigError for the first file of the config that is missing or unfit, and for a group
+    that does not fit into a message."""
     require_room(config)
     _require_small_groups(config)
     _require_model(config)
@@ -55,15 +59,15 @@ def require_files(config: Config) -> None:
 
 
 def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
-    """Raises ConfigError for what a daemon with these roles lacks on this machine; without any, for
-    what those of a whole run lack, or would take from each other."""
+    """Raise ConfigError if this machine cannot start a daemon with these `roles`; () = all daemons
+    of a run."""
     nodes, port = config.train.nodes, config.node.weights_port
-    if not roles and nodes > 1 and port:
-        raise ConfigError(
-            f"node.weights_port = {port}: train.nodes = {nodes} are started here, and only one of "
-            "them can have it: leave it out"
-        )
     if not roles:
+        if nodes > 1 and port:
+            raise ConfigError(
+                f"node.weights_port = {port}: train.nodes = {nodes} are started here, and only one "
+                "of them can have it: leave it out"
+            )
         require_other_port(port, config.run.bind)
     if not roles or "coordinator" in roles:
         require_installed(config.logging.backends)
@@ -78,7 +82,7 @@ def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
 
 
 def _require_cores(config: Config, roles: Sequence[Role], cores: int) -> None:
-    """Engines and ranks take turns on some machines, so that their sum may be more than `cores`."""
+    """Compare engines and ranks with the cores; they may take turns, so not their sum."""
     train, rollout = config.train, config.rollout
     engines = "rollout" in roles if roles else bool(rollout.nodes)
     if rollout.engine != "emulated" and engines and rollout.threads > cores:
@@ -96,13 +100,12 @@ def _require_cores(config: Config, roles: Sequence[Role], cores: int) -> None:
 
 
 def require_new(config: Config) -> None:
-    """Raises ConfigError if the name or a port of the run is taken."""
+    """Raise ConfigError if the name or a port of the run is taken."""
     if not is_new(config.run_dir):
-        goes_on = f"resume it with `lightrl resume {config.run_dir}`, "
-        known = (config.run_dir / "config.toml").exists()
+        is_run = (config.run_dir / "config.toml").exists()
+        resume = f"resume it with `lightrl resume {config.run_dir}`, " * is_run
         raise ConfigError(
-            f"run directory {config.run_dir} exists; {goes_on if known else ''}choose another "
-            "run.name or remove it"
+            f"run directory {config.run_dir} exists; {resume}choose another run.name or remove it"
         )
     checkpoints = config.checkpoints(config.run_dir.resolve())
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
@@ -120,9 +123,9 @@ def require_new(config: Config) -> None:
 
 
 def _require_small_groups(config: Config) -> None:
-    """A group is trained, and written down, as a whole."""
+    """A group is one message and one entry of the journal."""
     size, length = config.rollout.group_size, config.rollout.max_response_length
-    most = MAX_FRAME_BYTES // BYTES_OF_TOKEN - (1 << 20)  # the rest is for the prompt and the names
+    most = MAX_FRAME_BYTES // BYTES_OF_TOKEN - (1 << 20)  # the rest is for prompt and names
     if size * length > most:
         raise ConfigError(
             f"rollout.group_size = {size} x rollout.max_response_length = {length}: a group of "
@@ -131,7 +134,7 @@ def _require_small_groups(config: Config) -> None:
 
 
 def _require_place(key: str, path: str) -> None:
-    """Raises ConfigError if a directory there could not be made."""
+    """Raise ConfigError if a directory there could not be made."""
     place = Path(path).absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -147,7 +150,7 @@ def _require_model(config: Config) -> None:
     folder = Path(path)
     if HUB_ID.fullmatch(path) and not folder.exists():
         found = _require_on_hub(path)
-        if found is None:  # not here yet: the daemon that downloads it checks it
+        if found is None:  # the daemon that downloads it checks it
             return
         folder = found
     else:
@@ -166,26 +169,23 @@ def _require_model(config: Config) -> None:
 
 
 def _require_directory(path: str, folder: Path, has_weights: bool) -> None:
+    why = ""
     if not folder.is_dir():
-        raise ConfigError(
-            f"model.path = {path}: no such directory; give one with config.json, or a hub "
-            "id org/name"
-        )
-    if not (folder / "config.json").exists():
-        raise ConfigError(
-            f"model.path = {path}: has no config.json, so it is not a Hugging Face model directory"
-        )
+        why = "no such directory; give one with config.json, or a hub id org/name"
+    elif not (folder / "config.json").exists():
+        why = "has no config.json, so it is not a Hugging Face model directory"
+    if why:
+        raise ConfigError(f"model.path = {path}: {why}")
     if has_weights:
         stored_tensors(folder, path)
 
 
 def _require_on_hub(name: str) -> Path | None:
-    """Where its files are, if this machine has some. Raises ConfigError."""
+    """Return the folder of its files, if this machine has some. Raises ConfigError."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # Which HTTP library the hub client uses differs between its versions: a failed connection is
-    # the class that its own HTTP errors derive from.
+    # of the HTTP library, which differs between versions of the client
     http_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
         if (folder := folder_here(name)) is not None:
@@ -210,7 +210,7 @@ def _require_data(key: str, one: DataSet, config: Config) -> None:
 
 def _require_functions(key: str, functions: Sequence[str], config: Config) -> None:
     if config.reward.source == "kept" and (config.run_dir / FOLDER).is_dir():
-        return  # the run is resumed, with its copy of them
+        return  # a resumed run has a copy of them
     for function in functions:
         file, colon, name = function.rpartition(":")
         if colon and file.endswith(".py"):
@@ -227,7 +227,7 @@ def _require_function(key: str, file: Path, name: str) -> None:
         raise ConfigError(f"{key}: {file}:{e.lineno}: {e.msg}") from None
     except OSError as e:
         raise ConfigError(f"{key} = {file}:{name}: cannot be read: {e.strerror}") from None
-    # A name that the file mentions, or may import, is looked for by the worker that imports it.
+    # A worker looks for a name that the file mentions or may import.
     if not re.search(rf"\b{re.escape(name)}\b|import \*".encode(), source):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
         defined = ", ".join(sorted(node.name for node in tree.body if isinstance(node, kinds)))

@@ -1,8 +1,8 @@
-"""`lightrl up --from RUN|CHECKPOINT`: which checkpoint of another run one begins with, and whether
-it fits.
+"""Values that are settled before a run starts: the checkpoint that it begins with (`lightrl up
+--from RUN|CHECKPOINT`), which must fit, and the date of chat templates.
 
-Reads small files alone: the trainer verifies the checksums when it loads the checkpoint
-(trainer/checkpoint/initial.py). Must not import torch.
+Reads small files alone: the trainer verifies the checksums (trainer/checkpoint/initial.py). Must
+not import torch.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from lightrl.client.address import relative, run_folder
 from lightrl.config.schema import Config
 from lightrl.data.template import DATE
 from lightrl.errors import ConfigError, ProtocolError
-from lightrl.launch.eval_target import Adapters, read_table, saved_adapters
+from lightrl.launch.evaluation.target import Adapters, read_table, saved_adapters
 from lightrl.launch.folder import CONFIG_FILE
 from lightrl.model_files import folder_here, is_target
 from lightrl.trainer.checkpoint.saved import (
@@ -28,7 +28,7 @@ from lightrl.trainer.checkpoint.saved import (
 
 KEY = "checkpoint.initial_load_path"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-# Of config.json: what the shapes of tensors, or what is computed with them, depend on.
+# Of config.json: they determine the shapes of tensors, or what is computed with them.
 SHAPES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "n_embd", "n_layer", "n_head"),
@@ -37,10 +37,8 @@ SHAPES = (
 
 
 def begun_from(config: Config, target: str) -> Config:
-    """As `--from TARGET` has it: the name or directory of a run, or a directory of one checkpoint.
-
-    Raises ConfigError.
-    """
+    """Return the config with `--from TARGET`: a run's name or directory, or a checkpoint. Raises
+    ConfigError."""
     folder = run_folder(target) or run_folder(target, Path(config.run.dir))
     if folder is None:
         raise ConfigError(f"--from {target}: no such run or checkpoint{those_beside(Path(target))}")
@@ -48,9 +46,9 @@ def begun_from(config: Config, target: str) -> Config:
 
 
 def settled(config: Config) -> Config:
-    """With today as `data.date` where the chat template writes the date, and the newest checkpoint
-    in place of a run to begin from. Raises ConfigError, one line, if there is none, or if it is not
-    one of this model and optimizer."""
+    """Return the config with today as `data.date` where the chat template writes the date, and the
+    newest checkpoint of a run that it begins with. Raises ConfigError, one line, if there is none
+    or it does not fit."""
     if config.data.date is None and _writes_date(config.model.path):
         data = config.data.model_copy(update={"date": date.today()})
         config = config.model_copy(update={"data": data})
@@ -61,21 +59,19 @@ def settled(config: Config) -> Config:
         checkpoint = _newest(folder).resolve()
         _require_fit(config, checkpoint)
     except OSError as e:
-        raise ConfigError(
-            f"{KEY} = {folder}: {e.filename or folder} cannot be read: {e.strerror}"
-        ) from None
+        where = e.filename or folder
+        raise ConfigError(f"{KEY} = {folder}: {where} cannot be read: {e.strerror}") from None
     return _with(config, checkpoint)
 
 
 def _writes_date(model_path: str) -> bool:
-    """Of a model that is here."""
     folder = folder_here(model_path)
     files = [folder / name for name in TEMPLATE_FILES] if folder is not None else []
     return any(DATE.encode() in file.read_bytes() for file in files if file.is_file())
 
 
 def begins_with(config: Config) -> Iterator[str]:
-    """What that means, in lines, of a config that is settled; none where the model is."""
+    """Yield lines on the checkpoint that a settled config begins with, if any."""
     if not config.checkpoint.initial_load_path:
         return
     checkpoint = Path(config.checkpoint.initial_load_path)
@@ -83,32 +79,29 @@ def begins_with(config: Config) -> Iterator[str]:
     state = "weights and optimizer's state" if saved.has_optimizer else "weights"
     before = saved.steps_before + saved.step
     yield f"{relative(checkpoint)}: its {state}; steps, data and seed are this run's own"
-    yield f"the learning rate goes on after {before:,} steps, of {before + config.train.steps:,}"
+    yield f"the schedule continues after {before:,} steps, of {before + config.train.steps:,}"
     if config.algorithm.kl_coef > 0:
-        yield "algorithm.kl_coef holds it to model.path, not to the checkpoint"
+        yield "algorithm.kl_coef compares with model.path, not with the checkpoint"
 
 
 def _with(config: Config, folder: Path) -> Config:
-    update = {"initial_load_path": str(folder)}
-    section = config.checkpoint.model_copy(update=update)
+    section = config.checkpoint.model_copy(update={"initial_load_path": str(folder)})
     return config.model_copy(update={"checkpoint": section})
 
 
 def _newest(folder: Path) -> Path:
-    """The checkpoint itself, or the newest complete one of a run. Raises ConfigError, OSError."""
+    """Return the checkpoint itself, or the newest one of a run. Raises ConfigError, OSError."""
     if (newest := newest_in(folder)) is not None:
         return newest
+    why = "is neither a run nor a complete checkpoint"
     if not folder.is_dir():
         why = "no such directory on this machine"
     elif (folder / CONFIG_FILE).is_file():
         why = "this run has no complete checkpoint yet"
-    else:
-        why = "is neither a run nor a complete checkpoint"
     raise ConfigError(f"{KEY} = {folder}: {why}")
 
 
 def _read(checkpoint: Path) -> SavedStep:
-    """Raises ConfigError, OSError."""
     try:
         return read_step(checkpoint)
     except ProtocolError:
@@ -116,60 +109,53 @@ def _read(checkpoint: Path) -> SavedStep:
 
 
 def _require_fit(config: Config, checkpoint: Path) -> None:
-    """Raises ConfigError, OSError."""
-    saved, what = _read(checkpoint), f"the checkpoint {relative(checkpoint)}"
+    """Raise ConfigError or OSError if the config cannot continue from this checkpoint."""
+    for key, why in _misfits(config, _read(checkpoint), checkpoint):
+        where = f"the checkpoint {relative(checkpoint)}"
+        raise ConfigError(f"{config.key_value(key)}: {where} {why}")
+
+
+def _misfits(config: Config, saved: SavedStep, checkpoint: Path) -> Iterator[tuple[str, str]]:
+    """Yield a key and how the checkpoint differs from it."""
     has_model = (checkpoint / LAYOUT_FILE).is_file()
     if has_model != (config.train.engine == "torch"):
         how = "of a model" if has_model else f"of no model: it has no {LAYOUT_FILE}"
-        raise ConfigError(f"{config.key_value('train.engine')}: {what} is {how}")
+        yield "train.engine", f"is {how}"
     if not has_model:
         return
-    export = f"lightrl export {relative(checkpoint)} OUT"  # which makes a model of it
-    adapters, rank = saved_adapters(checkpoint), config.key_value("model.lora.rank")
-    if adapters is None and config.model.lora.rank:
-        raise ConfigError(
-            f"{rank}: {what} has no adapters; to put some beside its model: {export}, and "
-            "model.path = OUT"
-        )
-    if adapters is not None and not config.model.lora.rank:
-        raise ConfigError(
-            f"{rank}: {what} has adapters of rank {adapters.rank}; to train the whole model: "
-            f"{export} --merge, and model.path = OUT"
-        )
+    export = f"lightrl export {relative(checkpoint)} OUT"
+    adapters, lora = saved_adapters(checkpoint), config.model.lora
+    if adapters is None and lora.rank:
+        yield "model.lora.rank", f"has no adapters; to add some: {export}, and model.path = OUT"
+    if adapters is not None and not lora.rank:
+        merge = f"{export} --merge, and model.path = OUT"
+        rank = adapters.rank
+        yield "model.lora.rank", f"has adapters of rank {rank}; to train the whole model: {merge}"
     if adapters is not None:
-        _require_same(config, adapters, what)
-    _require_shapes(config.model.path, checkpoint, what)
+        yield from _other_adapters(config, adapters)
+    yield from _other_shapes(config.model.path, checkpoint)
     if saved.has_optimizer and saved.optimizer not in {"", config.train.optim.name}:
-        raise ConfigError(
-            f"{config.key_value('train.optim.name')}: {what} has the state of {saved.optimizer!r}, "
-            f"which cannot become that; to begin without it: {export}, and model.path = OUT"
-        )
+        without = f"to begin without it: {export}, and model.path = OUT"
+        yield "train.optim.name", f"has the state of {saved.optimizer!r}; {without}"
 
 
-def _require_same(config: Config, adapters: Adapters, what: str) -> None:
-    """Raises ConfigError."""
+def _other_adapters(config: Config, adapters: Adapters) -> Iterator[tuple[str, str]]:
     lora = config.model.lora
     for key in ("rank", "alpha"):
         if (value := getattr(adapters, key)) != getattr(lora, key):
-            raise ConfigError(f"{config.key_value(f'model.lora.{key}')}: in {what} it is {value:g}")
+            yield f"model.lora.{key}", f"has {value:g}"
     targets = lora.targets
     if targets and not all(any(is_target(n, t) for t in targets) for n in adapters.targets):
         leaves = sorted({name.rpartition(".")[2] for name in adapters.targets})
-        raise ConfigError(
-            f"{config.key_value('model.lora.targets')}: in {what} these have adapters: "
-            f"{', '.join(leaves)}"
-        )
+        yield "model.lora.targets", f"has adapters of {', '.join(leaves)}"
 
 
-def _require_shapes(model_path: str, checkpoint: Path, what: str) -> None:
-    """Raises ConfigError, OSError. What is not here yet, ranks compare when they load it."""
+def _other_shapes(model_path: str, checkpoint: Path) -> Iterator[tuple[str, str]]:
+    """Compare with the model, if it is on this machine. Raises ConfigError, OSError."""
     folder = folder_here(model_path)
     if folder is None or not (checkpoint / MODEL / "config.json").is_file():
         return
     then, now = (read_table(f / "config.json") for f in (checkpoint / MODEL, folder))
     for key in SHAPES:
         if then.get(key) != now.get(key):
-            raise ConfigError(
-                f"model.path = {model_path}: its {key} is {now.get(key)}, and {then.get(key)} in "
-                f"{what}: both must be of the same model"
-            )
+            yield "model.path", f"has {key} {then.get(key)}, and the model {now.get(key)}"

@@ -1,12 +1,12 @@
-"""`lightrl eval CHECKPOINT CONFIG`: a run of 0 steps in a directory that is gone afterwards.
+"""`lightrl eval CHECKPOINT CONFIG`: a run of 0 steps in a temporary directory.
 
-It is an ordinary run, and evaluates at its start; in place of a trainer one process publishes the
-weights as they are. So figures are those that a run finds at the same step.
+It is an ordinary run, which evaluates at its start; one process publishes the weights in place of a
+trainer. So figures are those that a run finds at the same step.
 """
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from lightrl.config.schema import Config
 from lightrl.coordinator import samples
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.launch.checks import Setup
+from lightrl.launch.checks.checklist import Launch
 from lightrl.launch.daemons import RunFailed
-from lightrl.launch.eval_config import evaluation
-from lightrl.launch.eval_report import as_json, last_lines, result_of, table
-from lightrl.launch.eval_target import EvalTarget, find_target
+from lightrl.launch.evaluation.config import evaluation
+from lightrl.launch.evaluation.report import as_json, last_lines, result_of, table
+from lightrl.launch.evaluation.target import EvalTarget, find_target
 from lightrl.launch.report import stop_reason
 from lightrl.launch.run import judged, run_to_end
 from lightrl.system.append_file import read_rows
@@ -43,28 +43,27 @@ class EvalOptions:
 
 
 async def evaluate(checkpoint: str, options: EvalOptions) -> int:
-    """The exit status: 0 only if there are figures. Raises LightRLError, one line."""
+    """Return the exit status: 0 only if there are figures. Raises LightRLError, one line."""
     # only the JSON for machines goes to stdout
     report = print_error if options.as_json else print_lines
     target = find_target(checkpoint)
     if (file := options.samples) is not None:
         _require_free(file)
     with temporary_folder("eval") as folder:
-        setup = Setup(
-            evaluation(target, options.config, options.overrides, options.sets, folder), starts=True
-        )
-        found = await judged(setup, report)
-        config = setup.required
-        gpus = [finding.text for finding in found if finding.is_note and finding.subject == "gpu"]
+        config = evaluation(target, options.config, options.overrides, options.sets, folder)
+        launch = Launch(config, starts=True)
+        found = await judged(launch, report)
+        gpus = [each.text for each in found if each.is_note and each.subject == "gpu"]
+        notes = [*_notes(target, launch.required), *gpus]
         try:
-            run_dir, _ = await run_to_end(setup, [*_notes(target, config), *gpus], report)
+            run_dir, _ = await run_to_end(launch, notes, report)
         except RunFailed as e:
             raise _reason(config.run_dir, e) from None
         last = final_snapshot(run_dir)
         if last is None or last.state != RunState.FINISHED:
             report("interrupted; nothing is left of it")
             return 1
-        result = result_of(target, config, run_dir)
+        result = result_of(target, launch.required, run_dir)
         if file is not None:
             written = run_dir / samples.FILE_NAME
             _copy(written, file)
@@ -83,27 +82,20 @@ def _require_free(file: Path) -> None:
         raise ConfigError(f"--samples {file}: no such directory {file.absolute().parent}")
 
 
-def _notes(target: EvalTarget, config: Config) -> Sequence[str]:
+def _notes(target: EvalTarget, config: Config) -> Iterator[str]:
     path = relative(Path(target.path)) if Path(target.path).is_absolute() else target.path
     step = f", step {target.step}," if target.step else ""
-    lines = [f"evaluating {path}{step} on {', '.join(one.name for one in config.eval_sets)}"]
-    if (adapters := target.adapters) is not None and adapters.base:
-        given = config.model.path
-        if Path(adapters.base).resolve() != Path(given).resolve():
-            lines.append(
-                f"these adapters name {adapters.base} as their model; they are put beside "
-                f"model.path = {given}"
-            )
-    return lines
+    yield f"evaluating {path}{step} on {', '.join(one.name for one in config.eval_sets)}"
+    base, model = target.adapters.base if target.adapters is not None else "", config.model.path
+    if base and Path(base).resolve() != Path(model).resolve():
+        yield f"these adapters name {base} as their model; they are added to model.path = {model}"
 
 
 def _reason(run_dir: Path, failed: RunFailed) -> LightRLError:
-    """Why the run failed, in one line. Without a reason its logs are kept, if there is room."""
+    """Return why the run failed, in one line. Without a reason its logs are kept."""
     last = final_snapshot(run_dir)
-    reason = failed.reason
-    if last is not None and last.state == RunState.FAILED:
-        reason = stop_reason(run_dir)
-    if reason:
+    is_over = last is not None and last.state == RunState.FAILED
+    if reason := stop_reason(run_dir) if is_over else failed.reason:
         return LightRLError(reason)
     logs = run_dir / "logs"
     try:
@@ -115,7 +107,7 @@ def _reason(run_dir: Path, failed: RunFailed) -> LightRLError:
 
 
 def _copy(file: Path, to: Path) -> None:
-    """A reader that finds `to` finds all of it. Raises LightRLError."""
+    """Copy the responses; `to` appears once it is complete. Raises LightRLError."""
     try:
         with replacing(to, lasting=False) as draft, open(draft, "wb", closefd=False) as copy:
             if file.exists():  # else the disk has refused all of it

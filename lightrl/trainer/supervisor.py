@@ -206,13 +206,11 @@ class Trainer:
 
     async def _run_ranks(self, step: int) -> None:
         """Start ranks and work with them until they end. Raises RanksLost if they are lost."""
-        life = None
-        if self._config.train.nodes > 1:
-            if not await self._unless_stopped(self.followers.wait()):
-                self._require_saved()
-                return
-            life = self.followers.new_life()
-        ranks = Ranks(self._config, self._place, self.saves.handle, life, self.devices)
+        followers = self.followers if self._config.train.nodes > 1 else None
+        if followers and not await self._unless_stopped(followers.wait()):
+            self._require_saved()
+            return
+        ranks = Ranks(self._config, self._place, self.saves.handle, followers, self.devices)
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
         try:

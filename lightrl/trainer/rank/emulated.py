@@ -62,7 +62,6 @@ from lightrl.trainer.protocol import (
     WeightsSent,
 )
 from lightrl.trainer.rank.main import finished, require_step, serve
-from lightrl.trainer.rank.meeting import Meeting
 from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.publish.buffers import Buffers
@@ -75,6 +74,8 @@ TENSOR = "emulated.weight"  # no model has one of that name
 DTYPE = "uint8"
 MIN_BYTES = 4096  # of the tensor, which begins with the digest
 UNTRAINED = hashlib.blake2b(b"emulated", digest_size=16).digest()
+
+LOOK_S = 0.002  # for the texts of other ranks
 
 NO_WEIGHTS = "emulated ranks send no weights"
 
@@ -99,7 +100,7 @@ class EmulatedRank:
             raise TrainerError(f"rollout.{e}") from None
         self._is_suspended = False
         self._fetching_s = 0.0  # of the step
-        self._meeting = Meeting(start.rank, start.world, Path(start.rendezvous))
+        self._num_exchanges = 0
         self._buffers = Buffers(Path(start.publish_dir))
         self._reset()
         saved, self._trained = None, UNTRAINED
@@ -205,7 +206,7 @@ class EmulatedRank:
         began = time.monotonic()
         self._sleep("train_step_ms")
         mine = json.dumps([self._seen.hexdigest(), self._num_tokens])
-        all_R = self._meeting.exchange(mine)
+        all_R = self._exchange(mine)
         num_responses, num_tokens = self._with(update)
         totals = [update.step, num_responses, num_tokens]
         text = json.dumps([self._trained.hex(), totals, all_R])
@@ -225,6 +226,22 @@ class EmulatedRank:
             self._fetching_s = 0.0
         self._reset()
         return metrics
+
+    def _exchange(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in their order, by files beside the rendezvous. The daemon
+        ends a rank that waits for a dead one."""
+        if self.start.world == 1:
+            return [text]
+        last, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        place = f"{self.start.rendezvous}.{self._num_exchanges}"
+        files.write_whole(Path(f"{place}.{self.start.rank}"), text.encode())
+        all_R = [Path(f"{place}.{rank}") for rank in range(self.start.world)]
+        while not all(path.exists() for path in all_R):
+            time.sleep(LOOK_S)
+        texts = [path.read_text() for path in all_R]
+        # all have read the one before
+        Path(f"{self.start.rendezvous}.{last}.{self.start.rank}").unlink(missing_ok=True)
+        return texts
 
     def _suspend(self) -> Suspended | None:
         """Free the device, if it is shared, in `park_ms` unless it is free."""

@@ -32,8 +32,7 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
-    Exported,
-    GroupOpened,
+    Done,
     LeaveGroup,
     Progress,
     RankCommand,
@@ -41,9 +40,7 @@ from lightrl.trainer.protocol import (
     RankFailed,
     RankStarted,
     Saved,
-    SaveEvent,
     StartRank,
-    WeightsSent,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,8 +52,6 @@ STOP_S = 5.0  # an idle rank ends sooner; one that hangs in a collective does no
 PATIENCE_FACTOR = 3  # an engine sends every few tokens, a rank after several micro-batches
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-# takes as long as a download does, or has a limit of its own
-UNHURRIED = {RankStarted, GroupOpened, WeightsSent}
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Ranks:
         self,
         config: Config,
         place: Place,
-        on_save: Callable[[SaveEvent], None],
+        on_save: Callable[[Saved], None],
         followers: Followers | None = None,
         devices: NodeDevices | None = None,
     ) -> None:
@@ -196,7 +191,7 @@ class Ranks:
             if isinstance(event, RankFailed):
                 kind = TrainerError if event.is_final else RanksLost
                 raise kind(f"{rank.name}: {event.reason}")
-            if isinstance(event, Saved | Exported):
+            if isinstance(event, Saved):
                 self._on_save(event)
             elif not isinstance(event, Progress):
                 if self._devices is not None and number < self.num_local:
@@ -222,44 +217,42 @@ class Ranks:
         for rank in range(len(self)):
             self.send(rank, command)
 
-    async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
-        """Wait for the next reply of a rank, which must be of these kinds: a rank answers its
-        commands in order."""
-        if not UNHURRIED.intersection(kinds):
+    async def reply(self, rank: int, kind: type[Reply], has_limit: bool = True) -> Reply:
+        """Wait for the next reply of a rank, which must be of this kind: a rank answers its
+        commands in order. Without a limit the rank never counts as hung."""
+        if has_limit:
             self._awaited.add(rank)
         try:
             reply = await self._replies[rank].get()
         finally:
             self._awaited.discard(rank)
-        if not isinstance(reply, kinds):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {names}")
+        if not isinstance(reply, kind):
+            what = type(reply).__name__
+            raise TrainerError(f"rank {rank} answered {what} instead of {kind.__name__}")
         return reply
 
-    async def replies(self, *kinds: type[Reply], ranks: Sequence[int] | None = None) -> list[Reply]:
-        """Wait for a reply of each of these ranks, of all by default."""
+    async def replies(self, kind: type[Reply], ranks: Sequence[int] | None = None) -> list[Reply]:
+        """Wait for a reply of each of these ranks, of all by default. Starting may take as long as
+        a download."""
         asked = range(len(self)) if ranks is None else ranks
-        return [await self.reply(rank, *kinds) for rank in asked]
+        return [await self.reply(rank, kind, kind is not RankStarted) for rank in asked]
 
-    async def answer(
-        self, kind: type[Reply], over: asyncio.Future[str], limit_s: float, grace_s: float
-    ) -> Reply:
+    async def answer(self, over: asyncio.Future[str], limit_s: float, grace_s: float) -> Done:
         """Rank 0's reply to a command for a broadcast.
 
         The rank leaves its group with the reason of `over`, or after `limit_s`. Raises
         WeightsError with the reason once it has answered then, RanksLost when it does not within
         `grace_s` more.
         """
-        answering = asyncio.ensure_future(self.reply(0, kind))
+        answering = asyncio.ensure_future(self.reply(0, Done, has_limit=False))
         try:
             if await _any_done({answering, over}, limit_s) and not over.done():
                 return answering.result()
-            why = over.result() if over.done() else f"no {kind.__name__} within {limit_s:g} s"
+            why = over.result() if over.done() else f"no answer within {limit_s:g} s"
             logger.info("rank 0 leaves its broadcast group: %s", why)
             self.send(0, LeaveGroup())
             if not await _any_done({answering}, grace_s):
-                name = self._ranks[0].name
-                raise RanksLost(f"{name} hangs: no {kind.__name__} when it was to leave its group")
+                raise RanksLost(f"{self._ranks[0].name} hangs: it does not leave its group")
             answering.result()
             raise WeightsError(why)
         finally:

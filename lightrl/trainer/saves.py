@@ -10,12 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import assert_never
 
 from lightrl.config.schema import Config
 from lightrl.messages.training import Checkpointed
 from lightrl.trainer.checkpoint.saved import EXPORT, checkpoint_path, oldest_kept, step_of
-from lightrl.trainer.protocol import Done, Exported, Save, Saved, SaveEvent
+from lightrl.trainer.protocol import Done, Save, Saved
 from lightrl.trainer.rank_processes import Ranks
 
 logger = logging.getLogger(__name__)
@@ -116,23 +115,21 @@ class Saves:
         if is_due and self._path != str(last) and not (last / EXPORT).exists():
             logger.warning("%s has no export; lightrl export makes one", last)
 
-    def handle(self, event: SaveEvent) -> None:
+    def handle(self, event: Saved) -> None:
         """Handle a report of rank 0."""
-        match event:
-            case Saved(path, None):
-                self._is_saving = False
-                self.step = step_of(Path(path))
-                self._log_times(path)
-                self.announce()
-            case Saved(path, error):
-                self._fail(path, error or "")
-            case Exported(path, error):
-                if path == self._path:
-                    self._is_exporting = False
-                if error:
-                    logger.warning("%s was not exported: %s; lightrl export does it", path, error)
-            case _:
-                assert_never(event)
+        path, error = event.path, event.error
+        if event.is_export:
+            if path == self._path:
+                self._is_exporting = False
+            if error:
+                logger.warning("%s was not exported: %s; lightrl export does it", path, error)
+        elif error:
+            self._fail(path, error)
+        else:
+            self._is_saving = False
+            self.step = step_of(Path(path))
+            self._log_times(path)
+            self.announce()
         self._changed.set()
 
     def announce(self) -> None:

@@ -28,7 +28,7 @@ from lightrl.trainer.broadcasts import Broadcasts
 from lightrl.trainer.checkpoint.initial import where_to_start
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
-from lightrl.trainer.protocol import DeltaMade, EncodeDelta, RankStarted, StepFinished, Update
+from lightrl.trainer.protocol import Done, EncodeDelta, RankStarted, StepFinished, Update
 from lightrl.trainer.rank_processes import Place, Ranks, worst
 from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
@@ -358,8 +358,10 @@ class Trainer:
         """Encoding takes about as long as publishing did; nodes that have not got far with the
         version save those bytes."""
         ranks.send_all(EncodeDelta(self._done))
-        made, *_ = await ranks.replies(DeltaMade)
-        offer = await self._versions.serve_delta(made)
+        encoded, *_ = await ranks.replies(Done)
+        if encoded.delta is None:
+            return
+        offer = await self._versions.serve_delta(encoded.delta)
         if offer is not None and self._published is not None:
             self._published = replace(self._published, deltas=(offer,))
             self._send_if_connected(self._published)

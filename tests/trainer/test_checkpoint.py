@@ -31,7 +31,6 @@ from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
     Done,
-    Exported,
     ResetStep,
     Save,
     Saved,
@@ -64,7 +63,11 @@ def stored(policy):
 
 def save(rank, folder: Path, step: int, export: bool = False) -> Path:
     path = folder / "run" / "checkpoints" / f"step_{step}"
-    expected = [Done(step), Saved(str(path)), *([Exported(str(path))] if export else [])]
+    expected = [
+        Done(step),
+        Saved(str(path)),
+        *([Saved(str(path), is_export=True)] if export else []),
+    ]
     assert rank.save(Save(step, str(path), export)) == expected
     return path
 
@@ -185,7 +188,7 @@ def test_an_export_is_given_up_when_the_next_checkpoint_is_due(
         second = path.with_name("step_2")
         list(rank.perform(Save(2, str(second))))
     rank.saver.wait()
-    given_up = Exported(str(path), "given up: the next checkpoint is due")
+    given_up = Saved(str(path), "given up: the next checkpoint is due", is_export=True)
     assert rank.events == [Saved(str(path)), given_up, Saved(str(second))]
     assert find_corruption(path) == ""
     assert not [p for p in path.iterdir() if "hf" in p.name]

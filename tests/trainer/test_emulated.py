@@ -23,7 +23,6 @@ from lightrl.trainer.protocol import (
     EMULATED_TARGET,
     Accumulate,
     Done,
-    Exported,
     RankFailed,
     RankStarted,
     ResetStep,
@@ -196,7 +195,7 @@ def test_a_restored_rank_goes_on_with_the_same_versions(new_emulated, samples, t
     for step in range(2):
         digest(rank, [samples[step:]], step)
     path = tmp_path / "run" / "checkpoints" / "step_2"
-    said = [Done(2), Saved(str(path)), Exported(str(path))]
+    said = [Done(2), Saved(str(path)), Saved(str(path), is_export=True)]
     assert perform(rank, Save(2, str(path), export=True)) == said
     assert latest(path.parent) == path
     again = new_emulated(start_step=2)

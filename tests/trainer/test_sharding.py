@@ -18,10 +18,10 @@ from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.model.sharding import layers
 from lightrl.trainer.protocol import (
     Accumulate,
-    Exported,
     RankStarted,
     ResetStep,
     Save,
+    Saved,
     StepFinished,
     Update,
 )
@@ -88,7 +88,8 @@ async def steps_of_two(ranks, samples, tmp_path):
     path = tmp_path / "run" / "checkpoints" / "step_2"
     for rank in ranks:
         rank.send(Save(2, str(path), export=True))
-    await answer(ranks[0], Exported)
+    while not (await answer(ranks[0], Saved)).is_export:
+        pass
     return found, metrics
 
 

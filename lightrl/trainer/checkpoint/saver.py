@@ -33,7 +33,7 @@ from lightrl.trainer.checkpoint.layout import Layout, describe, reverter, write_
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S
 from lightrl.trainer.model.policy import Policy
-from lightrl.trainer.protocol import Exported, Saved, SaveEvent
+from lightrl.trainer.protocol import Saved
 from lightrl.wire import to_json
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         model_dir: Path,
         settings: Checkpoint,
-        report: Callable[[SaveEvent], None],
+        report: Callable[[Saved], None],
         base: str = "",
         view: View = as_it_is,
     ) -> None:
@@ -152,7 +152,7 @@ class Saver:
                 shutil.rmtree(job.draft, ignore_errors=True)
             self._report(Saved(str(job.path), problem or None))
             if job.has_export and not problem:
-                self._report(Exported(str(job.path), self._export(job) or None))
+                self._report(Saved(str(job.path), self._export(job) or None, is_export=True))
 
     def _export(self, job: _Job) -> str:
         """Export from the disk, with one file in memory. Return why that fails, in one line."""

@@ -38,11 +38,8 @@ from lightrl.trainer.checkpoint.saved import (
 from lightrl.trainer.protocol import (
     TAKES_DEVICE,
     Accumulate,
-    DeltaMade,
     Done,
     EncodeDelta,
-    Exported,
-    GroupOpened,
     LeaveGroup,
     MicroBatch,
     OpenGroup,
@@ -59,7 +56,6 @@ from lightrl.trainer.protocol import (
     Suspended,
     TrainSample,
     Update,
-    WeightsSent,
 )
 from lightrl.trainer.rank.main import finished, require_step, serve
 from lightrl.weights.broadcast.membership import IsUnwanted
@@ -76,8 +72,6 @@ MIN_BYTES = 4096  # of the tensor, which begins with the digest
 UNTRAINED = hashlib.blake2b(b"emulated", digest_size=16).digest()
 
 LOOK_S = 0.002  # for the texts of other ranks
-
-NO_WEIGHTS = "emulated ranks send no weights"
 
 
 def main(sock: socket.socket) -> None:
@@ -140,18 +134,15 @@ class EmulatedRank:
                 self._reset()
                 yield Done(step)
             case Suspend():
-                if suspended := self._suspend():
-                    yield suspended
-            case EncodeDelta():
-                yield DeltaMade()  # its weights are a digest: all of them differ
+                yield Done(self.step, suspended=self._suspend())
+            case EncodeDelta(step):
+                yield Done(step)  # its weights are a digest: all of them differ
             case Save(step, path, export):
                 yield Done(step)
                 if self.start.rank == 0:
                     yield from self._save(Path(path), export)
-            case OpenGroup():
-                yield GroupOpened("", NO_WEIGHTS)
-            case SendWeights():
-                yield WeightsSent(NO_WEIGHTS)
+            case OpenGroup() | SendWeights():
+                yield Done(self.step, "emulated ranks send no weights")
             case LeaveGroup():
                 pass
             case StartRank():
@@ -303,7 +294,7 @@ class EmulatedRank:
             return
         yield Saved(str(path))
         if export:
-            yield Exported(str(path))
+            yield Saved(str(path), is_export=True)
 
 
 def _parts(sample: TrainSample) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ from lightrl.trainer.model import attention
 from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
-    DeltaMade,
+    Delta,
     Done,
     EncodeDelta,
     LeaveGroup,
@@ -39,7 +39,7 @@ from lightrl.trainer.protocol import (
     RankStarted,
     ResetStep,
     Save,
-    SaveEvent,
+    Saved,
     SendWeights,
     StartRank,
     StepFinished,
@@ -81,7 +81,7 @@ def main(sock: socket.socket) -> None:
 class Rank:
     """One rank of a run, from its first published version on."""
 
-    def __init__(self, start: StartRank, report: Callable[[SaveEvent | Progress], None]) -> None:
+    def __init__(self, start: StartRank, report: Callable[[Saved | Progress], None]) -> None:
         """`report` sends events beside the answers, those of checkpoints from another thread."""
         began = time.monotonic()
         self.config = Config.model_validate_json(start.config_json)
@@ -152,17 +152,16 @@ class Rank:
                 self.learner.reset()
                 yield Done(step)
             case Suspend():
-                if suspended := self._suspend():
-                    yield suspended
-            case EncodeDelta():
-                yield self._publish_delta()
+                yield Done(self.step, suspended=self._suspend())
+            case EncodeDelta(step):
+                yield Done(step, delta=self._publish_delta())
             case Save(step, path, export):
                 began = time.monotonic()
                 problem = self.saver.begin(Path(path), self._saved(), export)
                 self._staging_s += time.monotonic() - began
                 yield Done(step, problem or None)
             case OpenGroup() | SendWeights():
-                yield self._sender.perform(command, is_unwanted)
+                yield self._sender.perform(self.step, command, is_unwanted)
             case LeaveGroup():
                 self._sender.leave("the trainer has left it")
             case StartRank():
@@ -210,12 +209,12 @@ class Rank:
         finally:
             publisher.close()
 
-    def _publish_delta(self) -> DeltaMade:
+    def _publish_delta(self) -> Delta | None:
         made = self._publisher.publish_delta()
-        if made is None or self.file is None:
-            return DeltaMade()
+        if made is None or self.file is None or made[1] is None:
+            return None
         base, delta = made
-        return DeltaMade(base.digest, self.file.digest, delta)
+        return Delta(base.digest, self.file.digest, delta)
 
     def _new_publisher(self, folder: Path) -> Publisher:
         """Ranks of other nodes send their rows to those of the first."""

@@ -59,7 +59,7 @@ def run(rank, samples, parks=(), steps=2, mini_batches=1):
         for i, command in enumerate(commands(samples, step, mini_batches)):
             if i in parks:
                 [parked] = rank.perform(Suspend(step))
-                assert parked.num_bytes
+                assert parked.suspended.num_bytes
                 assert_away(rank)
             for event in rank.perform(command):
                 if isinstance(event, StepFinished):

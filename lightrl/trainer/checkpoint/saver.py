@@ -29,7 +29,7 @@ from lightrl.system import files
 from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of, together
 from lightrl.trainer.checkpoint.export import export
-from lightrl.trainer.checkpoint.layout import Layout, describe, reverter, write_description
+from lightrl.trainer.checkpoint.layout import Layout, describe, write_description
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S
 from lightrl.trainer.model.policy import Policy
@@ -155,12 +155,11 @@ class Saver:
                 self._report(Saved(str(job.path), self._export(job) or None, is_export=True))
 
     def _export(self, job: _Job) -> str:
-        """Export from the disk, with one file in memory. Return why that fails, in one line."""
+        """Export from the disk. Return why that fails, in one line."""
         size = self._settings.shard_mb * MB
         try:
-            revert = reverter(self._policy.module) if job.layout.conversions else None
             is_unwanted = self._is_export_unwanted.is_set
-            export(job.path, job.path / EXPORT, size, revert, lambda: not is_unwanted())
+            export(job.path, job.path / EXPORT, size, lambda: not is_unwanted())
         except Exception as e:
             logger.exception("%s was not exported", job.path)
             return first_line(e)

@@ -17,8 +17,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,11 +25,11 @@ from lightrl.config.schema import Config
 from lightrl.devices.cuda import has_cuda
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.model_files import ADAPTERS, weights_folder
-from lightrl.trainer.checkpoint.contents import first_line, read_adapters
+from lightrl.trainer.checkpoint.contents import read_adapters, read_model
 from lightrl.trainer.checkpoint.layout import MODEL, read_layout
-from lightrl.trainer.checkpoint.saved import STATE, SavedStep, read_step
+from lightrl.trainer.checkpoint.saved import SavedStep, read_step
 from lightrl.trainer.model.forward import Way
-from lightrl.trainer.model.loading import build, cast
+from lightrl.trainer.model.loading import cast
 from lightrl.trainer.model.policy import OF_FAMILIES, Policy, load_policy, shards
 from lightrl.trainer.protocol import Published, RankCommand, RankEvent, RankStarted, StartRank
 from lightrl.trainer.rank.main import serve
@@ -112,14 +110,7 @@ def _hf_config(model_dir: Path) -> Any:
 
 def _of_checkpoint(checkpoint: Path, served: torch.dtype) -> list[Shard]:
     """All that ranks which restore it would publish, under the names that they use."""
-    try:
-        module = build(_hf_config(checkpoint / MODEL))
-        cast(module, served)
-        module.to_empty(device="cpu")
-        module.tie_weights()
-        load_state({"model": module.state_dict()}, checkpoint_id=checkpoint / STATE, no_dist=True)
-    except (*OF_FAMILIES, CheckpointException) as e:
-        raise TrainerError(f"{checkpoint}: cannot be restored: {first_line(e)}") from e
+    module = read_model(checkpoint, lambda module: cast(module, served))
     return shards(Policy(module, {}, served, Way(), torch.device("cpu")))
 
 

@@ -131,7 +131,7 @@ class EncodeDelta:
 @dataclass(frozen=True, slots=True)
 class Save:
     """Write a checkpoint of `step` updates to the directory `path`; answered by Done once the
-    tensors are copied, or with its error. Later rank 0 sends Saved.
+    tensors are copied. Later rank 0 sends Saved.
 
     With `export` it also writes `path`/hf, a model directory as transformers and vLLM read it, and
     rank 0 sends another Saved. A save waits for the save before it, but not for its export.
@@ -229,8 +229,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The command is carried out, or ended with an `error`, one line after which the rank
-    continues: there will be no checkpoint, or the broadcast group is over. Example: Done(4)."""
+    """The command is carried out. `error`: why a broadcast group is over, in one line. Example:
+    Done(4)."""
 
     step: int
     error: str | None = None

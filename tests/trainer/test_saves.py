@@ -54,8 +54,8 @@ def test_with_an_export_of_every_checkpoint_training_waits_for_it_and_says_so(
         assert len(ranks.sent) == 3
 
     asyncio.run(scenario())
-    [warning] = [line for line in caplog.messages if "waits until" in line]
-    assert warning.startswith(f"training waits until {path(1)} is exported: checkpoint.export")
+    warnings = [line for line in caplog.messages if "waits until" in line]
+    assert warnings[0].startswith(f"training waits until {path(1)} is exported: checkpoint.export")
 
 
 @pytest.mark.parametrize("export", ["last", "every", "never"])

@@ -8,8 +8,7 @@ on any number of ranks.
     step_N/hf/          optional: safetensors, config and tokenizer
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -126,23 +125,6 @@ def read_adapters(checkpoint: Path, layout: Layout) -> dict[str, Tensor]:
     except (*PROBLEMS, EOFError, KeyError, CheckpointException) as e:
         raise TrainerError(f"{checkpoint}: cannot be read: {first_line(e)}") from e
     return {public_name(name): tensor for name, tensor in state.items()}
-
-
-@contextlib.contextmanager
-def together(world: int) -> Iterator[None]:
-    """Wait for all ranks at the end. Raise TrainerError on all of them if one failed."""
-    problem = ""
-    try:
-        yield
-    except PROBLEMS as e:
-        problem = first_line(e)
-    failed = bool(problem)
-    if world > 1:
-        flag = torch.tensor(failed, dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        failed = bool(flag.item())
-    if failed:
-        raise TrainerError(problem or "another rank could not save")
 
 
 def first_line(error: BaseException) -> str:

@@ -24,10 +24,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from lightrl.config.sections import Checkpoint
-from lightrl.errors import TrainerError
-from lightrl.system import files
 from lightrl.trainer.checkpoint.checksums import with_checksums
-from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of, together
+from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of
 from lightrl.trainer.checkpoint.export import export
 from lightrl.trainer.checkpoint.layout import Layout, describe, write_description
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
@@ -79,7 +77,7 @@ class Saver:
         group = dist.new_group(backend="gloo", timeout=limit) if self._world > 1 else None
         assert not isinstance(group, int)  # of a rank that is not in it
         self._group = group
-        self._stager = _Stager(policy.device, self._world)
+        self._stager = _Stager(policy.device)
         self._thread = ThreadPoolExecutor(1, "saver")
         self._work: Future[None] | None = None
         self._is_export_unwanted = threading.Event()
@@ -93,9 +91,8 @@ class Saver:
         if self._work is not None:
             self._work.result()
 
-    def begin(self, path: Path, saved: SavedStep, has_export: bool) -> str:
-        """Copy the state for the checkpoint `path` (.../step_N), and write it in the thread. Return
-        why that fails, in one line, on all ranks if on one of them, or "".
+    def begin(self, path: Path, saved: SavedStep, has_export: bool) -> None:
+        """Copy the state for the checkpoint `path` (.../step_N), and write it in the thread.
 
         A collective. Waits for the checkpoint before, whose export is cancelled.
         """
@@ -109,28 +106,18 @@ class Saver:
             describe(self._policy, self._base),
             has_export,
         )
-        try:
-            with together(self._world):
-                if self._first:
-                    files.make_folder(path.parent)
-                    shutil.rmtree(job.draft, ignore_errors=True)
-                    (job.draft / STATE).mkdir(parents=True)
-            state = state_of(self._policy, self._optimizer, saved.has_optimizer, self._view)
-            uploading = async_save(
-                state,
-                # put_in_place syncs what rank 0 can see
-                storage_writer=FileSystemWriter(job.draft / STATE, sync_files=self._world > 1),
-                process_group=self._group,
-                async_stager=self._stager,
-                no_dist=self._world == 1,
-            )
-        except TrainerError as e:
-            if self._first:
-                shutil.rmtree(job.draft, ignore_errors=True)
-            return str(e)
+        if self._first:
+            shutil.rmtree(job.draft, ignore_errors=True)
+        uploading = async_save(
+            state_of(self._policy, self._optimizer, saved.has_optimizer, self._view),
+            # put_in_place syncs what rank 0 can see
+            storage_writer=FileSystemWriter(job.draft / STATE, sync_files=self._world > 1),
+            process_group=self._group,
+            async_stager=self._stager,
+            no_dist=self._world == 1,
+        )
         assert isinstance(uploading, Future)
         self._work = self._thread.submit(self._finish, uploading, job)
-        return ""
 
     def _finish(self, uploading: Future[Any], job: _Job) -> None:
         """In the thread. When `uploading` is done on one rank, all have written their parts."""
@@ -167,11 +154,11 @@ class Saver:
 
 
 class _Stager(DefaultStager):
-    """Copies to the processor's memory; fails on all ranks if on one of them."""
+    """Copies to the processor's memory."""
 
     _synchronize_after_execute = False  # `stage` does
 
-    def __init__(self, device: torch.device, world: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         super().__init__(
             StagingOptions(
@@ -181,12 +168,10 @@ class _Stager(DefaultStager):
                 use_non_blocking_copy=self._is_cuda,
             )
         )
-        self._world = world
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Not by `super().stage`: in torch 2.11 and 2.12 it closes the stager after one copy."""
-        with together(self._world):
-            copied = self._state_dict_stager.stage(state_dict, non_blocking=self._is_cuda)
-            if self._is_cuda:
-                torch.accelerator.synchronize()
-            return copied
+        copied = self._state_dict_stager.stage(state_dict, non_blocking=self._is_cuda)
+        if self._is_cuda:
+            torch.accelerator.synchronize()
+        return copied

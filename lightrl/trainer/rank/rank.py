@@ -157,9 +157,9 @@ class Rank:
                 yield Done(step, delta=self._publish_delta())
             case Save(step, path, export):
                 began = time.monotonic()
-                problem = self.saver.begin(Path(path), self._saved(), export)
+                self.saver.begin(Path(path), self._saved(), export)
                 self._staging_s += time.monotonic() - began
-                yield Done(step, problem or None)
+                yield Done(step)
             case OpenGroup() | SendWeights():
                 yield self._sender.perform(self.step, command, is_unwanted)
             case LeaveGroup():

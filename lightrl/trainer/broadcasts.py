@@ -28,7 +28,7 @@ ENDS = "the trainer ends"
 GONE = "the coordinator is gone"
 
 
-class Broadcasts:
+class BroadcastOrders:
     def __init__(
         self,
         config: Config,

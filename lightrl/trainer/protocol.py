@@ -1,12 +1,12 @@
 """Messages between the trainer's daemon and one rank process, over `child.Pipe`.
 
     daemon -> rank   StartRank Accumulate Update ResetStep Suspend EncodeDelta Save
-                     OpenGroup SendWeights LeaveGroup
-    rank -> daemon   RankStarted Done Progress StepFinished Saved RankFailed
+                     OpenGroup SendWeights LeaveBroadcast
+    rank -> daemon   RankStarted Done StillAlive StepFinished Saved RankFailed
 
 All ranks get the same commands in the same order, so that their collectives match, except that
 Accumulate goes to the ranks of one replica, and the commands of broadcasts, which are no
-collectives, to rank 0. A rank answers in the order of its commands; Progress and Saved come at
+collectives, to rank 0. A rank answers in the order of its commands; StillAlive and Saved come at
 any time. Must not import torch: the daemon imports this file.
 """
 
@@ -162,7 +162,7 @@ class SendWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveGroup:
+class LeaveBroadcast:
     """To rank 0: stop listening, forming or sending, and leave the group. No answer but that of the
     command that it ends."""
 
@@ -177,7 +177,7 @@ RankCommand: TypeAlias = (
     | Save
     | OpenGroup
     | SendWeights
-    | LeaveGroup
+    | LeaveBroadcast
 )
 
 
@@ -243,10 +243,10 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StillAlive:
     """The rank is alive: it has computed MAX_BATCHES more of a long
     command. No answer.
-    Example: Progress(4)."""
+    Example: StillAlive(4)."""
 
     step: int
 
@@ -284,7 +284,7 @@ class RankFailed:
     is_final: bool = False
 
 
-RankEvent: TypeAlias = RankStarted | Done | Progress | StepFinished | Saved | RankFailed
+RankEvent: TypeAlias = RankStarted | Done | StillAlive | StepFinished | Saved | RankFailed
 
 # Commands with which a suspended rank takes its device again.
 TAKES_DEVICE = (Accumulate, Update)

@@ -33,14 +33,14 @@ from lightrl.trainer.protocol import (
     RANK_EVENTS,
     RANK_TARGET,
     Done,
-    LeaveGroup,
-    Progress,
+    LeaveBroadcast,
     RankCommand,
     RankEvent,
     RankFailed,
     RankStarted,
     Saved,
     StartRank,
+    StillAlive,
 )
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class Ranks:
                 raise kind(f"{rank.name}: {event.reason}")
             if isinstance(event, Saved):
                 self._on_save(event)
-            elif not isinstance(event, Progress):
+            elif not isinstance(event, StillAlive):
                 if self._devices is not None and number < self.num_local:
                     self._devices.on_event(number, event)
                 self._replies[number].put_nowait(event)
@@ -250,7 +250,7 @@ class Ranks:
                 return answering.result()
             why = over.result() if over.done() else f"no answer within {limit_s:g} s"
             logger.info("rank 0 leaves its broadcast group: %s", why)
-            self.send(0, LeaveGroup())
+            self.send(0, LeaveBroadcast())
             if not await _any_done({answering}, grace_s):
                 raise RanksLost(f"{self._ranks[0].name} hangs: it does not leave its group")
             answering.result()

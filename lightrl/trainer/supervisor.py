@@ -24,7 +24,7 @@ from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.trainer.broadcasts import Broadcasts
+from lightrl.trainer.broadcasts import BroadcastOrders
 from lightrl.trainer.checkpoint.initial import where_to_start
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
@@ -97,16 +97,18 @@ class Trainer:
         self._is_stopping = False
         self._changed = asyncio.Event()  # something may have to be done
         self._shards: deque[TrainShard] = deque()
-        self._broadcasts = Broadcasts(config, place.host, self._send_if_connected, self._changed)
+        self._broadcasts = BroadcastOrders(
+            config, place.host, self._send_if_connected, self._changed
+        )
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # optimizer steps ever done by this process
-        self.saves = Saves(self._checkpoints, config, self._send_if_connected)
+        self.saves = Saves(self._checkpoints, config, send_if)
         self._crashes = CrashCounter(RESTARTS)
         self._published: PublishWeights | None = None  # the ranks' version
         self._file: VersionFile  # of that version; set once ranks have started
         self._step_done: StepDone | None = None  # the step that made it
         self._nonfinite = NonfiniteSteps()
-        self.devices = NodeDevices(config, self._send_if_connected)
+        self.devices = NodeDevices(config, send_if)
         self._step: Step | None = None  # that is being trained
 
     @property

@@ -13,7 +13,7 @@ from lightrl.messages.trainers import TrainerRelay
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.nodes.node import Follower
+from lightrl.trainer.nodes.node import FollowerNode
 from lightrl.trainer.protocol import Accumulate, Done, RankStarted, ResetStep, Suspended, Update
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.state import TrainerState
@@ -368,7 +368,7 @@ def test_a_node_that_follows_answers_for_its_own_ranks(new_config, groups, tmp_p
         def to_leader(message):
             leader.followers.receive(TrainerRelay("follower", message.frame))
 
-        follower = Follower(config, Place(folder, folder), to_leader, sent.append)
+        follower = FollowerNode(config, Place(folder, folder), to_leader, sent.append)
         leader.followers._send = lambda m: follower.receive(TrainerRelay("leader", m.frame))
         leader.followers.set_members((("follower", 1),))
 

@@ -13,7 +13,7 @@ from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
     Done,
-    LeaveGroup,
+    LeaveBroadcast,
     OpenGroup,
     SendWeights,
 )
@@ -87,12 +87,12 @@ def test_a_rank_leaves_a_group_that_forms_or_is_sent_to_soon(start, processes, s
             began = time.monotonic()
             place = await opened(ranks[0], timeout_s=200.0)
             ranks[0].send(SendWeights(file, place.group.name))
-            ranks[0].send(LeaveGroup())
+            ranks[0].send(LeaveBroadcast())
             assert await replies(ranks[:1]) == [Done(0, f"broadcast: {UNWANTED}")]
             place = await opened(ranks[0], timeout_s=200.0)
             ranks[0].send(SendWeights(file, place.group.name))
             group = await asyncio.to_thread(form, place, "cpu")  # and receives nothing
-            ranks[0].send(LeaveGroup())
+            ranks[0].send(LeaveBroadcast())
             assert await replies(ranks[:1]) == [Done(0, f"broadcast: {UNWANTED}")]
             group.abort("over")
             assert time.monotonic() < began + 60

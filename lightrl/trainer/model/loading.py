@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.adapters import initial, is_adapter, public_name
 from lightrl.errors import TrainerError
-from lightrl.trainer.model.sharding import Placement, row_range
+from lightrl.trainer.model.sharding import RankPlacement, row_range
 from lightrl.weight_files import stored_tensors
 
 DTYPES = {
@@ -92,7 +92,7 @@ def read(model_dir: Path, module: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def fill(module: PreTrainedModel, whole: PreTrainedModel | None, placement: Placement) -> None:
+def fill(module: PreTrainedModel, whole: PreTrainedModel | None, placement: RankPlacement) -> None:
     """Set all parameters and buffers from the `whole` model, which the first rank alone has, and
     frees. A collective. The module keeps the conversions of the files, for exports."""
     if whole is not None:

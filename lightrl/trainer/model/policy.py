@@ -21,7 +21,7 @@ from lightrl.rope import settle
 from lightrl.trainer.model import forward, loading
 from lightrl.trainer.model.collate import Batch
 from lightrl.trainer.model.sharding import (
-    Placement,
+    RankPlacement,
     is_divided,
     is_published_here,
     layers,
@@ -83,7 +83,7 @@ def load_policy(
 ) -> Policy:
     """Load the model of a local HF directory. A collective of the `world` ranks.
 
-    `served`: `model.dtype` of the config. `replicas`, `is_offloaded`: see `Placement`. `lora`:
+    `served`: `model.dtype` of the config. `replicas`, `is_offloaded`: see `RankPlacement`. `lora`:
     adapters are trained, the model stays as it is stored. `max_length`: of the longest sequence,
     for rotary embeddings that depend on it (lightrl/rope.py); 0 = as transformers does.
 
@@ -92,7 +92,7 @@ def load_policy(
     is served, adapters their initial values. Raises TrainerError, one line, if transformers cannot
     load the model, ConfigError for unknown targets.
     """
-    placement = Placement(device, world, replicas, is_offloaded)
+    placement = RankPlacement(device, world, replicas, is_offloaded)
     is_frozen, is_alone = use != "trained", use == "served"
     if not (model_dir / "config.json").is_file():  # transformers would download it
         raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")

@@ -43,7 +43,7 @@ SEEN_S = 10.0  # until a file that one machine has written is visible on another
 LOOK_S = 0.2
 
 
-class Follower:
+class FollowerNode:
     """Runs the ranks of one life after the other. Has the members of `Trainer` that a daemon
     uses."""
 
@@ -192,7 +192,7 @@ class TrainerNode:
     def __init__(
         self,
         name: str,
-        follower: Follower,
+        follower: FollowerNode,
         new_trainer: Callable[[], Trainer],
         leave: Callable[[str], None],
     ) -> None:
@@ -206,7 +206,7 @@ class TrainerNode:
         self._leads = asyncio.Event()
 
     @property
-    def role(self) -> Trainer | Follower:
+    def role(self) -> Trainer | FollowerNode:
         return self._trainer or self._follower
 
     @property

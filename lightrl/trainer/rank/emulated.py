@@ -40,7 +40,7 @@ from lightrl.trainer.protocol import (
     Accumulate,
     Done,
     EncodeDelta,
-    LeaveGroup,
+    LeaveBroadcast,
     MicroBatch,
     OpenGroup,
     Published,
@@ -143,7 +143,7 @@ class EmulatedRank:
                     yield from self._save(Path(path), export)
             case OpenGroup() | SendWeights():
                 yield Done(self.step, "emulated ranks send no weights")
-            case LeaveGroup():
+            case LeaveBroadcast():
                 pass
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")

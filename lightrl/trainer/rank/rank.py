@@ -30,9 +30,8 @@ from lightrl.trainer.protocol import (
     Delta,
     Done,
     EncodeDelta,
-    LeaveGroup,
+    LeaveBroadcast,
     OpenGroup,
-    Progress,
     Published,
     RankCommand,
     RankEvent,
@@ -43,13 +42,14 @@ from lightrl.trainer.protocol import (
     SendWeights,
     StartRank,
     StepFinished,
+    StillAlive,
     Suspend,
     Suspended,
     Update,
 )
 from lightrl.trainer.rank import canary
 from lightrl.trainer.rank.main import Report, finished, require_step, reuse_memory, serve
-from lightrl.trainer.rank.sender import Sender
+from lightrl.trainer.rank.sender import BroadcastSender
 from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher
@@ -81,7 +81,7 @@ def main(sock: socket.socket) -> None:
 class Rank:
     """One rank of a run, from its first published version on."""
 
-    def __init__(self, start: StartRank, report: Callable[[Saved | Progress], None]) -> None:
+    def __init__(self, start: StartRank, report: Callable[[Saved | StillAlive], None]) -> None:
         """`report` sends events beside the answers, those of checkpoints from another thread."""
         began = time.monotonic()
         self.config = Config.model_validate_json(start.config_json)
@@ -89,7 +89,7 @@ class Rank:
         self.step = start.start_step
         self._staging_s = 0.0  # of a checkpoint, since the last step was finished
         self.device = _device(start)
-        self._sender = Sender(self.device)
+        self._sender = BroadcastSender(self.device)
         torch.set_num_threads(self.config.train.threads)
         _order_sums(self.config, self.device)
         # Before the ranks wait for each other: it may take as long as a download.
@@ -104,7 +104,7 @@ class Rank:
                 self.model_dir,
                 self.device,
                 start.world,
-                lambda: report(Progress(self.step)),
+                lambda: report(StillAlive(self.step)),
             )
             self.saver = Saver(
                 self.learner.policy,
@@ -162,7 +162,7 @@ class Rank:
                 yield Done(step)
             case OpenGroup() | SendWeights():
                 yield self._sender.perform(self.step, command, is_unwanted)
-            case LeaveGroup():
+            case LeaveBroadcast():
                 self._sender.leave("the trainer has left it")
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 OF_TORCH = (OSError, RuntimeError, ValueError, MemoryError)
 
 
-class Sender:
+class BroadcastSender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._opened: tuple[Membership, Any] | None = None  # the next group, and its store

@@ -97,9 +97,8 @@ class Trainer:
         self._is_stopping = False
         self._changed = asyncio.Event()  # something may have to be done
         self._shards: deque[TrainShard] = deque()
-        self._broadcasts = BroadcastOrders(
-            config, place.host, self._send_if_connected, self._changed
-        )
+        send_if = self._send_if_connected
+        self._broadcasts = BroadcastOrders(config, place.host, send_if, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # optimizer steps ever done by this process
         self.saves = Saves(self._checkpoints, config, send_if)

@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-from lightrl.trainer.protocol import StillAlive, RankCommand, RankEvent, StartRank, Update
+from lightrl.trainer.protocol import RankCommand, RankEvent, StartRank, StillAlive, Update
 from lightrl.trainer.rank.emulated import EmulatedRank
 from lightrl.trainer.rank.main import serve
 from lightrl.weights.broadcast.membership import IsUnwanted

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.adapters import public_name
@@ -30,7 +31,7 @@ from lightrl.errors import ProtocolError, TrainerError
 from lightrl.trainer.checkpoint.layout import Layout
 from lightrl.trainer.checkpoint.saved import MODEL, STATE, SavedStep, read_step
 from lightrl.trainer.model.loading import build
-from lightrl.trainer.model.policy import OF_FAMILIES, Policy
+from lightrl.trainer.model.policy import Policy
 
 PROBLEMS = (OSError, RuntimeError, ValueError)  # of a disk, a file format, a lack of memory
 
@@ -50,17 +51,7 @@ def state_of(
     state: dict[str, Any] = {"model": model}
     if with_optimizer:
         state["optimizer"] = get_optimizer_state_dict(policy.module, optimizer)
-    return _viewed(state, view)
-
-
-def _viewed(state: Any, view: View) -> Any:
-    match state:
-        case dict():
-            return {name: _viewed(value, view) for name, value in state.items()}
-        case Tensor():
-            return view(state)
-        case _:
-            return state
+    return tree_map_only(Tensor, view, state)
 
 
 def restore(
@@ -107,7 +98,7 @@ def read_model(checkpoint: Path, cast: Callable[[PreTrainedModel], None]) -> Pre
         module.to_empty(device="cpu")
         module.tie_weights()
         load_state({"model": module.state_dict()}, checkpoint_id=checkpoint / STATE, no_dist=True)
-    except (*OF_FAMILIES, CheckpointException) as e:
+    except (Exception, CheckpointException) as e:
         raise TrainerError(f"{checkpoint}: cannot be read: {first_line(e)}") from e
     return module
 

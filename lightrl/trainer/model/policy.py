@@ -9,14 +9,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.adapters import AdapterSettings, add_adapters, is_adapter, public_name
-from lightrl.errors import TrainerError
+from lightrl.errors import LightRLError, TrainerError
 from lightrl.rope import settle
 from lightrl.trainer.model import forward, loading
 from lightrl.trainer.model.collate import Batch
@@ -32,19 +30,6 @@ from lightrl.trainer.model.sharding import (
 )
 from lightrl.weights.publish.publisher import Shard
 from lightrl.weights.version.tensors import served_dtype
-
-# what transformers and families raise for files and configs that they do not support
-OF_FAMILIES = (
-    AttributeError,
-    ImportError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,  # of a config.json that contradicts itself
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True)
@@ -120,9 +105,9 @@ def load_policy(
         is_first = placement.world == 1 or dist.get_rank() == 0
         whole = loading.read(model_dir, module) if is_first else None
         loading.fill(module, whole, placement)
-    except torch.OutOfMemoryError:  # a RuntimeError, too
+    except (LightRLError, torch.OutOfMemoryError):
         raise
-    except OF_FAMILIES as e:
+    except Exception as e:  # families raise what they like
         reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
         raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
     way = forward.prepare(module, device)

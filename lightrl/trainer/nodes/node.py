@@ -203,7 +203,6 @@ class TrainerNode:
         self._leave = leave
         self._trainer: Trainer | None = None  # if this node leads
         self._is_stopping = False
-        self._leads = asyncio.Event()
 
     @property
     def role(self) -> Trainer | FollowerNode:
@@ -258,7 +257,8 @@ class TrainerNode:
             self._trainer = self._new_trainer()
             if self._is_stopping:
                 self._trainer.stop()
-            self._leads.set()
+            self._follower.set_leader("")
+            self._follower.stop()
         return self._trainer
 
     def pause(self) -> None:
@@ -280,19 +280,9 @@ class TrainerNode:
 
     async def run(self) -> None:
         """Run until it is stopped. Raises TrainerError as the supervisor does."""
-        following = asyncio.create_task(self._follower.run(), name="follower")
-        leads = asyncio.create_task(self._leads.wait())
-        try:
-            await asyncio.wait({following, leads}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-                return
-        finally:
-            for task in (following, leads):
-                task.cancel()
-            await asyncio.wait({following, leads})
-        assert self._trainer is not None
-        await self._trainer.run()
+        await self._follower.run()
+        if self._trainer is not None:
+            await self._trainer.run()
 
     async def close(self) -> None:
         await self.role.close()

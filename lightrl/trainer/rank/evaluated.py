@@ -30,7 +30,7 @@ from lightrl.trainer.checkpoint.layout import MODEL, read_layout
 from lightrl.trainer.checkpoint.saved import SavedStep, read_step
 from lightrl.trainer.model.forward import Way
 from lightrl.trainer.model.loading import cast
-from lightrl.trainer.model.policy import OF_FAMILIES, Policy, load_policy, shards
+from lightrl.trainer.model.policy import Policy, load_policy, shards
 from lightrl.trainer.protocol import Published, RankCommand, RankEvent, RankStarted, StartRank
 from lightrl.trainer.rank.main import serve
 from lightrl.trainer.rank.rank import BASE_FOLDER
@@ -104,7 +104,7 @@ def _served_dtype(config: Config, model_dir: Path) -> torch.dtype:
 def _hf_config(model_dir: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except OF_FAMILIES as e:
+    except Exception as e:
         raise TrainerError(f"{model_dir}: cannot be read: {' '.join(str(e).split())}") from e
 
 

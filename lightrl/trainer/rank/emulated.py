@@ -15,7 +15,7 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import assert_never
 
@@ -36,12 +36,12 @@ from lightrl.trainer.checkpoint.saved import (
     restored_at,
 )
 from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
     TAKES_DEVICE,
     Accumulate,
     Done,
     EncodeDelta,
     LeaveBroadcast,
-    MicroBatch,
     OpenGroup,
     Published,
     RankCommand,
@@ -54,7 +54,6 @@ from lightrl.trainer.protocol import (
     StartRank,
     Suspend,
     Suspended,
-    TrainSample,
     Update,
 )
 from lightrl.trainer.rank.main import finished, require_step, serve
@@ -117,8 +116,8 @@ class EmulatedRank:
         if isinstance(command, TAKES_DEVICE):
             self._fetch()
         match command:
-            case Accumulate(step, batches):
-                self._accumulate(batches)
+            case Accumulate(step):
+                self._accumulate(command)
                 yield Done(step)
             case Update(step, policy_version=None):
                 self._end_mini_batch(command)
@@ -160,25 +159,25 @@ class EmulatedRank:
         self._num_batches = 0
         self._computing_s = 0.0
 
-    def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
+    def _accumulate(self, command: Accumulate) -> None:
         began = time.monotonic()
         if self._ended is not None:
-            totals = (self._ended.num_responses, self._ended.num_tokens)
-            self._seen.update(b"mini-batch" + struct.pack("<QQ", *totals))
+            self._add(self._ended)
             self._ended = None
-        for samples in batches:
-            self._seen.update(struct.pack("<Q", len(samples)))
-            for sample in samples:
-                for part in _parts(sample):
-                    self._seen.update(struct.pack("<Q", len(part)) + part)
-            num_tokens = sum(
-                num_trained(s.token_ids, s.loss_mask)
-                for s in trainable(samples, self.config.algorithm)
-            )
-            self._num_tokens += num_tokens
-            self._sleep("train_token_ms", num_tokens)
-        self._num_batches += len(batches)
+        self._add(command)
+        num_tokens = sum(
+            num_trained(s.token_ids, s.loss_mask)
+            for samples in command.batches
+            for s in trainable(samples, self.config.algorithm)
+        )
+        self._num_tokens += num_tokens
+        self._sleep("train_token_ms", num_tokens)
+        self._num_batches += len(command.batches)
         self._computing_s += time.monotonic() - began
+
+    def _add(self, command: Accumulate | Update) -> None:
+        frame = RANK_COMMANDS.encode(command)
+        self._seen.update(struct.pack("<Q", len(frame)) + frame)
 
     def _end_mini_batch(self, update: Update) -> None:
         """What follows changes the weights in another way than if it had come before."""
@@ -295,16 +294,6 @@ class EmulatedRank:
         yield Saved(str(path))
         if export:
             yield Saved(str(path), is_export=True)
-
-
-def _parts(sample: TrainSample) -> Iterator[bytes]:
-    yield sample.response.encode()
-    yield sample.prompt
-    yield sample.token_ids
-    yield sample.rollout_logprobs
-    yield struct.pack("<d", sample.advantage)
-    yield sample.finish_reason.encode()
-    yield sample.loss_mask
 
 
 def _restore(path: Path) -> tuple[SavedStep, bytes]:

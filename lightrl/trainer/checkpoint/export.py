@@ -57,7 +57,8 @@ def export(
         raise TrainerError("given up: the next checkpoint is due")
     with _whole(folder) as draft:
         module.save_pretrained(draft, max_shard_size=shard_bytes)
-        # its own `config.json` would be that of this release of transformers
+        for name in OF_A_MODEL:  # those of this release of transformers
+            (draft / name).unlink(missing_ok=True)
         _copy_small_files(checkpoint, draft)
 
 

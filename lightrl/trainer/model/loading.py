@@ -70,6 +70,7 @@ def read(model_dir: Path, module: PreTrainedModel) -> PreTrainedModel:
         dtype=torch.float32,
         local_files_only=True,
         trust_remote_code=False,
+        use_safetensors=True,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
@@ -109,7 +110,7 @@ def fill(module: PreTrainedModel, whole: PreTrainedModel | None, placement: Rank
             is_parameter = isinstance(target, nn.Parameter)
             value = torch.empty(shape, dtype=torch.float32 if is_parameter else target.dtype)
         if placement.world > 1 and not is_adapter(name):
-            value = value.to(placement.device)
+            value = value.to(placement.device).contiguous()
             dist.broadcast(value, 0)
         if isinstance(target, DTensor):
             first, end = row_range(target)

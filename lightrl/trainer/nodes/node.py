@@ -159,8 +159,8 @@ class FollowerNode:
         while True:
             try:
                 event = await rank.receive()
-            except ChildDied as e:
-                self._report(number, RankFailed(str(e)))
+            except LightRLError as e:
+                self._report(number, RankFailed(str(e), not isinstance(e, ChildDied)))
                 return
             self.devices.on_event(number, event)
             if isinstance(event, RankStarted | StepFinished):

@@ -11,7 +11,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lightrl.config.sections import Checkpoint
 from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of
 from lightrl.trainer.checkpoint.export import export
-from lightrl.trainer.checkpoint.layout import Layout, describe, write_description
+from lightrl.trainer.checkpoint.layout import describe, write_description
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S
 from lightrl.trainer.model.policy import Policy
@@ -37,17 +36,6 @@ from lightrl.wire import to_json
 logger = logging.getLogger(__name__)
 
 MB = 1_000_000
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A checkpoint that is written as `draft`."""
-
-    path: Path
-    draft: Path
-    saved: SavedStep
-    layout: Layout
-    has_export: bool
 
 
 class Saver:
@@ -66,7 +54,7 @@ class Saver:
         self._policy = policy
         self._optimizer = optimizer
         self._model_dir = model_dir
-        self._base = base
+        self._layout = describe(policy, base)
         self._view = view
         self._settings = settings
         self._report = report
@@ -99,58 +87,56 @@ class Saver:
         self._is_export_unwanted.set()
         self.wait()
         self._is_export_unwanted.clear()
-        job = _Job(
-            path,
-            path.with_name(f".{path.name}.draft"),
-            saved,
-            describe(self._policy, self._base),
-            has_export,
-        )
+        draft = _draft(path)
         if self._first:
-            shutil.rmtree(job.draft, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
         uploading = async_save(
             state_of(self._policy, self._optimizer, saved.has_optimizer, self._view),
             # put_in_place syncs what rank 0 can see
-            storage_writer=FileSystemWriter(job.draft / STATE, sync_files=self._world > 1),
+            storage_writer=FileSystemWriter(draft / STATE, sync_files=self._world > 1),
             process_group=self._group,
             async_stager=self._stager,
             no_dist=self._world == 1,
         )
         assert isinstance(uploading, Future)
-        self._work = self._thread.submit(self._finish, uploading, job)
+        self._work = self._thread.submit(self._finish, uploading, path, saved, has_export)
 
-    def _finish(self, uploading: Future[Any], job: _Job) -> None:
+    def _finish(
+        self, uploading: Future[Any], path: Path, saved: SavedStep, has_export: bool
+    ) -> None:
         """In the thread. When `uploading` is done on one rank, all have written their parts."""
-        problem = ""
+        problem, draft, settings = "", _draft(path), self._settings
         try:
             uploading.result()
             if self._first:
-                write_description(job.draft, job.layout, self._model_dir)
-                (job.draft / STEP_FILE).write_bytes(to_json(with_checksums(job.saved, job.draft)))
-                keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
-                put_in_place(job.draft, job.path, keep_last, keep_every)
+                write_description(draft, self._layout, self._model_dir)
+                (draft / STEP_FILE).write_bytes(to_json(with_checksums(saved, draft)))
+                put_in_place(draft, path, settings.keep_last, settings.keep_every)
         except (Exception, CheckpointException) as e:
             problem = first_line(e)
-            logger.exception("%s was not saved", job.path)
+            logger.exception("%s was not saved", path)
         if not self._first:
             return
         with contextlib.suppress(EOFError):  # the daemon is gone
             if problem:
-                shutil.rmtree(job.draft, ignore_errors=True)
-            self._report(Saved(str(job.path), problem or None))
-            if job.has_export and not problem:
-                self._report(Saved(str(job.path), self._export(job) or None, is_export=True))
+                shutil.rmtree(draft, ignore_errors=True)
+            self._report(Saved(str(path), problem or None))
+            if has_export and not problem:
+                self._report(Saved(str(path), self._export(path) or None, is_export=True))
 
-    def _export(self, job: _Job) -> str:
+    def _export(self, path: Path) -> str:
         """Export from the disk. Return why that fails, in one line."""
-        size = self._settings.shard_mb * MB
+        is_unwanted = self._is_export_unwanted.is_set
         try:
-            is_unwanted = self._is_export_unwanted.is_set
-            export(job.path, job.path / EXPORT, size, lambda: not is_unwanted())
+            export(path, path / EXPORT, self._settings.shard_mb * MB, lambda: not is_unwanted())
         except Exception as e:
-            logger.exception("%s was not exported", job.path)
+            logger.exception("%s was not exported", path)
             return first_line(e)
         return ""
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.draft")
 
 
 class _Stager(DefaultStager):

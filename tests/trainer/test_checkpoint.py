@@ -207,10 +207,13 @@ def test_what_a_killed_save_left_behind_never_passes_for_a_checkpoint(new_rank, 
     assert latest(checkpoints) == paths[2]
     (checkpoints / "latest").write_text("../../elsewhere\n")
     assert latest(checkpoints) == paths[2]
+    paths[2].rename(checkpoints / ".step_3.old")  # killed while its successor took its place
     shutil.copytree(paths[1], checkpoints / ".step_3.draft")
     (checkpoints / "step_7").mkdir()
-    paths[2].rename(checkpoints / ".step_3.gone")
     assert latest(checkpoints) == paths[1]
+    tidy(checkpoints)
+    assert latest(checkpoints) == paths[2]
+    paths[2].rename(checkpoints / ".step_3.gone")
     tidy(checkpoints)
     remove(paths[1])
     assert latest(checkpoints) == paths[0]

@@ -8,6 +8,7 @@ Must not import torch: daemons look for the newest one.
     checkpoints/step_N.damaged      corrupt; not used
     checkpoints/step_N.rewound      undone by `resume --from-checkpoint`; not used
     checkpoints/.step_N.draft       being written
+    checkpoints/.step_N.old         being replaced by a draft that is complete
     checkpoints/.step_N.gone        being removed
 """
 
@@ -181,8 +182,14 @@ def put_in_place(draft: Path, path: Path, keep_last: int, keep_every: int = 0) -
     for entry in [*draft.rglob("*"), draft]:
         files.sync(entry)
     if path.exists():  # of the same step, before a resume
-        remove(path)
-    draft.rename(path)  # its name lasts once `latest` does, in the same folder
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        draft.rename(path)
+        files.sync(path.parent)  # before the old files go
+        shutil.rmtree(old)
+    else:
+        draft.rename(path)  # its name lasts once `latest` does, in the same folder
     point(path.parent, path)
     others = [p for p in by_step(path.parent) if p != path]
     older = [p for p in others if step_of(p) < step_of(path)]
@@ -205,8 +212,15 @@ def remove(checkpoint: Path) -> None:
 
 def tidy(checkpoints: Path) -> None:
     """Remove leftovers of killed saves. Call while no rank writes a checkpoint."""
-    for left in checkpoints.glob(".step_*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for left in [p for p in checkpoints.glob(".step_*") if p.is_dir()]:
+        name, _, state = left.name.removeprefix(".").partition(".")
+        path = left.with_name(name)
+        if state == "old" and _is_complete(left) and not path.exists():
+            with contextlib.suppress(OSError):  # it was not replaced
+                left.rename(path)
+                continue
+        if state in {"old", "draft", "gone"}:
+            shutil.rmtree(left, ignore_errors=True)
     for left in checkpoints.glob(".ranks-*"):  # rendezvous of several nodes
         left.unlink(missing_ok=True)
     for left in checkpoints.glob(f"step_*/.{EXPORT}.draft"):
@@ -231,4 +245,7 @@ def _is_numbered(name: str) -> bool:
 
 
 def _is_complete(path: Path) -> bool:
-    return _is_numbered(path.name) and (path / STEP_FILE).is_file()
+    return (
+        _is_numbered(path.name.removeprefix(".").removesuffix(".old"))
+        and (path / STEP_FILE).is_file()
+    )

@@ -164,7 +164,8 @@ class EmulatedRank:
         if self._ended is not None:
             self._add(self._ended)
             self._ended = None
-        self._add(command)
+        for samples in command.batches:  # whatever came at a time
+            self._add(Accumulate(0, (samples,)))
         num_tokens = sum(
             num_trained(s.token_ids, s.loss_mask)
             for samples in command.batches

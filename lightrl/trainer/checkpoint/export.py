@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from lightrl.adapters import PREFIX
 from lightrl.errors import TrainerError
@@ -51,6 +52,7 @@ def export(
             if name in layout.dtypes:
                 tensor.data = tensor.data.to(getattr(torch, layout.dtypes[name]))
 
+    disable_progress_bar()
     module = read_model(checkpoint, cast)
     set_conversions(checkpoint, module, layout)
     if not is_wanted():

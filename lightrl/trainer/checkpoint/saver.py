@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from lightrl.config.sections import Checkpoint
+from lightrl.system import files
 from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of
 from lightrl.trainer.checkpoint.export import export
@@ -90,6 +91,8 @@ class Saver:
         draft = _draft(path)
         if self._first:
             shutil.rmtree(draft, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the writer reports it
+                files.make_folder(path.parent)  # durably
         uploading = async_save(
             state_of(self._policy, self._optimizer, saved.has_optimizer, self._view),
             # put_in_place syncs what rank 0 can see

@@ -387,7 +387,7 @@ def _gaps(ours: Tensor, batch: Batch, is_compared: bool) -> tuple[list[Tensor], 
     compared = batch.is_current * every
     gap = (ours - batch.rollout_logprobs).abs() * compared
     prob_gap = (ours.exp() - batch.rollout_logprobs.exp()).abs() * every
-    # Of samples from the engine: its divergence from what we think of them.
+    # Of samples from the engine: the divergence of its distribution from the policy.
     mismatch_of_all = loss.kl("k3", batch.rollout_logprobs, ours, every)
     mismatch = mismatch_of_all * compared
     summed = [gap, compared, mismatch, prob_gap, prob_gap.square(), mismatch_of_all, every]

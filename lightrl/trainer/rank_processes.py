@@ -5,6 +5,7 @@ they restart. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -262,8 +263,9 @@ class Ranks:
         if self._followers is not None:
             self._followers.end()
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
-        for left in self._rendezvous.parent.glob(f"{self._rendezvous.name}*"):
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a later start removes it
+            for left in self._rendezvous.parent.glob(f"{self._rendezvous.name}*"):
+                left.unlink(missing_ok=True)
 
     async def kill(self) -> None:
         """End them without grace: those that are left of a set hang in a collective."""

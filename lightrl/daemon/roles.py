@@ -26,7 +26,7 @@ from lightrl.messages.weights import PublishWeights
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.rollout.engine_spec import RolloutOptions
 from lightrl.system.addresses import WILDCARD, own_host, split_address
-from lightrl.trainer.nodes.node import Follower, TrainerNode
+from lightrl.trainer.nodes.node import FollowerNode, TrainerNode
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
@@ -131,7 +131,7 @@ class Roles:
                 return Trainer(config, place, versions, self._send, self._on_restart, self._relay)
 
             if config.train.nodes > 1:
-                follower = Follower(config, place, self._relay, self._send)
+                follower = FollowerNode(config, place, self._relay, self._send)
                 self._trainer = TrainerNode(self._node, follower, new_trainer, self._drain)
             else:
                 self._trainer = new_trainer()

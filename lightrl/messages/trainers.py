@@ -31,7 +31,7 @@ class TrainerSet:
 @dataclass(frozen=True, slots=True)
 class TrainerRelay:
     """A frame from one trainer node to another, one of them the leader, relayed by the coordinator
-    without decoding it; trainer/nodes/protocol.py defines its content.
+    without decoding it; trainer/nodes/followers.py defines its content.
 
     Example: TrainerRelay("trainer-1", <a frame>)
     """

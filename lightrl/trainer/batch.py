@@ -14,11 +14,6 @@ from lightrl.config.schema import Config
 from lightrl.trainer.protocol import MicroBatch, TrainSample
 from lightrl.wire import num_trained
 
-# A padded micro-batch ends once its padding costs more than another one: tokens whose pass takes as
-# long as the Python around it, or a share of its real tokens.
-BATCH_PRICE_TOKENS = 128
-PADDING_SHARE = 0.125
-
 
 def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[TrainSample]:
     """The samples with a gradient. The others count in the denominators of `Update` as well."""
@@ -138,20 +133,13 @@ def streamed(
 
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
     """Cut into micro-batches of neighbours in length, longest first."""
-    batches: list[tuple[int, ...]] = []
-    rows: list[int] = []
-    real = 0
+    batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -i)):
-        padded = (len(rows) + 1) * lengths[rows[0]] if rows else 0
-        padding = padded - real - lengths[i]
-        if rows and (
-            padded > max_tokens or padding > max(BATCH_PRICE_TOKENS, PADDING_SHARE * real)
-        ):
-            batches.append(tuple(rows))
-            rows, real = [], 0
-        rows.append(i)
-        real += lengths[i]
-    return [*batches, tuple(rows)] if rows else batches
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return list(map(tuple, batches))
 
 
 def _levelled(lengths: Sequence[int], num: int, max_tokens: int) -> list[tuple[int, ...]] | None:

@@ -9,20 +9,17 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from typing import TypeVar
 
 from lightrl.config.schema import Config
 from lightrl.errors import WeightsError
 from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, VersionTaken
 from lightrl.messages.message import Message
-from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
+from lightrl.trainer.protocol import Done, OpenGroup, SendWeights
 from lightrl.trainer.rank_processes import Ranks
 from lightrl.weights.broadcast.membership import UNWANTED, Membership, transfer_limit_s
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
-
-Reply = TypeVar("Reply", GroupOpened, WeightsSent)
 
 TAKEN_S = 1.0  # from a publication to the coordinator's VersionTaken, which it sends immediately
 # of the members' time limit: a rank that leaves a group is held up by one operation at most
@@ -31,7 +28,7 @@ ENDS = "the trainer ends"
 GONE = "the coordinator is gone"
 
 
-class Broadcasts:
+class BroadcastOrders:
     def __init__(
         self,
         config: Config,
@@ -121,11 +118,11 @@ class Broadcasts:
                 group = secrets.token_hex(16)
                 place = BroadcastGroup(group, "", 0, wanted.world, wanted.backend)
                 ranks.send(0, OpenGroup(self._host, Membership(place, self._timeout_s)))
-                opened = await self._answer(ranks, GroupOpened, 2 * self._timeout_s)
+                opened = await self._answer(ranks, 2 * self._timeout_s)
                 self._send(BroadcastStatus(version, group, opened.address))
             ranks.send(0, SendWeights(file, group))
             limit_s = transfer_limit_s(file.num_bytes, self._timeout_s)
-            await self._answer(ranks, WeightsSent, limit_s)
+            await self._answer(ranks, limit_s)
         except WeightsError as e:
             reason = str(e).removeprefix("broadcast: ")
             logger.warning("no broadcast: %s", reason)
@@ -134,12 +131,12 @@ class Broadcasts:
             return False
         return True
 
-    async def _answer(self, ranks: Ranks, kind: type[Reply], limit_s: float) -> Reply:
+    async def _answer(self, ranks: Ranks, limit_s: float) -> Done:
         """Return rank 0's reply to its last command. Raises WeightsError, also if cancelled."""
         over = self._over = asyncio.get_running_loop().create_future()
         try:
             grace_s = GRACE_TIMEOUTS * self._timeout_s
-            answer = await ranks.answer(kind, over, limit_s, grace_s)
+            answer = await ranks.answer(over, limit_s, grace_s)
         finally:
             self._over = None
         if answer.error is not None:

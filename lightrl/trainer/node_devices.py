@@ -14,6 +14,7 @@ from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import TrainShard
 from lightrl.trainer.protocol import (
     TAKES_DEVICE,
+    Done,
     RankCommand,
     RankEvent,
     RankStarted,
@@ -125,12 +126,9 @@ class NodeDevices:
 
     def on_event(self, rank: int, event: RankEvent) -> None:
         """A rank of this node, by its number in it, has sent an event."""
-        suspended = event
-        if isinstance(event, RankStarted | StepFinished):
-            suspended = event.suspended
-        if not isinstance(suspended, Suspended):
+        if not isinstance(event, RankStarted | StepFinished | Done) or event.suspended is None:
             return
-        self._suspended[rank] = suspended
+        self._suspended[rank] = event.suspended
         if len(self._suspended) == self._num_ranks:
             self.has_devices = False
             self._answer()

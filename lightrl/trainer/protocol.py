@@ -1,14 +1,13 @@
 """Messages between the trainer's daemon and one rank process, over `child.Pipe`.
 
     daemon -> rank   StartRank Accumulate Update ResetStep Suspend EncodeDelta Save
-                     OpenGroup SendWeights LeaveGroup
-    rank -> daemon   RankStarted Done Progress Suspended StepFinished DeltaMade Saved Exported
-                     GroupOpened WeightsSent RankFailed
+                     OpenGroup SendWeights LeaveBroadcast
+    rank -> daemon   RankStarted Done StillAlive StepFinished Saved RankFailed
 
 All ranks get the same commands in the same order, so that their collectives match, except that
 Accumulate goes to the ranks of one replica, and the commands of broadcasts, which are no
-collectives, to rank 0. A rank answers in the order of its commands; Progress, Saved and Exported
-come at any time. Must not import torch: the daemon imports this file.
+collectives, to rank 0. A rank answers in the order of its commands; StillAlive and Saved come at
+any time. Must not import torch: the daemon imports this file.
 """
 
 from dataclasses import dataclass, field
@@ -114,16 +113,16 @@ class ResetStep:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Free the device in the middle of a step; answered by Suspended. The next command for
-    gradients takes it again. Example: Suspend(4)."""
+    """Free the device in the middle of a step; answered by Done with `suspended`. The next
+    command for gradients takes it again. Example: Suspend(4)."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeDelta:
-    """Encode the difference between the last two versions; answered by DeltaMade. Example:
-    EncodeDelta(5)."""
+    """Encode the difference between the last two versions; answered by Done with `delta`.
+    Example: EncodeDelta(5)."""
 
     # of the newer version
     step: int
@@ -132,10 +131,10 @@ class EncodeDelta:
 @dataclass(frozen=True, slots=True)
 class Save:
     """Write a checkpoint of `step` updates to the directory `path`; answered by Done once the
-    tensors are copied, or with its error. Later rank 0 sends Saved.
+    tensors are copied. Later rank 0 sends Saved.
 
     With `export` it also writes `path`/hf, a model directory as transformers and vLLM read it, and
-    rank 0 sends Exported. A save waits for the save before it, but not for its export.
+    rank 0 sends another Saved. A save waits for the save before it, but not for its export.
     Example: Save(5, "runs/a/checkpoints/step_5", export=True)
     """
 
@@ -146,8 +145,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """To rank 0: listen on `host` for the members of a broadcast group; answered by GroupOpened.
-    Example: OpenGroup("10.0.0.1", Membership(...))."""
+    """To rank 0: listen on `host` for the members of a broadcast group; answered by Done with
+    `address`. Example: OpenGroup("10.0.0.1", Membership(...))."""
 
     host: str
     membership: Membership
@@ -156,14 +155,14 @@ class OpenGroup:
 @dataclass(frozen=True, slots=True)
 class SendWeights:
     """To rank 0: send a published version to the group of this name, which forms first if it was
-    just opened; answered by WeightsSent."""
+    just opened; answered by Done."""
 
     file: VersionFile
     group: str
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveGroup:
+class LeaveBroadcast:
     """To rank 0: stop listening, forming or sending, and leave the group. No answer but that of the
     command that it ends."""
 
@@ -178,7 +177,7 @@ RankCommand: TypeAlias = (
     | Save
     | OpenGroup
     | SendWeights
-    | LeaveGroup
+    | LeaveBroadcast
 )
 
 
@@ -218,19 +217,36 @@ class RankStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The command is carried out. `error`: why a checkpoint will not be written, in one line.
-    Example: Done(4)."""
+class Delta:
+    """The difference between two versions, small enough to serve; the daemon removes the file."""
 
-    step: int
-    error: str | None = None
+    # digests of the older and of the newer version
+    base: str
+    target: str
+    # has the digest of the difference itself
+    file: VersionFile
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Done:
+    """The command is carried out. `error`: why a broadcast group is over, in one line. Example:
+    Done(4)."""
+
+    step: int
+    error: str | None = None
+    # answers Suspend
+    suspended: Suspended | None = None
+    # answers EncodeDelta, from rank 0
+    delta: Delta | None = None
+    # answers OpenGroup: the members of the group meet there
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StillAlive:
     """The rank is alive: it has computed MAX_BATCHES more of a long
     command. No answer.
-    Example: Progress(4)."""
+    Example: StillAlive(4)."""
 
     step: int
 
@@ -248,47 +264,13 @@ class StepFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaMade:
-    """From rank 0 with the file, if the difference is small enough to serve; the daemon removes
-    it."""
-
-    # digests of the older and of the newer version
-    base: str = ""
-    target: str = ""
-    # has the digest of the difference itself
-    file: VersionFile | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Saved:
-    """From rank 0: the checkpoint is durable. `error`: why there is none, in one line; the ranks
-    continue. Example: Saved("runs/a/checkpoints/step_5")."""
+    """From rank 0: the checkpoint, or its export, is durable. `error`: why there is none, in one
+    line; the ranks continue. Example: Saved("runs/a/checkpoints/step_5")."""
 
     path: str
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """From rank 0, after Saved. `error`: why there is no export, in one line."""
-
-    path: str
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOpened:
-    """The members of the group meet at this address. `error`: why not, in one line."""
-
-    address: str
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsSent:
-    """The version was sent. `error`: why not, in one line; the group is over."""
-
-    error: str | None = None
+    is_export: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +284,7 @@ class RankFailed:
     is_final: bool = False
 
 
-RankEvent: TypeAlias = (
-    RankStarted
-    | Done
-    | Progress
-    | Suspended
-    | StepFinished
-    | DeltaMade
-    | Saved
-    | Exported
-    | GroupOpened
-    | WeightsSent
-    | RankFailed
-)
-
-SaveEvent: TypeAlias = Saved | Exported
+RankEvent: TypeAlias = RankStarted | Done | StillAlive | StepFinished | Saved | RankFailed
 
 # Commands with which a suspended rank takes its device again.
 TAKES_DEVICE = (Accumulate, Update)

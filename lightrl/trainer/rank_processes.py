@@ -5,6 +5,7 @@ they restart. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -19,29 +20,28 @@ from lightrl.config.schema import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
+from lightrl.system import files
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.process import huge_pages
+from lightrl.system.threads import in_thread
 from lightrl.system.timeouts import patient_timeout
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
+from lightrl.trainer.nodes.followers import Followers, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
     EVALUATED_TARGET,
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
-    Exported,
-    GroupOpened,
-    LeaveGroup,
-    Progress,
+    Done,
+    LeaveBroadcast,
     RankCommand,
     RankEvent,
     RankFailed,
     RankStarted,
     Saved,
-    SaveEvent,
     StartRank,
-    WeightsSent,
+    StillAlive,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,6 @@ STOP_S = 5.0  # an idle rank ends sooner; one that hangs in a collective does no
 PATIENCE_FACTOR = 3  # an engine sends every few tokens, a rank after several micro-batches
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-# takes as long as a download does, or has a limit of its own
-UNHURRIED = {RankStarted, GroupOpened, WeightsSent}
 
 
 @dataclass(frozen=True)
@@ -77,17 +75,18 @@ class Ranks:
         self,
         config: Config,
         place: Place,
-        on_save: Callable[[SaveEvent], None],
-        life: Life | None = None,
+        on_save: Callable[[Saved], None],
+        followers: Followers | None = None,
         devices: NodeDevices | None = None,
     ) -> None:
-        """`on_save` gets what rank 0 reports of checkpoints. `life`: ranks on other nodes, numbered
-        after those of this one. `devices` of this node follow the commands and events of its ranks.
+        """`on_save` gets what rank 0 reports of checkpoints. `followers`: have ranks on other
+        nodes, numbered after those of this one. `devices` of this node follow the commands and
+        events of its ranks.
         """
         self._config = config
         self._place = place
         self._on_save = on_save
-        self._life = life
+        self._followers = followers
         self._devices = devices
         self.num_local = config.train.ranks  # on this machine
         self.is_packed = True  # micro-batches, once they have started
@@ -97,7 +96,7 @@ class Ranks:
         self._awaited: set[int] = set()  # ranks that owe a reply soon
         # Where the ranks find each other. A new file for each start: the last one names dead ranks.
         # Nodes that train together share no other folder than that of the checkpoints.
-        folder = self._checkpoints if life else place.publish_dir
+        folder = self._checkpoints if followers else place.publish_dir
         self._rendezvous = folder / f".ranks-{secrets.token_hex(8)}"
 
     def __len__(self) -> int:
@@ -105,19 +104,25 @@ class Ranks:
 
     async def start(self, step: int) -> None:
         """Start all from the checkpoint of `step`; 0 = from what the run begins with. Raises
-        RanksLost if a process cannot be created."""
+        RanksLost if a process cannot be created, TrainerError if the folder of checkpoints cannot
+        be written."""
         starts = self._starts(step)
         if self._devices is not None:
             self._devices.starting(step)
+        others: list[RemoteRank] = []
+        if self._followers is not None:
+            try:
+                await in_thread(_touch, self._rendezvous)
+            except OSError as e:
+                why = f"{self._checkpoints}: cannot be written: {e.strerror or e}"
+                raise TrainerError(why) from None
+            others = self._followers.start(starts[self.num_local :], self.num_local)
         try:
-            if self._life is not None:
-                others = starts[self.num_local :]
-                await self._life.begin(others, self.num_local, self._checkpoints)
             for k, command in enumerate(starts[: self.num_local]):
                 self._add(await start_rank(self._config, self._place, command, k))
         except OSError as e:
             raise RanksLost(f"rank {len(self._ranks)} cannot be started: {e}") from e
-        for rank in self._life.ranks if self._life is not None else ():
+        for rank in others:
             self._add(rank)
 
     def _add(self, rank: Rank | RemoteRank) -> None:
@@ -125,8 +130,7 @@ class Ranks:
         self._replies.append(asyncio.Queue())
 
     def _starts(self, step: int) -> list[StartRank]:
-        world = self.num_local * (1 + len(self._life.members) if self._life is not None else 1)
-        host = self._place.host
+        world, host = self._config.train.world, self._place.host
         return [
             StartRank(
                 config_json=self._config.model_dump_json(),
@@ -138,7 +142,7 @@ class Ranks:
                 run_dir=str(self._checkpoints.parent),
                 start_step=step,
                 nccl_host=host if self._config.broadcast != "off" else "",
-                host=host if self._life is not None else "",
+                host=host if self._followers is not None else "",
             )
             for rank in range(world)
         ]
@@ -169,8 +173,8 @@ class Ranks:
             for number, rank in enumerate(self._ranks)
         ]
         readers += [asyncio.ensure_future(self._require_answers(rank)) for rank in range(len(self))]
-        if self._life is not None:
-            readers.append(asyncio.ensure_future(self._life.watch()))
+        if self._followers is not None:
+            readers.append(asyncio.ensure_future(self._followers.watch()))
         try:
             ended, _ = await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
             raise worst(reader.exception() for reader in ended)
@@ -188,9 +192,9 @@ class Ranks:
             if isinstance(event, RankFailed):
                 kind = TrainerError if event.is_final else RanksLost
                 raise kind(f"{rank.name}: {event.reason}")
-            if isinstance(event, Saved | Exported):
+            if isinstance(event, Saved):
                 self._on_save(event)
-            elif not isinstance(event, Progress):
+            elif not isinstance(event, StillAlive):
                 if self._devices is not None and number < self.num_local:
                     self._devices.on_event(number, event)
                 self._replies[number].put_nowait(event)
@@ -214,60 +218,60 @@ class Ranks:
         for rank in range(len(self)):
             self.send(rank, command)
 
-    async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
-        """Wait for the next reply of a rank, which must be of these kinds: a rank answers its
-        commands in order."""
-        if not UNHURRIED.intersection(kinds):
+    async def reply(self, rank: int, kind: type[Reply], has_limit: bool = True) -> Reply:
+        """Wait for the next reply of a rank, which must be of this kind: a rank answers its
+        commands in order. Without a limit the rank never counts as hung."""
+        if has_limit:
             self._awaited.add(rank)
         try:
             reply = await self._replies[rank].get()
         finally:
             self._awaited.discard(rank)
-        if not isinstance(reply, kinds):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {names}")
+        if not isinstance(reply, kind):
+            what = type(reply).__name__
+            raise TrainerError(f"rank {rank} answered {what} instead of {kind.__name__}")
         return reply
 
-    async def replies(self, *kinds: type[Reply], ranks: Sequence[int] | None = None) -> list[Reply]:
-        """Wait for a reply of each of these ranks, of all by default."""
+    async def replies(self, kind: type[Reply], ranks: Sequence[int] | None = None) -> list[Reply]:
+        """Wait for a reply of each of these ranks, of all by default. Starting may take as long as
+        a download."""
         asked = range(len(self)) if ranks is None else ranks
-        return [await self.reply(rank, *kinds) for rank in asked]
+        return [await self.reply(rank, kind, kind is not RankStarted) for rank in asked]
 
-    async def answer(
-        self, kind: type[Reply], over: asyncio.Future[str], limit_s: float, grace_s: float
-    ) -> Reply:
+    async def answer(self, over: asyncio.Future[str], limit_s: float, grace_s: float) -> Done:
         """Rank 0's reply to a command for a broadcast.
 
         The rank leaves its group with the reason of `over`, or after `limit_s`. Raises
         WeightsError with the reason once it has answered then, RanksLost when it does not within
         `grace_s` more.
         """
-        answering = asyncio.ensure_future(self.reply(0, kind))
+        answering = asyncio.ensure_future(self.reply(0, Done, has_limit=False))
         try:
             if await _any_done({answering, over}, limit_s) and not over.done():
                 return answering.result()
-            why = over.result() if over.done() else f"no {kind.__name__} within {limit_s:g} s"
+            why = over.result() if over.done() else f"no answer within {limit_s:g} s"
             logger.info("rank 0 leaves its broadcast group: %s", why)
-            self.send(0, LeaveGroup())
+            self.send(0, LeaveBroadcast())
             if not await _any_done({answering}, grace_s):
-                name = self._ranks[0].name
-                raise RanksLost(f"{name} hangs: no {kind.__name__} when it was to leave its group")
+                raise RanksLost(f"{self._ranks[0].name} hangs: it does not leave its group")
             answering.result()
             raise WeightsError(why)
         finally:
             answering.cancel()
 
-    async def stop(self, is_orderly: bool = True) -> None:
-        if self._life is not None:
-            await self._life.end(is_orderly)
+    async def stop(self) -> None:
+        if self._followers is not None:
+            self._followers.end()
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
-        self._rendezvous.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a later start removes it
+            for left in self._rendezvous.parent.glob(f"{self._rendezvous.name}*"):
+                left.unlink(missing_ok=True)
 
     async def kill(self) -> None:
         """End them without grace: those that are left of a set hang in a collective."""
         for rank in self._ranks:
             rank.kill()
-        await self.stop(is_orderly=False)
+        await self.stop()
 
 
 async def start_rank(config: Config, place: Place, command: StartRank, number: int) -> Rank:
@@ -285,6 +289,12 @@ async def start_rank(config: Config, place: Place, command: StartRank, number: i
     rank = await retry_on_resource_limit(start, name, logger.warning)
     rank.send(command)
     return rank
+
+
+def _touch(path: Path) -> None:
+    """Create it empty: a node that does not see it has another folder."""
+    files.make_folder(path.parent)
+    path.touch()
 
 
 def _target(config: Config) -> str:

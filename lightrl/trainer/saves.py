@@ -5,17 +5,15 @@ Must not import torch: the daemon imports this file.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import assert_never
 
 from lightrl.config.schema import Config
 from lightrl.messages.training import Checkpointed
 from lightrl.trainer.checkpoint.saved import EXPORT, checkpoint_path, oldest_kept, step_of
-from lightrl.trainer.protocol import Done, Exported, Save, Saved, SaveEvent
+from lightrl.trainer.protocol import Done, Save, Saved
 from lightrl.trainer.rank_processes import Ranks
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,6 @@ class Saves:
         self._grace_s = config.node.grace_s
         self._send = send
         self._is_stopping = False
-        self._has_taken_long = self._has_waited = False  # and a warning was logged
         self.num_awaited = 0  # saves for which training waits
         self._changed = asyncio.Event()
         self.begin_life(0)
@@ -46,13 +43,11 @@ class Saves:
         """New ranks have started from the weights of `step`."""
         self.step = step  # optimizer steps in the newest checkpoint, or in that of the start
         self._is_due = False
-        self._is_last = False  # its caller tries again
         self._is_saving = False  # a copy becomes durable
         self._is_exporting = False  # after that
         self._path = ""  # of the last one that was begun
         self._problem = ""  # why it does not exist
-        self._began = 0.0
-        self._blocked_s = 0.0  # how long the ranks copied
+        self._began = self._blocked_s = 0.0  # of the last one; how long the ranks copied
 
     def stop(self) -> None:
         """Training no longer waits for an export."""
@@ -66,10 +61,10 @@ class Saves:
         self._is_due |= interval > 0 and step % interval == 0
         if not self._is_due:
             return
-        with self._awaited():
+        self.num_awaited += 1
+        try:
             await self._until(lambda: not self._is_saving)
-            if self._is_exporting and not (self._is_stopping or self._has_waited):
-                self._has_waited = True
+            if self._is_exporting and not self._is_stopping:
                 logger.warning(
                     "training waits until %s is exported: checkpoint.export = 'every' takes longer "
                     "than the steps of checkpoint.interval = %d",
@@ -77,16 +72,8 @@ class Saves:
                     interval,
                 )
             await self._until(lambda: not self._is_exporting or self._is_stopping)
-            if self._is_stopping:
-                return
-            self._is_due = False
-            await self._begin(ranks, step, self._settings.export == "every")
-
-    @contextlib.contextmanager
-    def _awaited(self) -> Iterator[None]:
-        self.num_awaited += 1
-        try:
-            yield
+            if not self._is_stopping:
+                await self._begin(ranks, step, self._settings.export == "every")
         finally:
             self.num_awaited -= 1
 
@@ -95,18 +82,13 @@ class Saves:
         is no checkpoint, in one line, or "". It has an export at the end of the run alone, which
         may still run then: a preempted node has no time for one."""
         await self._until(lambda: not self._is_saving)
-        if self.step == step:
-            return ""
-        self._is_last = True
-        has_export = is_end and self._settings.export != "never"
-        problem = await self._save(ranks, step, has_export)
-        for _ in range(LAST_SAVE_TRIES - 1):
-            if not problem:
-                break
-            logger.warning("%s; trying again in %.0f s", problem, SAVE_PAUSE_S)
-            await asyncio.sleep(SAVE_PAUSE_S)
-            problem = await self._save(ranks, step, has_export)
-        return problem
+        for pause_s in (0.0, *[SAVE_PAUSE_S] * (LAST_SAVE_TRIES - 1)):
+            if self.step == step:
+                return ""
+            await asyncio.sleep(pause_s)
+            await self._begin(ranks, step, is_end and self._settings.export != "never")
+            await self._until(lambda: not self._is_saving)
+        return self._problem
 
     async def exported(self) -> None:
         """Wait for a running export. Warn if ranks died before they had written it."""
@@ -116,23 +98,24 @@ class Saves:
         if is_due and self._path != str(last) and not (last / EXPORT).exists():
             logger.warning("%s has no export; lightrl export makes one", last)
 
-    def handle(self, event: SaveEvent) -> None:
+    def handle(self, event: Saved) -> None:
         """Handle a report of rank 0."""
-        match event:
-            case Saved(path, None):
-                self._is_saving = False
-                self.step = step_of(Path(path))
-                self._log_times(path)
-                self.announce()
-            case Saved(path, error):
-                self._fail(path, error or "")
-            case Exported(path, error):
-                if path == self._path:
-                    self._is_exporting = False
-                if error:
-                    logger.warning("%s was not exported: %s; lightrl export does it", path, error)
-            case _:
-                assert_never(event)
+        path, error = event.path, event.error
+        if event.is_export:
+            if path == self._path:
+                self._is_exporting = False
+            if error:
+                logger.warning("%s was not exported: %s; lightrl export does it", path, error)
+        elif error:
+            self._is_saving = self._is_exporting = False
+            self._is_due = True
+            self._problem = f"{path} was not saved: {error}"
+            logger.warning("%s; trying again", self._problem)
+        else:
+            self._is_saving = False
+            self.step = step_of(Path(path))
+            self._log_times(path)
+            self.announce()
         self._changed.set()
 
     def announce(self) -> None:
@@ -141,36 +124,21 @@ class Saves:
             oldest = oldest_kept(self._checkpoints, self.step, self._settings.keep_last)
             self._send(Checkpointed(self.step, oldest))
 
-    async def _save(self, ranks: Ranks, step: int, has_export: bool) -> str:
-        await self._begin(ranks, step, has_export)
-        await self._until(lambda: not self._is_saving)
-        return self._problem
-
     async def _begin(self, ranks: Ranks, step: int, has_export: bool) -> None:
         """Return when the ranks may continue."""
+        self._is_due = False
         self._path = path = str(checkpoint_path(self._checkpoints, step))
-        self._problem, self._blocked_s = "", 0.0
         # Before the command: the report of rank 0 may come before all have answered.
         self._is_saving, self._is_exporting = True, has_export
         self._began = time.monotonic()
         ranks.send_all(Save(step, path, has_export))
-        first, *_ = await ranks.replies(Done)
-        if first.error:  # all have one; that of rank 0 names the reason
-            self._fail(path, first.error)
+        await ranks.replies(Done)
         self._blocked_s = time.monotonic() - self._began
-
-    def _fail(self, path: str, reason: str) -> None:
-        self._is_saving = self._is_exporting = False
-        self._problem = f"{path} was not saved: {reason}"
-        if not self._is_last:
-            self._is_due = True
-            logger.warning("%s; trying again after the next step", self._problem)
 
     def _log_times(self, path: str) -> None:
         took_s = time.monotonic() - self._began
         logger.info("saved %s in %.1f s; the ranks waited %.1f s", path, took_s, self._blocked_s)
-        if took_s > self._grace_s and not self._has_taken_long:
-            self._has_taken_long = True
+        if took_s > self._grace_s:
             logger.warning(
                 "%s took %.0f s to be saved, more than node.grace_s = %g: a trainer that is "
                 "preempted could not save in time",

@@ -22,7 +22,6 @@ from lightrl.trainer.protocol import (
     MicroBatch,
     ResetStep,
     Suspend,
-    Suspended,
     TrainSample,
     Update,
 )
@@ -176,7 +175,7 @@ class Step:
         if self._must_suspend:
             await self.settle()
             self._ranks.send_all(Suspend(queue.step))
-            await self._ranks.replies(Suspended)
+            await self._ranks.replies(Done)
             return
         queue.held += [train_samples(group, self._config) for group in self._next_groups()]
         self._accumulate()

@@ -24,11 +24,11 @@ from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.trainer.broadcasts import Broadcasts
+from lightrl.trainer.broadcasts import BroadcastOrders
 from lightrl.trainer.checkpoint.initial import where_to_start
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
-from lightrl.trainer.protocol import DeltaMade, EncodeDelta, RankStarted, StepFinished, Update
+from lightrl.trainer.protocol import Done, EncodeDelta, RankStarted, StepFinished, Update
 from lightrl.trainer.rank_processes import Place, Ranks, worst
 from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
@@ -97,16 +97,17 @@ class Trainer:
         self._is_stopping = False
         self._changed = asyncio.Event()  # something may have to be done
         self._shards: deque[TrainShard] = deque()
-        self._broadcasts = Broadcasts(config, place.host, self._send_if_connected, self._changed)
+        send_if = self._send_if_connected
+        self._broadcasts = BroadcastOrders(config, place.host, send_if, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # optimizer steps ever done by this process
-        self.saves = Saves(self._checkpoints, config, self._send_if_connected)
+        self.saves = Saves(self._checkpoints, config, send_if)
         self._crashes = CrashCounter(RESTARTS)
         self._published: PublishWeights | None = None  # the ranks' version
         self._file: VersionFile  # of that version; set once ranks have started
         self._step_done: StepDone | None = None  # the step that made it
         self._nonfinite = NonfiniteSteps()
-        self.devices = NodeDevices(config, self._send_if_connected)
+        self.devices = NodeDevices(config, send_if)
         self._step: Step | None = None  # that is being trained
 
     @property
@@ -206,13 +207,11 @@ class Trainer:
 
     async def _run_ranks(self, step: int) -> None:
         """Start ranks and work with them until they end. Raises RanksLost if they are lost."""
-        life = None
-        if self._config.train.nodes > 1:
-            if not await self._unless_stopped(self.followers.wait()):
-                self._require_saved()
-                return
-            life = self.followers.new_life()
-        ranks = Ranks(self._config, self._place, self.saves.handle, life, self.devices)
+        followers = self.followers if self._config.train.nodes > 1 else None
+        if followers and not await self._unless_stopped(followers.wait()):
+            self._require_saved()
+            return
+        ranks = Ranks(self._config, self._place, self.saves.handle, followers, self.devices)
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
         try:
@@ -360,8 +359,10 @@ class Trainer:
         """Encoding takes about as long as publishing did; nodes that have not got far with the
         version save those bytes."""
         ranks.send_all(EncodeDelta(self._done))
-        made, *_ = await ranks.replies(DeltaMade)
-        offer = await self._versions.serve_delta(made)
+        encoded, *_ = await ranks.replies(Done)
+        if encoded.delta is None:
+            return
+        offer = await self._versions.serve_delta(encoded.delta)
         if offer is not None and self._published is not None:
             self._published = replace(self._published, deltas=(offer,))
             self._send_if_connected(self._published)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lightrl.devices.memory import shape_of_folder
 from lightrl.errors import ConfigError
@@ -17,7 +17,6 @@ from lightrl.model_files import (
     weight_files,
     weights_folder,
 )
-from lightrl.trainer.model.loading import Files
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -34,10 +33,8 @@ def write_shards(folder: Path, value: float) -> None:
 
 
 def read(folder: Path) -> dict[str, float]:
-    files = Files(folder)
-    found = {name: files.read(name)[0, 0].item() for name in files}
-    files.close()
-    return found
+    found = stored_tensors(folder).items()
+    return {name: load_file(file)[name][0, 0].item() for name, (file, _) in found}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-from lightrl.trainer.protocol import Progress, RankCommand, RankEvent, StartRank, Update
+from lightrl.trainer.protocol import RankCommand, RankEvent, StartRank, StillAlive, Update
 from lightrl.trainer.rank.emulated import EmulatedRank
 from lightrl.trainer.rank.main import serve
 from lightrl.weights.broadcast.membership import IsUnwanted
@@ -25,7 +25,7 @@ class SlowRank(EmulatedRank):
         if isinstance(command, Update):
             for _ in range(SIGNS):
                 time.sleep(EVERY_S)
-                yield Progress(command.step)
+                yield StillAlive(command.step)
         yield from super().perform(command, is_unwanted)
 
 

@@ -31,7 +31,6 @@ from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
     Done,
-    Exported,
     ResetStep,
     Save,
     Saved,
@@ -64,7 +63,11 @@ def stored(policy):
 
 def save(rank, folder: Path, step: int, export: bool = False) -> Path:
     path = folder / "run" / "checkpoints" / f"step_{step}"
-    expected = [Done(step), Saved(str(path)), *([Exported(str(path))] if export else [])]
+    expected = [
+        Done(step),
+        Saved(str(path)),
+        *([Saved(str(path), is_export=True)] if export else []),
+    ]
     assert rank.save(Save(step, str(path), export)) == expected
     return path
 
@@ -171,11 +174,11 @@ def test_an_export_is_given_up_when_the_next_checkpoint_is_due(
     path = tmp_path / "run" / "checkpoints" / "step_1"
     begun = threading.Event()
 
-    def make(checkpoint, folder, size, revert, is_wanted):
+    def make(checkpoint, folder, size, is_wanted):
         begun.set()
         while is_wanted():
             time.sleep(0.001)
-        return export(checkpoint, folder, size, revert, is_wanted)
+        return export(checkpoint, folder, size, is_wanted)
 
     with monkeypatch.context() as slow:
         slow.setattr(saver, "export", make)
@@ -185,7 +188,7 @@ def test_an_export_is_given_up_when_the_next_checkpoint_is_due(
         second = path.with_name("step_2")
         list(rank.perform(Save(2, str(second))))
     rank.saver.wait()
-    given_up = Exported(str(path), "given up: the next checkpoint is due")
+    given_up = Saved(str(path), "given up: the next checkpoint is due", is_export=True)
     assert rank.events == [Saved(str(path)), given_up, Saved(str(second))]
     assert find_corruption(path) == ""
     assert not [p for p in path.iterdir() if "hf" in p.name]
@@ -418,8 +421,8 @@ def test_a_save_that_fails_changes_nothing_and_can_be_tried_again(new_rank, samp
     checkpoints.parent.mkdir()
     checkpoints.touch()  # in the way
     path = checkpoints / "step_1"
-    reason = f"[Errno 20] Not a directory: '{checkpoints}'"
-    assert rank.save(Save(1, str(path), export=True)) == [Done(1, reason)]
+    _, failed = rank.save(Save(1, str(path), export=True))
+    assert failed.error.startswith("[Errno 20] Not a directory")
     checkpoints.unlink()
     (checkpoints / "latest" / "in the way").mkdir(parents=True)
     _, failed = rank.save(Save(1, str(path), export=True))

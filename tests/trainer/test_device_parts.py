@@ -10,7 +10,7 @@ from lightrl.config.run_file import parse_config
 from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import ShardsTaken, TrainShard
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.protocol import Accumulate, Suspended, Update
+from lightrl.trainer.protocol import Accumulate, Done, Suspended, Update
 from lightrl.trainer.state import TrainerState
 from tests.support.trainer_coordinator import Coordinator, kill, turns, until
 
@@ -267,7 +267,7 @@ def node(new_config):
 
 def park(node):
     for rank in range(2):
-        node.on_event(rank, Suspended(100, 0.5))
+        node.on_event(rank, Done(0, suspended=Suspended(100, 0.5)))
 
 
 def test_who_may_work(node):

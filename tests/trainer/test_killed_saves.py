@@ -13,7 +13,6 @@ from lightrl.trainer.checkpoint.checksums import find_corruption
 from lightrl.trainer.checkpoint.saved import checkpoint_path, latest, newest_sound, step_of, tidy
 from lightrl.trainer.protocol import (
     Accumulate,
-    Exported,
     RankStarted,
     Save,
     Saved,
@@ -53,7 +52,7 @@ async def save(ranks, path):
     for rank in ranks:
         rank.send(Save(step_of(path), str(path), export=True))
     await received(ranks[0], Saved)
-    await received(ranks[0], Exported)
+    await received(ranks[0], Saved)
     return time.monotonic() - begun
 
 

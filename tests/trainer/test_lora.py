@@ -24,7 +24,6 @@ from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.protocol import (
     Accumulate,
     Done,
-    Exported,
     Published,
     Save,
     Saved,
@@ -51,7 +50,7 @@ def read(file):
 
 def save(rank, folder, number):
     path = folder / "run" / "checkpoints" / f"step_{number}"
-    said = [Done(number), Saved(str(path)), Exported(str(path))]
+    said = [Done(number), Saved(str(path)), Saved(str(path), is_export=True)]
     assert rank.save(Save(number, str(path), True)) == said
     return path
 

@@ -13,8 +13,8 @@ from lightrl.messages.trainers import TrainerRelay
 from lightrl.messages.training import ShardsTaken, StepDone
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.nodes.node import Follower
-from lightrl.trainer.protocol import Accumulate, RankStarted, ResetStep, Suspended, Update
+from lightrl.trainer.nodes.node import FollowerNode
+from lightrl.trainer.protocol import Accumulate, Done, RankStarted, ResetStep, Suspended, Update
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.state import TrainerState
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
@@ -267,7 +267,7 @@ def devices(new_config):
 
 def park(devices):
     for rank in range(2):
-        devices.on_event(rank, Suspended(100 + rank, 0.5 + rank))
+        devices.on_event(rank, Done(0, suspended=Suspended(100 + rank, 0.5 + rank)))
 
 
 def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
@@ -286,9 +286,9 @@ def test_an_order_is_answered_once_and_only_when_all_ranks_have_parked(devices):
     node.ask(4)
     assert node.is_asked
     clock.now += 2.5
-    node.on_event(1, Suspended(101, 1.5))
+    node.on_event(1, Done(0, suspended=Suspended(101, 1.5)))
     assert sent[1:] == []
-    node.on_event(0, Suspended(100, 0.5))
+    node.on_event(0, Done(0, suspended=Suspended(100, 0.5)))
     assert sent[1:] == [DevicesReleased("trainer", 4, 201, 2.5)]
     assert not node.is_asked
     node.ask(4)  # again: it is still true
@@ -371,7 +371,7 @@ def test_a_node_that_follows_answers_for_its_own_ranks(new_config, groups, tmp_p
         def to_leader(message):
             leader.followers.receive(TrainerRelay("follower", message.frame))
 
-        follower = Follower(config, Place(folder, folder), to_leader, sent.append)
+        follower = FollowerNode(config, Place(folder, folder), to_leader, sent.append)
         leader.followers._send = lambda m: follower.receive(TrainerRelay("leader", m.frame))
         leader.followers.set_members((("follower", 1),))
 

@@ -138,7 +138,7 @@ def test_libraries_have_their_own_words_for_it(config):
 def test_a_real_one(config, samples):
     line = (
         r"^out of memory in a micro-batch of \d+ tokens in 24 sequences, the longest of \d+: "
-        r"[\d.]+ \w+ more were wanted; the device has [\d.]+ GiB, [\d.]+ of them held by this rank"
+        r"[\d.]+ \w+ more were wanted; the device has [\d.]+ GiB, [\d.]+ of them free"
     )
     with pytest.raises(TrainerError, match=line), final(config(), "", samples):
         torch.empty(1 << 60, dtype=torch.uint8, device="cuda")

@@ -17,7 +17,6 @@ from lightrl.trainer.protocol import (
     Saved,
     StepFinished,
     Suspend,
-    Suspended,
     Update,
 )
 from lightrl.weights.version.tensors import read_tensors
@@ -60,7 +59,7 @@ def run(rank, samples, parks=(), steps=2, mini_batches=1):
         for i, command in enumerate(commands(samples, step, mini_batches)):
             if i in parks:
                 [parked] = rank.perform(Suspend(step))
-                assert parked.num_bytes
+                assert parked.suspended.num_bytes
                 assert_away(rank)
             for event in rank.perform(command):
                 if isinstance(event, StepFinished):
@@ -231,7 +230,7 @@ async def two_steps(ranks, samples, path, parks):
                     if parks:
                         rank.send(Suspend(step))
                 if parks:
-                    assert all(p.num_bytes for p in await answers(ranks, Suspended))
+                    assert all(p.suspended.num_bytes for p in await answers(ranks, Done))
             if begins:
                 for rank in ranks:
                     rank.send(ResetStep(step))
@@ -286,7 +285,7 @@ async def steps_of_copies(ranks, samples, parks):
     async def park(step):
         for rank in ranks if parks else ():
             rank.send(Suspend(step))
-        await answers(ranks if parks else (), Suspended)
+        await answers(ranks if parks else (), Done)
 
     for step in range(2):
         for begins_anew in (True, False):

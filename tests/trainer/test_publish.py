@@ -21,7 +21,6 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     Done,
-    Exported,
     RankFailed,
     Save,
     Saved,
@@ -147,11 +146,11 @@ def test_an_export_by_parts_is_the_model_that_was_loaded(routed_dir, new_rank, t
     """With the names of its own files, though transformers has others in memory; and the same of
     the checkpoint alone as of the rank that has the model."""
     path = tmp_path / "step_0"
-    said = [Done(0), Saved(str(path)), Exported(str(path))]
+    said = [Done(0), Saved(str(path)), Saved(str(path), is_export=True)]
     assert new_rank(routed_dir).save(Save(0, str(path), export=True)) == said
     export(path, tmp_path / "parts", shard_bytes=1)
     parts = sorted((tmp_path / "parts").glob("*.safetensors"))
-    assert len(parts) == 5  # embedding, two layers, norm, head
+    assert len(parts) > 5  # a tensor each
     expected, found = {}, {}
     whole = {}
     of_rank = (path / "hf").glob("*.safetensors")

@@ -17,7 +17,6 @@ from lightrl.trainer.protocol import (
     RANK_EVENTS,
     Accumulate,
     Done,
-    Exported,
     RankFailed,
     RankStarted,
     Save,
@@ -65,7 +64,7 @@ async def save(ranks, number, path, export=False):
         assert [await rank.receive() for rank in ranks] == [Done(number)] * len(ranks)
         assert await ranks[0].receive() == Saved(str(path))
         if export:
-            assert await ranks[0].receive() == Exported(str(path))
+            assert await ranks[0].receive() == Saved(str(path), is_export=True)
 
 
 def read(event):

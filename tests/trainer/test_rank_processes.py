@@ -15,10 +15,10 @@ from lightrl.trainer.nodes.followers import RanksLost
 from lightrl.trainer.protocol import (
     Accumulate,
     Done,
-    Progress,
     RankFailed,
     StartRank,
     StepFinished,
+    StillAlive,
     Update,
 )
 from lightrl.trainer.rank_processes import PATIENCE_FACTOR, Place, Ranks, worst
@@ -74,7 +74,7 @@ def test_a_mini_batch_that_is_computed_at_its_end_gives_signs_of_life(new_rank, 
     assert rank.events == []
     tokens = sum(len(s.token_ids) // 4 for s in samples[:20])
     list(rank.perform(Update(0, 20, tokens, 1)))
-    assert rank.events == [Progress(0)] * 3
+    assert rank.events == [StillAlive(0)] * 3
 
 
 class Failing:

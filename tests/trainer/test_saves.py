@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from lightrl.trainer.checkpoint.saved import EXPORT
-from lightrl.trainer.protocol import Exported, Save, Saved
+from lightrl.trainer.protocol import Save, Saved
 from lightrl.trainer.saves import Saves
 from tests.support.trainer_coordinator import turns
 
@@ -43,7 +43,7 @@ def test_with_an_export_of_every_checkpoint_training_waits_for_it_and_says_so(
             assert going_on.done() == (step == 1)
             if step > 1:
                 assert len(ranks.sent) == step - 1
-                saves.handle(Exported(path(step - 1)))
+                saves.handle(Saved(path(step - 1), is_export=True))
                 await going_on
             assert ranks.sent[-1] == Save(step, path(step), export=True)
             saves.handle(Saved(path(step)))
@@ -54,8 +54,8 @@ def test_with_an_export_of_every_checkpoint_training_waits_for_it_and_says_so(
         assert len(ranks.sent) == 3
 
     asyncio.run(scenario())
-    [warning] = [line for line in caplog.messages if "waits until" in line]
-    assert warning.startswith(f"training waits until {path(1)} is exported: checkpoint.export")
+    warnings = [line for line in caplog.messages if "waits until" in line]
+    assert warnings[0].startswith(f"training waits until {path(1)} is exported: checkpoint.export")
 
 
 @pytest.mark.parametrize("export", ["last", "every", "never"])

@@ -12,11 +12,10 @@ import torch
 from lightrl.messages.broadcasts import BroadcastGroup
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
-    GroupOpened,
-    LeaveGroup,
+    Done,
+    LeaveBroadcast,
     OpenGroup,
     SendWeights,
-    WeightsSent,
 )
 from lightrl.weights.broadcast.group import form
 from lightrl.weights.broadcast.membership import UNWANTED, Membership
@@ -38,7 +37,7 @@ async def opened(rank, timeout_s=20.0):
     place = BroadcastGroup(secrets.token_hex(16), "", 0, 2, "gloo")
     rank.send(OpenGroup("127.0.0.1", Membership(place, timeout_s)))
     [answer] = await replies([rank])
-    assert isinstance(answer, GroupOpened)
+    assert isinstance(answer, Done)
     return Membership(replace(place, address=answer.address, rank=1), timeout_s)
 
 
@@ -49,7 +48,8 @@ async def sent(rank, file, place, group=None):
         group = await asyncio.to_thread(form, place, "cpu")
     manifest = read_manifest(file)
     got = await asyncio.to_thread(lambda: dict(receive(group, manifest)))
-    assert await replies([rank]) == [WeightsSent()]
+    [answer] = await replies([rank])
+    assert answer.error is None
     expected = dict(read_tensors(file))
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
@@ -87,13 +87,13 @@ def test_a_rank_leaves_a_group_that_forms_or_is_sent_to_soon(start, processes, s
             began = time.monotonic()
             place = await opened(ranks[0], timeout_s=200.0)
             ranks[0].send(SendWeights(file, place.group.name))
-            ranks[0].send(LeaveGroup())
-            assert await replies(ranks[:1]) == [WeightsSent(f"broadcast: {UNWANTED}")]
+            ranks[0].send(LeaveBroadcast())
+            assert await replies(ranks[:1]) == [Done(0, f"broadcast: {UNWANTED}")]
             place = await opened(ranks[0], timeout_s=200.0)
             ranks[0].send(SendWeights(file, place.group.name))
             group = await asyncio.to_thread(form, place, "cpu")  # and receives nothing
-            ranks[0].send(LeaveGroup())
-            assert await replies(ranks[:1]) == [WeightsSent(f"broadcast: {UNWANTED}")]
+            ranks[0].send(LeaveBroadcast())
+            assert await replies(ranks[:1]) == [Done(0, f"broadcast: {UNWANTED}")]
             group.abort("over")
             assert time.monotonic() < began + 60
             file = (await step(ranks, samples, 0))[0].file

@@ -14,14 +14,14 @@ from lightrl.errors import TrainerError
 from lightrl.trainer.batch import num_tokens
 from lightrl.trainer.learner import offload
 from lightrl.trainer.model.collate import collate
-from lightrl.trainer.model.policy import load_policy, load_reference, response_logprobs
+from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.model.sharding import layers
 from lightrl.trainer.protocol import (
     Accumulate,
-    Exported,
     RankStarted,
     ResetStep,
     Save,
+    Saved,
     StepFinished,
     Update,
 )
@@ -88,7 +88,8 @@ async def steps_of_two(ranks, samples, tmp_path):
     path = tmp_path / "run" / "checkpoints" / "step_2"
     for rank in ranks:
         rank.send(Save(2, str(path), export=True))
-    await answer(ranks[0], Exported)
+    while not (await answer(ranks[0], Saved)).is_export:
+        pass
     return found, metrics
 
 
@@ -219,7 +220,7 @@ def test_a_reference_takes_two_bytes_and_is_the_policy_to_the_bit(
     save_model, tmp_path, samples, dtype
 ):
     folder = save_model(tmp_path, dtype)
-    policy, reference = load_policy(folder, CPU), load_reference(folder, CPU)
+    policy, reference = load_policy(folder, CPU), load_policy(folder, CPU, use="reference")
     assert {p.dtype for p in reference.module.parameters()} == {dtype}
     assert not any(p.requires_grad for p in reference.module.parameters())
     batch = collate(samples, CPU, VOCABULARY)

@@ -158,7 +158,7 @@ def kl(kind: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tenso
 
 
 @dataclass(frozen=True)
-class Weights:
+class ImportanceWeights:
     """Importance weights of a micro-batch, [rows, width], constants for the gradient."""
 
     # float32; 1 where importance sampling is off
@@ -169,7 +169,7 @@ class Weights:
 
 def importance_weights(
     algorithm: AlgorithmSection, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
-) -> Weights:
+) -> ImportanceWeights:
     """pi_old / pi_rollout, held to `tis_bounds`: truncated importance sampling; 1 where that is
     off. With `tis_mode` mask the weight is 0 outside the bounds.
 
@@ -184,14 +184,14 @@ def importance_weights(
     """
     bounds = algorithm.tis_bounds
     if not isinstance(bounds, tuple):
-        return Weights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
+        return ImportanceWeights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
     ratio = UNIT[algorithm.tis_level](old_logprobs, rollout_logprobs, mask).detach()
     # Both are of the whole softmax at the sampling temperature, also with top_p < 1 or top_k > 0.
     # Divided by the mass that the engine kept, which counts as a constant, both would be of the
     # part that was drawn from: the ratio is the same.
     held = ratio.clamp(*bounds)
     beyond = held != ratio
-    return Weights(held * ~beyond if algorithm.tis_mode == "mask" else held, beyond)
+    return ImportanceWeights(held * ~beyond if algorithm.tis_mode == "mask" else held, beyond)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,7 @@ on any number of ranks.
     step_N/hf/          optional: safetensors, config and tokenizer
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,18 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.utils._pytree import tree_map_only
+from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.adapters import public_name
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.trainer.checkpoint.layout import Layout
-from lightrl.trainer.checkpoint.saved import STATE, SavedStep, read_step
+from lightrl.trainer.checkpoint.saved import MODEL, STATE, SavedStep, read_step
+from lightrl.trainer.model.loading import build
 from lightrl.trainer.model.policy import Policy
 
 PROBLEMS = (OSError, RuntimeError, ValueError)  # of a disk, a file format, a lack of memory
@@ -52,17 +51,7 @@ def state_of(
     state: dict[str, Any] = {"model": model}
     if with_optimizer:
         state["optimizer"] = get_optimizer_state_dict(policy.module, optimizer)
-    return _viewed(state, view)
-
-
-def _viewed(state: Any, view: View) -> Any:
-    match state:
-        case dict():
-            return {name: _viewed(value, view) for name, value in state.items()}
-        case Tensor():
-            return view(state)
-        case _:
-            return state
+    return tree_map_only(Tensor, view, state)
 
 
 def restore(
@@ -100,86 +89,33 @@ def _options(policy: Policy) -> StateDictOptions:
     )
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint, in the `saved` dtype, to be read in `dtype`."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    saved: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-class Reader(FileSystemReader):
-    """Reads one checkpoint, and its index once."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        super().__init__(checkpoint / STATE)
-        self.checkpoint = checkpoint
-        self._index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index is None:
-            self._index = super().read_metadata(*args, **kwargs)
-        return self._index
-
-
-def find_tensors(reader: Reader, dtypes: dict[str, str]) -> Iterator[Stored]:
-    """Find tensors of these names, to read in these dtypes. Raises TrainerError, one line, if one
-    is missing."""
-    checkpoint = reader.checkpoint
+def read_model(checkpoint: Path, cast: Callable[[PreTrainedModel], None]) -> PreTrainedModel:
+    """Read the whole model of a checkpoint, after `cast` on the meta device, on the processor.
+    Raises TrainerError, one line."""
     try:
-        known = reader.read_metadata().state_dict_metadata
-    except (OSError, EOFError, RuntimeError, ValueError) as e:
-        raise TrainerError(f"{checkpoint / STATE}: cannot be read: {e}") from e
-    for name, dtype in dtypes.items():
-        entry = known.get(f"model.{name}")
-        if not isinstance(entry, TensorStorageMetadata):
-            raise TrainerError(f"{checkpoint}: has no tensor {name}")
-        yield Stored(name, getattr(torch, dtype), tuple(entry.size), entry.properties.dtype)
-
-
-def read_tensors(reader: Reader, layer: list[Stored]) -> dict[str, Tensor]:
-    """Read them one by one, so that one at a time is in memory in another dtype. Raises
-    TrainerError, one line."""
-    found: dict[str, Tensor] = {}
-    for stored in layer:
-        state = {"model": {stored.name: torch.empty(stored.shape, dtype=stored.saved)}}
-        try:
-            load_state(state, storage_reader=reader, no_dist=True)
-        except (RuntimeError, ValueError, CheckpointException) as e:
-            what = f"{reader.checkpoint}: {stored.name}"
-            raise TrainerError(f"{what} cannot be read: {e}") from e
-        found[stored.name] = state["model"].pop(stored.name).to(stored.dtype)
-    return found
+        module = build(AutoConfig.from_pretrained(checkpoint / MODEL, local_files_only=True))
+        cast(module)
+        module.to_empty(device="cpu")
+        module.tie_weights()
+        load_state({"model": module.state_dict()}, checkpoint_id=checkpoint / STATE, no_dist=True)
+    except (Exception, CheckpointException) as e:
+        raise TrainerError(f"{checkpoint}: cannot be read: {first_line(e)}") from e
+    return module
 
 
 def read_adapters(checkpoint: Path, layout: Layout) -> dict[str, Tensor]:
     """Read all adapters, under peft's names. Raises TrainerError, one line."""
-    reader = Reader(checkpoint)
-    tensors = read_tensors(reader, list(find_tensors(reader, layout.dtypes)))
-    return {public_name(name): tensor for name, tensor in tensors.items()}
-
-
-@contextlib.contextmanager
-def together(world: int) -> Iterator[None]:
-    """Wait for all ranks at the end. Raise TrainerError on all of them if one failed."""
-    problem = ""
+    reader = FileSystemReader(checkpoint / STATE)
     try:
-        yield
-    except PROBLEMS as e:
-        problem = first_line(e)
-    failed = bool(problem)
-    if world > 1:
-        flag = torch.tensor(failed, dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        failed = bool(flag.item())
-    if failed:
-        raise TrainerError(problem or "another rank could not save")
+        known: Any = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.empty(known[f"model.{name}"].size, dtype=getattr(torch, dtype))
+            for name, dtype in layout.dtypes.items()
+        }
+        load_state({"model": state}, storage_reader=reader, no_dist=True)
+    except (*PROBLEMS, EOFError, KeyError, CheckpointException) as e:
+        raise TrainerError(f"{checkpoint}: cannot be read: {first_line(e)}") from e
+    return {public_name(name): tensor for name, tensor in state.items()}
 
 
 def first_line(error: BaseException) -> str:

@@ -1,5 +1,5 @@
 """Exports a checkpoint as a model directory that transformers and vLLM read: safetensors, config,
-tokenizer. One file of it is in memory at a time. Needs no device, no run and no model directory.
+tokenizer. The model is in memory meanwhile. Needs no device, no run and no model directory.
 """
 
 import json
@@ -9,10 +9,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from lightrl.adapters import PREFIX
 from lightrl.errors import TrainerError
@@ -24,60 +27,46 @@ from lightrl.model_files import (
     weights_folder,
 )
 from lightrl.system import files
-from lightrl.trainer.checkpoint.contents import (
-    Reader,
-    Stored,
-    find_tensors,
-    read_adapters,
-    read_tensors,
-)
-from lightrl.trainer.checkpoint.layout import (
-    MODEL,
-    Layout,
-    Reverter,
-    model_of,
-    read_layout,
-    reverter,
-)
+from lightrl.trainer.checkpoint.contents import read_adapters, read_model
+from lightrl.trainer.checkpoint.layout import MODEL, read_layout, set_conversions
+
+OF_A_MODEL = ("config.json", "generation_config.json")  # with adapters they would mean a model
 
 
 def export(
     checkpoint: Path,
     folder: Path,
     shard_bytes: int,
-    revert: Reverter | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Export to `folder`, which must not exist: it appears whole or not at all.
+    """Export to `folder`, which must not exist: it appears whole or not at all. No file is larger
+    than `shard_bytes`, unless it is one tensor.
 
-    A file is larger than `shard_bytes` only if it is one layer. `revert`: of the model, where it is
-    loaded. Raises OSError, or TrainerError in one line, also when it is not wanted any more.
+    Raises OSError, or TrainerError in one line, also when it is not wanted any more.
     """
     layout = read_layout(checkpoint)
     if layout.adapter:
         with _whole(folder) as draft:
-            _write_adapters(checkpoint, draft, layout)
+            _write(draft / ADAPTERS, read_adapters(checkpoint, layout))
+            (draft / ADAPTER_CONFIG).write_text(f"{layout.adapter}\n")
+            _copy_small_files(checkpoint, draft, but=OF_A_MODEL)
         return
-    if revert is None and layout.conversions != ():
-        revert = reverter(model_of(checkpoint, layout))
-    reader = Reader(checkpoint)
-    parts = list(_parts(find_tensors(reader, layout.dtypes), shard_bytes))
+
+    def cast(module: Any) -> None:
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if name in layout.dtypes:
+                tensor.data = tensor.data.to(getattr(torch, layout.dtypes[name]))
+
+    disable_progress_bar()
+    module = read_model(checkpoint, cast)
+    set_conversions(checkpoint, module, layout)
+    if not is_wanted():
+        raise TrainerError("given up: the next checkpoint is due")
     with _whole(folder) as draft:
-        weight_map: dict[str, str] = {}
-        for index, part in enumerate(parts, start=1):
-            number = f"-{index:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-            file = f"model{number}.safetensors"
-            named: dict[str, Tensor] = {}
-            for layer in part:
-                if not is_wanted():
-                    raise TrainerError("given up: the next checkpoint is due")
-                tensors = read_tensors(reader, layer)
-                named |= revert(tensors) if revert is not None else tensors
-            _write(draft / file, named)
-            weight_map |= dict.fromkeys(named, file)
-            del named, tensors
-        size = sum(stored.num_bytes for part in parts for layer in part for stored in layer)
-        _finish(draft, weight_map if len(parts) > 1 else {}, size, checkpoint / MODEL)
+        module.save_pretrained(draft, max_shard_size=shard_bytes)
+        for name in OF_A_MODEL:  # those of this release of transformers
+            (draft / name).unlink(missing_ok=True)
+        _copy_small_files(checkpoint, draft)
 
 
 def merge(checkpoint: Path, folder: Path) -> None:
@@ -90,7 +79,7 @@ def merge(checkpoint: Path, folder: Path) -> None:
     base = weights_folder(config["base_model_name_or_path"])
     left = read_adapters(checkpoint, layout)
     with _whole(folder) as draft:
-        _finish(draft, {}, 0, checkpoint / MODEL)
+        _copy_small_files(checkpoint, draft)
         for path in weight_files(base):
             tensors = load_file(path)
             for name in tensors:
@@ -104,7 +93,6 @@ def merge(checkpoint: Path, folder: Path) -> None:
         index = base / WEIGHTS_INDEX
         if index.is_file():
             shutil.copyfile(index, draft / WEIGHTS_INDEX)
-            files.sync(draft / WEIGHTS_INDEX)
         if left:
             layer = next(iter(left)).removeprefix(PREFIX).partition(".lora_")[0]
             raise TrainerError(f"{base}: has no {layer}.weight, to which an adapter belongs")
@@ -118,70 +106,27 @@ def _whole(folder: Path) -> Iterator[Path]:
     try:
         draft.mkdir()
         yield draft
+        for path in draft.iterdir():
+            path.chmod(0o644)  # safetensors writes files that only their owner can read
+            files.sync(path)
+        files.sync(draft)
         draft.rename(folder)
         files.sync(folder.parent)
+    except SafetensorError as e:
+        shutil.rmtree(draft, ignore_errors=True)
+        if number := re.search(r"\(os error (\d+)\)", str(e)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from e
+        raise TrainerError(f"{folder}: {str(e).splitlines()[0]}") from e
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
-def _write_adapters(checkpoint: Path, draft: Path, layout: Layout) -> None:
-    """Write them as peft does, with the tokenizer. Without config.json, which means a model."""
-    _write(draft / ADAPTERS, read_adapters(checkpoint, layout))
-    files.write_whole(draft / ADAPTER_CONFIG, f"{layout.adapter}\n".encode())
-    _finish(draft, {}, 0, checkpoint / MODEL, but=("config.json", "generation_config.json"))
-
-
-def _parts(stored: Iterator[Stored], shard_bytes: int) -> Iterator[list[list[Stored]]]:
-    """Divide them into files. Layers stay together: transformers joins and splits within them."""
-    layers: dict[str, list[Stored]] = {}
-    for tensor in stored:
-        layers.setdefault(_layer(tensor.name), []).append(tensor)
-    part: list[list[Stored]] = []
-    num_bytes = 0
-    for layer in layers.values():
-        size = sum(tensor.num_bytes for tensor in layer)
-        if part and num_bytes + size > shard_bytes:
-            yield part
-            part, num_bytes = [], 0
-        part.append(layer)
-        num_bytes += size
-    if part:
-        yield part
-
-
-def _layer(name: str) -> str:
-    """Example: _layer("model.layers.7.mlp.up_proj.weight") == "model.layers.7"."""
-    match = re.match(r".*?\.\d+(?=\.)", name)
-    return match[0] if match else name
-
-
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(contiguous, path, {"format": "pt"})
-    except SafetensorError as e:
-        if number := re.search(r"\(os error (\d+)\)", str(e)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from e
-        raise TrainerError(f"{path}: {str(e).splitlines()[0]}") from e
-    path.chmod(0o644)  # safetensors writes files that only their owner can read
-    files.sync(path)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
 
 
-def _finish(
-    draft: Path,
-    weight_map: dict[str, str],
-    num_bytes: int,
-    model: Path,
-    but: tuple[str, ...] = (),
-) -> None:
-    """Write all but the weights. transformers' own `config.json` would name the dtype of the master
-    weights."""
-    for file in sorted(path for path in model.iterdir() if path.name not in but):
-        shutil.copyfile(file, draft / file.name)
-        files.sync(draft / file.name)
-    if weight_map:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        files.write_whole(draft / WEIGHTS_INDEX, text.encode())
-    files.sync(draft)
+def _copy_small_files(checkpoint: Path, draft: Path, but: tuple[str, ...] = ()) -> None:
+    for file in (checkpoint / MODEL).iterdir():
+        if file.name not in but:
+            shutil.copyfile(file, draft / file.name)

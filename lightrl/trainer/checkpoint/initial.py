@@ -99,30 +99,25 @@ def take_over(source: Path, checkpoints: Path, find_corruption: Callable[[Path],
 
 
 def _link(source: Path, draft: Path) -> None:
-    """Link all of it but exports. Raises OSError."""
-    draft.mkdir()
-    num_copied = 0
-    for file in (source / STEP_FILE, *sorted(source.rglob("*"))):
-        place = file.relative_to(source)
-        first = place.parts[0]
-        if first == EXPORT or first.startswith(".") or file.is_dir() or (draft / place).exists():
-            continue
-        (draft / place).parent.mkdir(parents=True, exist_ok=True)
-        num_copied += _link_file(file.resolve(), draft / place)
-    if num_copied:
-        logger.info("%s: copied %d bytes, as they cannot be linked", source, num_copied)
+    """Link all of it but exports; copy what cannot be linked. Raises OSError."""
 
+    def others(folder: str, names: list[str]) -> set[str]:
+        at_top = Path(folder) == source
+        return {name for name in names if at_top and (name == EXPORT or name.startswith("."))}
 
-def _link_file(file: Path, link: Path) -> int:
-    """Return bytes that had to be copied. Raises OSError."""
     try:
-        os.link(file, link)
+        shutil.copytree(source, draft, ignore=others, copy_function=_link_file)
+    except shutil.Error as e:  # (from, to, why) of each file
+        raise OSError(errno.ENOENT, str(e.args[0][0][2])) from None
+
+
+def _link_file(file: str, link: str) -> None:
+    try:
+        os.link(os.path.realpath(file), link)
     except OSError as e:
         if e.errno not in NO_LINK:
             raise
         shutil.copyfile(file, link)
-        return link.stat().st_size
-    return 0
 
 
 def _reset_step(draft: Path) -> None:

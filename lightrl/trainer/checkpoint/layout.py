@@ -4,12 +4,10 @@ for an export without the run, its model directory or a device.
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
-
-from torch import Tensor
+from typing import Any
 
 from lightrl.adapters import is_adapter, peft_file
 from lightrl.errors import ProtocolError, TrainerError
@@ -23,9 +21,6 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx"),
     *(".safetensors.index.json", ".bin.index.json", ".lock"),
 )
-
-# Tensors of whole layers by transformers' names -> by those of the files they were loaded from.
-Reverter: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -70,36 +65,17 @@ def read_layout(checkpoint: Path) -> Layout:
         raise TrainerError(f"{checkpoint}: cannot be exported: it has no {LAYOUT_FILE}") from e
 
 
-def reverter(module: Any) -> Reverter:
-    """Of a model that transformers has loaded, or of one by `model_of`."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return revert_weight_conversion(module, tensors)
-
-    return revert
-
-
-def model_of(checkpoint: Path, layout: Layout) -> Any:
-    """Create a model without memory, with the names of the checkpoint's tensors. Raises
-    TrainerError if this transformers does not have them."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def set_conversions(checkpoint: Path, module: Any, layout: Layout) -> None:
+    """Have `save_pretrained` write the names of the files that the model was loaded from. Raises
+    TrainerError if this transformers does not have the conversions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    try:
-        config = AutoConfig.from_pretrained(checkpoint / MODEL, local_files_only=True)
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:
-        reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
-        raise TrainerError(f"{checkpoint / MODEL}: cannot be read: {reason[0]}") from e
-    if layout.conversions is not None:
-        known = {_name_of(c): c for c in get_model_conversion_mapping(module)}
-        if missing := [name for name in layout.conversions if name not in known]:
-            raise TrainerError(f"{checkpoint}: this transformers cannot undo {missing[0]}")
-        module._weight_conversions = [known[name] for name in layout.conversions]
-    return module
+    if layout.conversions is None:
+        return
+    known = {_name_of(c): c for c in get_model_conversion_mapping(module)}
+    if missing := [name for name in layout.conversions if name not in known]:
+        raise TrainerError(f"{checkpoint}: this transformers cannot undo {missing[0]}")
+    module._weight_conversions = [known[name] for name in layout.conversions]
 
 
 def _name_of(conversion: Any) -> str:

@@ -221,9 +221,8 @@ def tidy(checkpoints: Path) -> None:
                 continue
         if state in {"old", "draft", "gone"}:
             shutil.rmtree(left, ignore_errors=True)
-    for pattern in (".life-*", ".ranks-*"):  # rendezvous of several nodes
-        for left in checkpoints.glob(pattern):
-            left.unlink(missing_ok=True)
+    for left in checkpoints.glob(".ranks-*"):  # rendezvous of several nodes
+        left.unlink(missing_ok=True)
     for left in checkpoints.glob(f"step_*/.{EXPORT}.draft"):
         shutil.rmtree(left, ignore_errors=True)
 

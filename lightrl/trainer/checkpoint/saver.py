@@ -11,7 +11,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,32 +23,20 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from lightrl.config.sections import Checkpoint
-from lightrl.errors import TrainerError
 from lightrl.system import files
 from lightrl.trainer.checkpoint.checksums import with_checksums
-from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of, together
+from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of
 from lightrl.trainer.checkpoint.export import export
-from lightrl.trainer.checkpoint.layout import Layout, describe, reverter, write_description
+from lightrl.trainer.checkpoint.layout import describe, write_description
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S
 from lightrl.trainer.model.policy import Policy
-from lightrl.trainer.protocol import Exported, Saved, SaveEvent
+from lightrl.trainer.protocol import Saved
 from lightrl.wire import to_json
 
 logger = logging.getLogger(__name__)
 
 MB = 1_000_000
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A checkpoint that is written as `draft`."""
-
-    path: Path
-    draft: Path
-    saved: SavedStep
-    layout: Layout
-    has_export: bool
 
 
 class Saver:
@@ -59,7 +46,7 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         model_dir: Path,
         settings: Checkpoint,
-        report: Callable[[SaveEvent], None],
+        report: Callable[[Saved], None],
         base: str = "",
         view: View = as_it_is,
     ) -> None:
@@ -68,7 +55,7 @@ class Saver:
         self._policy = policy
         self._optimizer = optimizer
         self._model_dir = model_dir
-        self._base = base
+        self._layout = describe(policy, base)
         self._view = view
         self._settings = settings
         self._report = report
@@ -79,7 +66,7 @@ class Saver:
         group = dist.new_group(backend="gloo", timeout=limit) if self._world > 1 else None
         assert not isinstance(group, int)  # of a rank that is not in it
         self._group = group
-        self._stager = _Stager(policy.device, self._world)
+        self._stager = _Stager(policy.device)
         self._thread = ThreadPoolExecutor(1, "saver")
         self._work: Future[None] | None = None
         self._is_export_unwanted = threading.Event()
@@ -93,86 +80,74 @@ class Saver:
         if self._work is not None:
             self._work.result()
 
-    def begin(self, path: Path, saved: SavedStep, has_export: bool) -> str:
-        """Copy the state for the checkpoint `path` (.../step_N), and write it in the thread. Return
-        why that fails, in one line, on all ranks if on one of them, or "".
+    def begin(self, path: Path, saved: SavedStep, has_export: bool) -> None:
+        """Copy the state for the checkpoint `path` (.../step_N), and write it in the thread.
 
         A collective. Waits for the checkpoint before, whose export is cancelled.
         """
         self._is_export_unwanted.set()
         self.wait()
         self._is_export_unwanted.clear()
-        job = _Job(
-            path,
-            path.with_name(f".{path.name}.draft"),
-            saved,
-            describe(self._policy, self._base),
-            has_export,
+        draft = _draft(path)
+        if self._first:
+            shutil.rmtree(draft, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the writer reports it
+                files.make_folder(path.parent)  # durably
+        uploading = async_save(
+            state_of(self._policy, self._optimizer, saved.has_optimizer, self._view),
+            # put_in_place syncs what rank 0 can see
+            storage_writer=FileSystemWriter(draft / STATE, sync_files=self._world > 1),
+            process_group=self._group,
+            async_stager=self._stager,
+            no_dist=self._world == 1,
         )
-        try:
-            with together(self._world):
-                if self._first:
-                    files.make_folder(path.parent)
-                    shutil.rmtree(job.draft, ignore_errors=True)
-                    (job.draft / STATE).mkdir(parents=True)
-            state = state_of(self._policy, self._optimizer, saved.has_optimizer, self._view)
-            uploading = async_save(
-                state,
-                # put_in_place syncs what rank 0 can see
-                storage_writer=FileSystemWriter(job.draft / STATE, sync_files=self._world > 1),
-                process_group=self._group,
-                async_stager=self._stager,
-                no_dist=self._world == 1,
-            )
-        except TrainerError as e:
-            if self._first:
-                shutil.rmtree(job.draft, ignore_errors=True)
-            return str(e)
         assert isinstance(uploading, Future)
-        self._work = self._thread.submit(self._finish, uploading, job)
-        return ""
+        self._work = self._thread.submit(self._finish, uploading, path, saved, has_export)
 
-    def _finish(self, uploading: Future[Any], job: _Job) -> None:
+    def _finish(
+        self, uploading: Future[Any], path: Path, saved: SavedStep, has_export: bool
+    ) -> None:
         """In the thread. When `uploading` is done on one rank, all have written their parts."""
-        problem = ""
+        problem, draft, settings = "", _draft(path), self._settings
         try:
             uploading.result()
             if self._first:
-                write_description(job.draft, job.layout, self._model_dir)
-                (job.draft / STEP_FILE).write_bytes(to_json(with_checksums(job.saved, job.draft)))
-                keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
-                put_in_place(job.draft, job.path, keep_last, keep_every)
+                write_description(draft, self._layout, self._model_dir)
+                (draft / STEP_FILE).write_bytes(to_json(with_checksums(saved, draft)))
+                put_in_place(draft, path, settings.keep_last, settings.keep_every)
         except (Exception, CheckpointException) as e:
             problem = first_line(e)
-            logger.exception("%s was not saved", job.path)
+            logger.exception("%s was not saved", path)
         if not self._first:
             return
         with contextlib.suppress(EOFError):  # the daemon is gone
             if problem:
-                shutil.rmtree(job.draft, ignore_errors=True)
-            self._report(Saved(str(job.path), problem or None))
-            if job.has_export and not problem:
-                self._report(Exported(str(job.path), self._export(job) or None))
+                shutil.rmtree(draft, ignore_errors=True)
+            self._report(Saved(str(path), problem or None))
+            if has_export and not problem:
+                self._report(Saved(str(path), self._export(path) or None, is_export=True))
 
-    def _export(self, job: _Job) -> str:
-        """Export from the disk, with one file in memory. Return why that fails, in one line."""
-        size = self._settings.shard_mb * MB
+    def _export(self, path: Path) -> str:
+        """Export from the disk. Return why that fails, in one line."""
+        is_unwanted = self._is_export_unwanted.is_set
         try:
-            revert = reverter(self._policy.module) if job.layout.conversions else None
-            is_unwanted = self._is_export_unwanted.is_set
-            export(job.path, job.path / EXPORT, size, revert, lambda: not is_unwanted())
+            export(path, path / EXPORT, self._settings.shard_mb * MB, lambda: not is_unwanted())
         except Exception as e:
-            logger.exception("%s was not exported", job.path)
+            logger.exception("%s was not exported", path)
             return first_line(e)
         return ""
 
 
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.draft")
+
+
 class _Stager(DefaultStager):
-    """Copies to the processor's memory; fails on all ranks if on one of them."""
+    """Copies to the processor's memory."""
 
     _synchronize_after_execute = False  # `stage` does
 
-    def __init__(self, device: torch.device, world: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         super().__init__(
             StagingOptions(
@@ -182,12 +157,10 @@ class _Stager(DefaultStager):
                 use_non_blocking_copy=self._is_cuda,
             )
         )
-        self._world = world
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Not by `super().stage`: in torch 2.11 and 2.12 it closes the stager after one copy."""
-        with together(self._world):
-            copied = self._state_dict_stager.stage(state_dict, non_blocking=self._is_cuda)
-            if self._is_cuda:
-                torch.accelerator.synchronize()
-            return copied
+        copied = self._state_dict_stager.stage(state_dict, non_blocking=self._is_cuda)
+        if self._is_cuda:
+            torch.accelerator.synchronize()
+        return copied

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from lightrl.trainer.learner.token_mean import TokenMean
 from lightrl.trainer.model.collate import Batch, collate, num_tokens_read
 from lightrl.trainer.model.flops import TrainingFlops, peak_flops
 from lightrl.trainer.model.lora import adapters_off
-from lightrl.trainer.model.policy import Policy, load_policy, load_reference, response_logprobs
+from lightrl.trainer.model.policy import Policy, load_policy, response_logprobs
 from lightrl.trainer.protocol import MAX_BATCHES, MicroBatch, Update
 
 
@@ -53,18 +54,14 @@ class Learner:
         self._still_computing = still_computing
         self.device = device
         self.world = world
-        self.policy = self._load(model_dir)
+        self.policy = self._load(model_dir, "trained")
         self.algorithm = self._algorithm()
         self.reference = None
-        replicas = config.train.replicas
         # With adapters the model without them is the reference: see `_reference_logprobs`.
         if self.algorithm.kl_coef > 0 and not self.policy.has_adapters:
-            is_offloaded = config.train.offload == "all"
-            longest = config.max_model_length
-            self.reference = load_reference(
-                model_dir, device, world, replicas, is_offloaded, longest
-            )
+            self.reference = self._load(model_dir, "reference")
         is_last = self._sums_late()
+        replicas = config.train.replicas
         self.late = LateSums(self.policy, is_last, replicas) if is_last or replicas > 1 else None
         self._flops = TrainingFlops(self.policy.module, self.policy.module.config.get_text_config())
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
@@ -202,21 +199,23 @@ class Learner:
         self.maxima = torch.full_like(self.sums[: len(MAXIMA)], -torch.inf)
         self.held: list[MicroBatch] = []  # only where advantages wait for the mini-batch's end
 
-    def _load(self, model_dir: Path) -> Policy:
-        train, device = self.config.train, self.device
-        is_offloaded, checkpointing = train.offload == "all", train.activation_checkpointing
+    def _load(self, model_dir: Path, use: Literal["trained", "reference"]) -> Policy:
+        train, model = self.config.train, self.config.model
+        checkpointing = train.activation_checkpointing
         if checkpointing == "auto":
-            checkpointing = device.type == "cuda"
+            checkpointing = self.device.type == "cuda"
+        is_trained = use == "trained"
         return load_policy(
             model_dir,
-            device,
+            self.device,
             self.world,
-            checkpointing,
-            self.config.model.dtype,
+            checkpointing and is_trained,
+            model.dtype if is_trained else "auto",
             train.replicas,
-            is_offloaded,
-            self.config.model.lora if self.config.model.lora.rank else None,
+            train.offload == "all",
+            model.lora if model.lora.rank and is_trained else None,
             self.config.max_model_length,
+            use,
         )
 
     def _sums_late(self) -> bool:
@@ -388,7 +387,7 @@ def _gaps(ours: Tensor, batch: Batch, is_compared: bool) -> tuple[list[Tensor], 
     compared = batch.is_current * every
     gap = (ours - batch.rollout_logprobs).abs() * compared
     prob_gap = (ours.exp() - batch.rollout_logprobs.exp()).abs() * every
-    # Of samples from the engine: its divergence from what we think of them.
+    # Of samples from the engine: the divergence of its distribution from the policy.
     mismatch_of_all = loss.kl("k3", batch.rollout_logprobs, ours, every)
     mismatch = mismatch_of_all * compared
     summed = [gap, compared, mismatch, prob_gap, prob_gap.square(), mismatch_of_all, every]

@@ -16,7 +16,6 @@ from lightrl.trainer.protocol import TrainSample
 GIB = 1 << 30
 # of libraries that allocate without torch, whose allocator has its own class of error
 SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-OTHERS_BYTES = GIB  # of other processes: less is not mentioned
 
 
 @contextlib.contextmanager
@@ -26,40 +25,21 @@ def final(config: Config, when: str, samples: Sequence[TrainSample] = ()) -> Ite
     try:
         yield
     except RuntimeError as e:
-        if not _is_out_of_memory(e):
+        if not isinstance(e, torch.OutOfMemoryError) and not any(sign in str(e) for sign in SIGNS):
             raise
         wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(e))
         facts = [f"{wanted[1]} more were wanted"] if wanted else []
-        facts += _device()
+        with contextlib.suppress(RuntimeError):  # the context itself found no room
+            if torch.cuda.is_available():
+                free, total = (size / GIB for size in torch.cuda.mem_get_info())
+                facts.append(f"the device has {total:.1f} GiB, {free:.1f} of them free")
         facts.append(f"what helps: {', '.join(_remedies(config, bool(samples)))}")
-        where = _described(samples) if samples else when
-        raise TrainerError(f"out of memory {where}: {'; '.join(facts)}") from e
-
-
-def _described(samples: Sequence[TrainSample]) -> str:
-    lengths = [num_tokens(sample) for sample in samples]
-    return (
-        f"in a micro-batch of {sum(lengths):,} tokens in {len(samples):,} sequences, the longest "
-        f"of {max(lengths):,}"
-    )
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
-
-
-def _device() -> Iterator[str]:
-    """Memory of the device, and its users."""
-    if not torch.cuda.is_available():
-        return
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # the context itself found no room
-        return
-    ours = torch.cuda.memory_reserved()
-    yield f"the device has {total / GIB:.1f} GiB, {ours / GIB:.1f} of them held by this rank"
-    if (others := total - free - ours) > OTHERS_BYTES:
-        yield f"{others / GIB:.1f} by CUDA and other processes"
+        if lengths := [num_tokens(sample) for sample in samples]:
+            when = (
+                f"in a micro-batch of {sum(lengths):,} tokens in {len(lengths):,} sequences, the "
+                f"longest of {max(lengths):,}"
+            )
+        raise TrainerError(f"out of memory {when}: {'; '.join(facts)}") from e
 
 
 def _remedies(config: Config, is_batch: bool) -> Iterator[str]:

@@ -61,9 +61,9 @@ def collate(
     responses = np.array([len(s.token_ids) // 4 for s in samples], np.int64)
     tokens = np.frombuffer(b"".join(s.prompt + s.token_ids for s in samples), "<i4")
     logprobs = np.frombuffer(b"".join(s.rollout_logprobs for s in samples), "<f4")
-    _check_lengths(samples, prompts, responses)
-    is_trained = _trained(samples, responses)
-    _check_values(samples, prompts, responses, tokens, logprobs, is_trained, vocabulary)
+    is_trained = np.concatenate(
+        [np.empty(0, np.bool_), *(_require_sound(s, vocabulary) for s in samples)]
+    )
     width = max(1, int(responses.max(initial=0)))
     rows, mask = max(1, len(samples)), np.zeros((max(1, len(samples)), width), np.float32)
     cells = _ranges(np.arange(len(samples)) * width, responses)[is_trained]
@@ -134,53 +134,29 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
 
 
-def _trained(samples: Sequence[TrainSample], responses: np.ndarray) -> np.ndarray:
-    """Return which response tokens are trained, sample by sample."""
-    is_trained = np.ones(responses.sum(), np.bool_)
-    ends = np.cumsum(responses)
-    for sample, end, length in zip(samples, ends, responses, strict=True):
+def _require_sound(sample: TrainSample, vocabulary: int) -> np.ndarray:
+    """Return which response tokens are trained."""
+    prompt, ids = (np.frombuffer(x, "<i4") for x in (sample.prompt, sample.token_ids))
+    logprobs = np.frombuffer(sample.rollout_logprobs, "<f4")
+    problem, is_trained = "", np.ones(len(ids), np.bool_)
+    if not len(prompt) or len(ids) != len(logprobs):
+        problem = (
+            f"{len(prompt)} prompt tokens, {len(ids)} response tokens, {len(logprobs)} logprobs"
+        )
+    elif not fits_mask(sample.token_ids, sample.loss_mask):
+        size = len(sample.loss_mask)
+        problem = f"a loss mask of {size} bytes is not one of {len(ids)} tokens"
+    else:
         if sample.loss_mask:
             bits = np.unpackbits(np.frombuffer(sample.loss_mask, np.uint8), bitorder="little")
-            is_trained[end - length : end] = bits[:length]
+            is_trained = bits[: len(ids)] > 0
+        every, drawn = np.concatenate([prompt, ids]), logprobs[is_trained]
+        wrong_ids = every[(every < 0) | (every >= vocabulary)]
+        wrong_logprobs = drawn[~np.isfinite(drawn)]
+        if len(wrong_ids):
+            problem = f"token id {wrong_ids[0]} is outside the vocabulary of {vocabulary}"
+        elif len(wrong_logprobs):
+            problem = f"a rollout logprob is {wrong_logprobs[0]}"
+    if problem:
+        raise TrainerError(f"{sample.response}: {problem}")
     return is_trained
-
-
-def _check_lengths(
-    samples: Sequence[TrainSample], prompts: np.ndarray, responses: np.ndarray
-) -> None:
-    for sample, prompt, response in zip(samples, prompts, responses, strict=True):
-        num_logprobs = len(sample.rollout_logprobs) // 4
-        if not prompt or response != num_logprobs:
-            raise TrainerError(
-                f"{sample.response}: {prompt} prompt tokens, {response} response tokens, "
-                f"{num_logprobs} logprobs"
-            )
-        if not fits_mask(sample.token_ids, sample.loss_mask):
-            raise TrainerError(
-                f"{sample.response}: a loss mask of {len(sample.loss_mask)} bytes is not one of "
-                f"{response} tokens"
-            )
-
-
-def _check_values(
-    samples: Sequence[TrainSample],
-    prompts: np.ndarray,
-    responses: np.ndarray,
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    is_trained: np.ndarray,
-    vocabulary: int,
-) -> None:
-    wrong_ids = (tokens < 0) | (tokens >= vocabulary)
-    if wrong_ids.any():
-        at = int(wrong_ids.argmax())
-        row = int(np.searchsorted(np.cumsum(prompts + responses), at, side="right"))
-        raise TrainerError(
-            f"{samples[row].response}: token id {tokens[at]} is outside the "
-            f"vocabulary of {vocabulary}"
-        )
-    wrong_logprobs = ~np.isfinite(logprobs) & is_trained
-    if wrong_logprobs.any():
-        at = int(wrong_logprobs.argmax())
-        row = int(np.searchsorted(np.cumsum(responses), at, side="right"))
-        raise TrainerError(f"{samples[row].response}: a rollout logprob is {logprobs[at]}")

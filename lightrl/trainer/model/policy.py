@@ -5,21 +5,21 @@
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.adapters import AdapterSettings, add_adapters, is_adapter, public_name
-from lightrl.errors import TrainerError
+from lightrl.errors import LightRLError, TrainerError
 from lightrl.rope import settle
 from lightrl.trainer.model import forward, loading
 from lightrl.trainer.model.collate import Batch
 from lightrl.trainer.model.sharding import (
-    Placement,
+    RankPlacement,
     is_divided,
     is_published_here,
     layers,
@@ -29,20 +29,7 @@ from lightrl.trainer.model.sharding import (
     shard,
 )
 from lightrl.weights.publish.publisher import Shard
-from lightrl.weights.version.tensors import dtype_name, served_dtype
-
-# what transformers and families raise for files and configs that they do not support
-OF_FAMILIES = (
-    AttributeError,
-    ImportError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,  # of a config.json that contradicts itself
-    TypeError,
-    ValueError,
-)
+from lightrl.weights.version.tensors import served_dtype
 
 
 @dataclass(frozen=True)
@@ -77,72 +64,29 @@ def load_policy(
     is_offloaded: bool = False,
     lora: AdapterSettings | None = None,
     max_length: int = 0,
+    use: Literal["trained", "reference", "served"] = "trained",
 ) -> Policy:
-    """Load the model of a local HF directory for training. A collective of the `world` ranks.
+    """Load the model of a local HF directory. A collective of the `world` ranks.
 
-    `served`: `model.dtype` of the config. `replicas`, `is_offloaded`: see `Placement`. `lora`:
+    `served`: `model.dtype` of the config. `replicas`, `is_offloaded`: see `RankPlacement`. `lora`:
     adapters are trained, the model stays as it is stored. `max_length`: of the longest sequence,
-    for rotary embeddings that depend on it (lightrl/rope.py); 0 = as transformers does. Raises
-    TrainerError, one line, if transformers cannot load it, ConfigError for unknown targets.
+    for rotary embeddings that depend on it (lightrl/rope.py); 0 = as transformers does.
+
+    `use`: a reference has no gradients, and is in bfloat16 on CUDA, and on a processor if its files
+    are, where it is computed in float32. To be served by one rank, parameters have the dtype that
+    is served, adapters their initial values. Raises TrainerError, one line, if transformers cannot
+    load the model, ConfigError for unknown targets.
     """
-    placement = Placement(device, world, replicas, is_offloaded)
-    return _load(
-        model_dir,
-        placement,
-        activation_checkpointing,
-        served,
-        is_frozen=False,
-        lora=lora,
-        max_length=max_length,
-    )
-
-
-def load_reference(
-    model_dir: Path,
-    device: torch.device,
-    world: int = 1,
-    replicas: int = 1,
-    is_offloaded: bool = False,
-    max_length: int = 0,
-) -> Policy:
-    """Load the same model without gradients, in bfloat16 on CUDA, and on a processor if its files
-    are, where it is computed in float32. Collective and errors as `load_policy`."""
-    placement = Placement(device, world, replicas, is_offloaded)
-    return _load(model_dir, placement, False, "auto", is_frozen=True, max_length=max_length)
-
-
-def load_served(
-    model_dir: Path, served: torch.dtype, lora: AdapterSettings | None = None
-) -> Policy:
-    """Load the same model on the processor of one rank, with parameters in the dtype that is
-    served. `lora`: with initial adapters, in float32. Errors as `load_policy`."""
-    placement = Placement(torch.device("cpu"))
-    name = dtype_name(served)
-    return _load(model_dir, placement, False, name, is_frozen=True, lora=lora, is_alone=True)
-
-
-def _load(
-    model_dir: Path,
-    placement: Placement,
-    activation_checkpointing: bool,
-    served: str,
-    is_frozen: bool,
-    lora: AdapterSettings | None = None,
-    is_alone: bool = False,
-    max_length: int = 0,
-) -> Policy:
+    placement = RankPlacement(device, world, replicas, is_offloaded)
+    is_frozen, is_alone = use != "trained", use == "served"
     if not (model_dir / "config.json").is_file():  # transformers would download it
         raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
-    device = placement.device
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         note = settle(config, max_length) if max_length else ""
         dtype_served = served_dtype(served, config, device.type)
         module = loading.build(config)
-        files = loading.Files(model_dir)
-        sources = loading.plan(module, files)
-        loading.require_complete(module, files, sources)
-        stored = loading.stored_dtypes(module, files, sources)
+        stored = loading.stored_dtypes(module, model_dir)
         if is_frozen:
             frozen = dtype_served if is_alone else _frozen_dtype(module, stored, device)
             loading.cast(module, frozen)
@@ -158,10 +102,12 @@ def _load(
         if not is_alone and is_divided(placement, {p.dtype for p in module.parameters()}):
             shard(module, placement)
         materialize(module, placement)
-        loading.fill(module, files, sources)
-    except torch.OutOfMemoryError:  # a RuntimeError, too
+        is_first = placement.world == 1 or dist.get_rank() == 0
+        whole = loading.read(model_dir, module) if is_first else None
+        loading.fill(module, whole, placement)
+    except (LightRLError, torch.OutOfMemoryError):
         raise
-    except OF_FAMILIES as e:
+    except Exception as e:  # families raise what they like
         reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
         raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
     way = forward.prepare(module, device)
@@ -200,9 +146,9 @@ def shards(policy: Policy, is_stored: bool = False, of_base: bool = False) -> li
     # state_dict has FSDP put its shards in place
     for name, tensor in policy.module.state_dict(keep_vars=True).items():
         if id(tensor) not in found and is_adapter(name) == (policy.has_adapters and not of_base):
-            dtype = policy.stored[public_name(name)]
-            if not is_stored:
-                dtype = policy.served if id(tensor) in parameters else tensor.dtype
+            dtype = policy.served if id(tensor) in parameters else tensor.dtype
+            if is_stored:
+                dtype = policy.stored[public_name(name)]
             found[id(tensor)] = _shard_of(public_name(name), tensor.detach(), dtype)
     return list(found.values())
 

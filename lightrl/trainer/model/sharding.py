@@ -31,7 +31,7 @@ COMPUTED = {"cuda": torch.bfloat16}  # others in float32
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """Where a model lies: on `world` ranks in `replicas`, each divided among world / replicas
     ranks; `is_offloaded`: in the memory of the host."""
 
@@ -41,13 +41,13 @@ class Placement:
     is_offloaded: bool = False
 
 
-def is_divided(placement: Placement, dtypes: set[torch.dtype]) -> bool:
+def is_divided(placement: RankPlacement, dtypes: set[torch.dtype]) -> bool:
     """Whether FSDP is needed for parameters of these dtypes."""
     computed = COMPUTED.get(placement.device.type, torch.float32)
     return placement.world > 1 or dtypes != {computed}
 
 
-def shard(module: nn.Module, placement: Placement) -> None:
+def shard(module: nn.Module, placement: RankPlacement) -> None:
     """Divide the module, which may be on the meta device. A collective. Its gradients are means
     over ranks. Raises TrainerError, one line, if it has no layers."""
     device = placement.device
@@ -79,7 +79,7 @@ def shard(module: nn.Module, placement: Placement) -> None:
     )
 
 
-def materialize(module: Any, placement: Placement) -> None:
+def materialize(module: Any, placement: RankPlacement) -> None:
     """Allocate this rank's part of a module on the meta device, with arbitrary content."""
     device = placement.device
     is_offloaded = placement.is_offloaded and placement.device.type != "cpu"
@@ -141,7 +141,7 @@ def is_published_here(tensor: Tensor) -> bool:
     return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
 
-def _mesh(placement: Placement) -> DeviceMesh:
+def _mesh(placement: RankPlacement) -> DeviceMesh:
     world, replicas = placement.world, placement.replicas
     if replicas == 1:
         return init_device_mesh(placement.device.type, (world,))

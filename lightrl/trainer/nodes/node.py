@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from lightrl.config.schema import Config
-from lightrl.errors import LightRLError, ProtocolError
+from lightrl.errors import LightRLError, ProtocolError, TrainerError
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
 from lightrl.messages.sharing import SetDevices
@@ -24,16 +23,16 @@ from lightrl.messages.training import TrainShard
 from lightrl.system.child import ChildDied
 from lightrl.system.threads import in_thread
 from lightrl.trainer.node_devices import NodeDevices
-from lightrl.trainer.nodes.protocol import (
-    TO_FOLLOWER,
-    TO_LEADER,
-    RankFrame,
-    RanksGone,
-    StartRanks,
-    ToFollower,
-    ToLeader,
+from lightrl.trainer.nodes.followers import FRAMES, RankFrame
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    RankEvent,
+    RankFailed,
+    RankStarted,
+    StartRank,
+    StepFinished,
 )
-from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankStarted, StepFinished
 from lightrl.trainer.rank_processes import STOP_S, Place, Rank, start_rank
 from lightrl.trainer.saves import Saves
 from lightrl.trainer.supervisor import Trainer
@@ -44,41 +43,9 @@ SEEN_S = 10.0  # until a file that one machine has written is visible on another
 LOOK_S = 0.2
 
 
-class RankProcesses:
-    """The ranks of one life on this node, as far as they are started."""
-
-    def __init__(self, start: StartRanks) -> None:
-        self.start = start
-        self.name = start.life
-        self.ended = asyncio.Event()  # the leader wants them no more
-        self.is_orderly = False
-        self.ranks: dict[int, Rank] = {}
-        self._early: dict[int, list[bytes]] = defaultdict(list)  # frames for ranks that start
-
-    def send(self, rank: int, frame: bytes) -> None:
-        if rank in self.ranks:
-            self.ranks[rank].forward(frame)
-        else:
-            self._early[rank].append(frame)
-
-    def add(self, number: int, rank: Rank) -> None:
-        self.ranks[number] = rank
-        for frame in self._early.pop(number, []):
-            rank.forward(frame)
-
-    def end(self, is_orderly: bool = False) -> None:
-        self.is_orderly = is_orderly
-        self.ended.set()
-
-    async def close(self) -> None:
-        for rank in self.ranks.values():
-            if not self.is_orderly:  # those that are left of a set hang in a collective
-                rank.kill()
-        await asyncio.gather(*(rank.stop(STOP_S) for rank in self.ranks.values()))
-
-
-class Follower:
-    """Has the members of `Trainer` that a daemon uses."""
+class FollowerNode:
+    """Runs the ranks of one life after the other. Has the members of `Trainer` that a daemon
+    uses."""
 
     device = ""
     saves: Saves | None = None
@@ -98,13 +65,16 @@ class Follower:
         self._place = place
         self._send = send
         self._leader = ""
-        self._life: RankProcesses | None = None  # the newest
-        self._lives: asyncio.Queue[RankProcesses | None] = asyncio.Queue()
+        self._life = ""  # of the ranks here; "" = none
+        self._ranks: dict[int, Rank] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        # of the leader, which is named; None: leave when the present life ends
+        self._frames: asyncio.Queue[tuple[str, RankFrame] | None] = asyncio.Queue()
 
     def set_leader(self, leader: str) -> None:
         """Follow this node; "" = none, without which the ranks here only wait for others."""
-        if not leader and self._life is not None:
-            self._life.end()
+        if not leader:
+            self._frames.put_nowait(("", RankFrame("", 0)))
         self._leader = leader
 
     def handle(self, message: object) -> None:
@@ -122,82 +92,107 @@ class Follower:
 
     def stop(self) -> None:
         """Leave when the leader has ended the present life."""
-        self._lives.put_nowait(None)
+        self._frames.put_nowait(None)
 
     def receive(self, relay: TrainerRelay) -> None:
         try:
-            message: ToFollower = TO_FOLLOWER.decode(relay.frame)
+            self._frames.put_nowait((relay.node, FRAMES.decode(relay.frame)))
         except ProtocolError as e:
             logger.warning("%s: %s", relay.node, e)
-            return
-        if isinstance(message, StartRanks):
-            if self._life is not None:
-                self._life.end()
-            self._leader, self._life = relay.node, RankProcesses(message)
-            self._lives.put_nowait(self._life)
-        elif self._life is None or self._life.ended.is_set() or message.life != self._life.name:
-            pass  # of ranks that have ended
-        elif isinstance(message, RankFrame):
-            if self.devices.are_shared:
-                self.devices.on_command(RANK_COMMANDS.decode(message.frame))
-            self._life.send(message.rank, message.frame)
-        else:
-            self._life.end(message.is_orderly)
 
     async def run(self) -> None:
-        """Run one life after the other until it is stopped. When cancelled, nothing is left."""
-        while (life := await self._lives.get()) is not None:
-            work = asyncio.create_task(self._run_ranks(life), name="ranks")
-            try:
-                await life.ended.wait()
-            finally:
-                work.cancel()
-                await asyncio.wait([work])
-                await life.close()
-                if not life.is_orderly:
-                    self.devices.lost()
-
-    async def _run_ranks(self, life: RankProcesses) -> None:
-        """Start the ranks of a life and relay their events until one of them is gone."""
-        proof = Path(life.start.proof)
+        """Run until it is stopped. When cancelled, no rank is left."""
+        is_stopping = False
         try:
-            if not await _sees(proof, life.name):
-                why = f"does not see {proof.parent}: checkpoint.dir must be a folder that all "
-                self._report(RanksGone(life.name, f"{why}trainer nodes see", is_final=True))
-                return
-            self.devices.starting()
-            for k, command in enumerate(life.start.starts):
-                here = replace(
-                    command,
-                    host=self._place.host,
-                    nccl_host=self._place.host if command.nccl_host else "",
-                    publish_dir=str(proof.parent),  # nothing is published here
-                )
-                life.add(command.rank, await start_rank(self._config, self._place, here, k))
-            await asyncio.gather(*(self._relay_events(life, n) for n in life.ranks))
-        except (LightRLError, OSError) as e:
-            is_final = isinstance(e, LightRLError) and not isinstance(e, ChildDied)
-            self._report(RanksGone(life.name, str(e), is_final))
+            while self._life or not is_stopping:
+                if (item := await self._frames.get()) is None:
+                    is_stopping = True
+                else:
+                    await self._carry_out(*item)
+        finally:
+            await self._end()
 
-    async def _relay_events(self, life: RankProcesses, number: int) -> None:
+    async def _carry_out(self, leader: str, message: RankFrame) -> None:
+        number = message.rank
+        if not message.frame:
+            if message.life in ("", self._life):
+                await self._end()
+            return
+        is_known = message.life == self._life and number in self._ranks
+        if is_known and not self.devices.are_shared:
+            self._ranks[number].forward(message.frame)
+            return
+        command = RANK_COMMANDS.decode(message.frame)
+        if isinstance(command, StartRank):
+            if message.life != self._life:
+                await self._end()
+                self._leader, self._life = leader, message.life
+                self.devices.starting()
+            await self._start(command)
+        elif is_known:
+            self.devices.on_command(command)
+            self._ranks[number].forward(message.frame)
+
+    async def _start(self, command: StartRank) -> None:
+        place, number = self._place, command.rank
+        try:
+            if not await _sees(Path(command.rendezvous)):
+                folder = Path(command.rendezvous).parent
+                raise TrainerError(
+                    f"does not see {folder}: checkpoint.dir must be a folder that all trainer "
+                    "nodes see"
+                )
+            here = replace(
+                command,
+                host=place.host,
+                nccl_host=place.host if command.nccl_host else "",
+                publish_dir=str(place.publish_dir),
+            )
+            local = number % self._config.train.ranks
+            rank = self._ranks[number] = await start_rank(self._config, place, here, local)
+        except (LightRLError, OSError) as e:
+            self._report(number, RankFailed(str(e), isinstance(e, LightRLError)))
+            return
+        self._readers.append(asyncio.create_task(self._relay_events(number, rank)))
+
+    async def _relay_events(self, number: int, rank: Rank) -> None:
         while True:
-            event = await life.ranks[number].receive()
+            try:
+                event = await rank.receive()
+            except LightRLError as e:
+                self._report(number, RankFailed(str(e), not isinstance(e, ChildDied)))
+                return
             self.devices.on_event(number, event)
             if isinstance(event, RankStarted | StepFinished):
                 self.devices.announce()
                 self.devices.published()
-            self._report(RankFrame(life.name, number, RANK_EVENTS.encode(event)))
+            self._report(number, event)
 
-    def _report(self, message: ToLeader) -> None:
-        if self._life is not None and message.life == self._life.name and self._leader:
-            self._send(TrainerRelay(self._leader, TO_LEADER.encode(message)))
+    def _report(self, number: int, event: RankEvent) -> None:
+        if self._leader:
+            frame = FRAMES.encode(RankFrame(self._life, number, RANK_EVENTS.encode(event)))
+            self._send(TrainerRelay(self._leader, frame))
+
+    async def _end(self) -> None:
+        """Kill the ranks: those that are left of a life hang in a collective."""
+        if not self._life:
+            return
+        self._life = ""
+        for reader in self._readers:
+            reader.cancel()
+        for rank in self._ranks.values():
+            rank.kill()
+        await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks.values()))
+        self._readers.clear()
+        self._ranks.clear()
+        self.devices.lost()
 
 
 class TrainerNode:
     def __init__(
         self,
         name: str,
-        follower: Follower,
+        follower: FollowerNode,
         new_trainer: Callable[[], Trainer],
         leave: Callable[[str], None],
     ) -> None:
@@ -208,10 +203,9 @@ class TrainerNode:
         self._leave = leave
         self._trainer: Trainer | None = None  # if this node leads
         self._is_stopping = False
-        self._leads = asyncio.Event()
 
     @property
-    def role(self) -> Trainer | Follower:
+    def role(self) -> Trainer | FollowerNode:
         return self._trainer or self._follower
 
     @property
@@ -258,7 +252,8 @@ class TrainerNode:
             self._trainer = self._new_trainer()
             if self._is_stopping:
                 self._trainer.stop()
-            self._leads.set()
+            self._follower.set_leader("")
+            self._follower.stop()
         return self._trainer
 
     def pause(self) -> None:
@@ -280,30 +275,20 @@ class TrainerNode:
 
     async def run(self) -> None:
         """Run until it is stopped. Raises TrainerError as the supervisor does."""
-        following = asyncio.create_task(self._follower.run(), name="follower")
-        leads = asyncio.create_task(self._leads.wait())
-        try:
-            await asyncio.wait({following, leads}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-                return
-        finally:
-            for task in (following, leads):
-                task.cancel()
-            await asyncio.wait({following, leads})
-        assert self._trainer is not None
-        await self._trainer.run()
+        await self._follower.run()
+        if self._trainer is not None:
+            await self._trainer.run()
 
     async def close(self) -> None:
         await self.role.close()
 
 
-async def _sees(proof: Path, text: str) -> bool:
-    """Whether this file exists with this text within SEEN_S."""
+async def _sees(file: Path) -> bool:
+    """Whether this file exists within SEEN_S."""
     deadline = time.monotonic() + SEEN_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            if await in_thread(proof.read_text) == text:
+            if await in_thread(file.exists):
                 return True
         await asyncio.sleep(LOOK_S)
     return False

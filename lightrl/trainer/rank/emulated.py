@@ -15,7 +15,7 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import assert_never
 
@@ -35,15 +35,12 @@ from lightrl.trainer.checkpoint.saved import (
     restored_at,
 )
 from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
     TAKES_DEVICE,
     Accumulate,
-    DeltaMade,
     Done,
     EncodeDelta,
-    Exported,
-    GroupOpened,
-    LeaveGroup,
-    MicroBatch,
+    LeaveBroadcast,
     OpenGroup,
     Published,
     RankCommand,
@@ -56,12 +53,9 @@ from lightrl.trainer.protocol import (
     StartRank,
     Suspend,
     Suspended,
-    TrainSample,
     Update,
-    WeightsSent,
 )
 from lightrl.trainer.rank.main import finished, require_step, serve
-from lightrl.trainer.rank.meeting import Meeting
 from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.publish.buffers import Buffers
@@ -75,7 +69,7 @@ DTYPE = "uint8"
 MIN_BYTES = 4096  # of the tensor, which begins with the digest
 UNTRAINED = hashlib.blake2b(b"emulated", digest_size=16).digest()
 
-NO_WEIGHTS = "emulated ranks send no weights"
+LOOK_S = 0.002  # for the texts of other ranks
 
 
 def main(sock: socket.socket) -> None:
@@ -98,7 +92,7 @@ class EmulatedRank:
             raise TrainerError(f"rollout.{e}") from None
         self._is_suspended = False
         self._fetching_s = 0.0  # of the step
-        self._meeting = Meeting(start.rank, start.world, Path(start.rendezvous))
+        self._num_exchanges = 0
         self._buffers = Buffers(Path(start.publish_dir))
         self._reset()
         saved, self._trained = None, UNTRAINED
@@ -121,8 +115,8 @@ class EmulatedRank:
         if isinstance(command, TAKES_DEVICE):
             self._fetch()
         match command:
-            case Accumulate(step, batches):
-                self._accumulate(batches)
+            case Accumulate(step):
+                self._accumulate(command)
                 yield Done(step)
             case Update(step, policy_version=None):
                 self._end_mini_batch(command)
@@ -138,19 +132,16 @@ class EmulatedRank:
                 self._reset()
                 yield Done(step)
             case Suspend():
-                if suspended := self._suspend():
-                    yield suspended
-            case EncodeDelta():
-                yield DeltaMade()  # its weights are a digest: all of them differ
+                yield Done(self.step, suspended=self._suspend())
+            case EncodeDelta(step):
+                yield Done(step)  # its weights are a digest: all of them differ
             case Save(step, path, export):
                 yield Done(step)
                 if self.start.rank == 0:
                     yield from self._save(Path(path), export)
-            case OpenGroup():
-                yield GroupOpened("", NO_WEIGHTS)
-            case SendWeights():
-                yield WeightsSent(NO_WEIGHTS)
-            case LeaveGroup():
+            case OpenGroup() | SendWeights():
+                yield Done(self.step, "emulated ranks send no weights")
+            case LeaveBroadcast():
                 pass
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")
@@ -167,25 +158,26 @@ class EmulatedRank:
         self._num_batches = 0
         self._computing_s = 0.0
 
-    def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
+    def _accumulate(self, command: Accumulate) -> None:
         began = time.monotonic()
         if self._ended is not None:
-            totals = (self._ended.num_responses, self._ended.num_tokens)
-            self._seen.update(b"mini-batch" + struct.pack("<QQ", *totals))
+            self._add(self._ended)
             self._ended = None
-        for samples in batches:
-            self._seen.update(struct.pack("<Q", len(samples)))
-            for sample in samples:
-                for part in _parts(sample):
-                    self._seen.update(struct.pack("<Q", len(part)) + part)
-            num_tokens = sum(
-                num_trained(s.token_ids, s.loss_mask)
-                for s in trainable(samples, self.config.algorithm)
-            )
-            self._num_tokens += num_tokens
-            self._sleep("train_token_ms", num_tokens)
-        self._num_batches += len(batches)
+        for samples in command.batches:  # whatever came at a time
+            self._add(Accumulate(0, (samples,)))
+        num_tokens = sum(
+            num_trained(s.token_ids, s.loss_mask)
+            for samples in command.batches
+            for s in trainable(samples, self.config.algorithm)
+        )
+        self._num_tokens += num_tokens
+        self._sleep("train_token_ms", num_tokens)
+        self._num_batches += len(command.batches)
         self._computing_s += time.monotonic() - began
+
+    def _add(self, command: Accumulate | Update) -> None:
+        frame = RANK_COMMANDS.encode(command)
+        self._seen.update(struct.pack("<Q", len(frame)) + frame)
 
     def _end_mini_batch(self, update: Update) -> None:
         """What follows changes the weights in another way than if it had come before."""
@@ -204,7 +196,7 @@ class EmulatedRank:
         began = time.monotonic()
         self._sleep("train_step_ms")
         mine = json.dumps([self._seen.hexdigest(), self._num_tokens])
-        all_R = self._meeting.exchange(mine)
+        all_R = self._exchange(mine)
         num_responses, num_tokens = self._with(update)
         totals = [update.step, num_responses, num_tokens]
         text = json.dumps([self._trained.hex(), totals, all_R])
@@ -224,6 +216,22 @@ class EmulatedRank:
             self._fetching_s = 0.0
         self._reset()
         return metrics
+
+    def _exchange(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in their order, by files beside the rendezvous. The daemon
+        ends a rank that waits for a dead one."""
+        if self.start.world == 1:
+            return [text]
+        last, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        place = f"{self.start.rendezvous}.{self._num_exchanges}"
+        files.write_whole(Path(f"{place}.{self.start.rank}"), text.encode())
+        all_R = [Path(f"{place}.{rank}") for rank in range(self.start.world)]
+        while not all(path.exists() for path in all_R):
+            time.sleep(LOOK_S)
+        texts = [path.read_text() for path in all_R]
+        # all have read the one before
+        Path(f"{self.start.rendezvous}.{last}.{self.start.rank}").unlink(missing_ok=True)
+        return texts
 
     def _suspend(self) -> Suspended | None:
         """Free the device, if it is shared, in `park_ms` unless it is free."""
@@ -285,17 +293,7 @@ class EmulatedRank:
             return
         yield Saved(str(path))
         if export:
-            yield Exported(str(path))
-
-
-def _parts(sample: TrainSample) -> Iterator[bytes]:
-    yield sample.response.encode()
-    yield sample.prompt
-    yield sample.token_ids
-    yield sample.rollout_logprobs
-    yield struct.pack("<d", sample.advantage)
-    yield sample.finish_reason.encode()
-    yield sample.loss_mask
+            yield Saved(str(path), is_export=True)
 
 
 def _restore(path: Path) -> tuple[SavedStep, bytes]:

@@ -20,16 +20,17 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from lightrl.adapters import is_adapter, public_name
+from lightrl.adapters import AdapterSettings, is_adapter, public_name
 from lightrl.config.schema import Config
 from lightrl.devices.cuda import has_cuda
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.model_files import ADAPTERS, weights_folder
-from lightrl.trainer.checkpoint.contents import Reader, find_tensors, read_adapters, read_tensors
+from lightrl.trainer.checkpoint.contents import read_adapters, read_model
 from lightrl.trainer.checkpoint.layout import MODEL, read_layout
 from lightrl.trainer.checkpoint.saved import SavedStep, read_step
-from lightrl.trainer.model.loading import build
-from lightrl.trainer.model.policy import OF_FAMILIES, Policy, load_served, shards
+from lightrl.trainer.model.forward import Way
+from lightrl.trainer.model.loading import cast
+from lightrl.trainer.model.policy import Policy, load_policy, shards
 from lightrl.trainer.protocol import Published, RankCommand, RankEvent, RankStarted, StartRank
 from lightrl.trainer.rank.main import serve
 from lightrl.trainer.rank.rank import BASE_FOLDER
@@ -69,7 +70,7 @@ class EvaluatedRank:
         else:
             model_dir = weights_folder(start.model_dir)
             served = _served_dtype(config, model_dir)
-            found = shards(load_served(model_dir, served))
+            found = shards(_load(model_dir, served))
         file = _publish(folder, step, found, base.digest if base else "")
         if saved is not None and saved.dtype == dtype_name(served) and saved.digest != file.digest:
             # in another dtype the digest is another one, too
@@ -103,40 +104,26 @@ def _served_dtype(config: Config, model_dir: Path) -> torch.dtype:
 def _hf_config(model_dir: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except OF_FAMILIES as e:
-        reason = " ".join(str(e).split()) or type(e).__name__
-        raise TrainerError(f"{model_dir}: cannot be read: {reason}") from e
+    except Exception as e:
+        raise TrainerError(f"{model_dir}: cannot be read: {' '.join(str(e).split())}") from e
 
 
 def _of_checkpoint(checkpoint: Path, served: torch.dtype) -> list[Shard]:
     """All that ranks which restore it would publish, under the names that they use."""
-    try:
-        module = build(_hf_config(checkpoint / MODEL))
-    except OF_FAMILIES as e:
-        raise TrainerError(f"{checkpoint / MODEL}: fits no model: {e}") from e
-    parameters = {id(parameter) for parameter in module.parameters()}
-    reader = Reader(checkpoint)
-    found: dict[int, Shard] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in found:
-            continue  # tied
-        dtype = served if id(tensor) in parameters else tensor.dtype
-        [stored] = find_tensors(reader, {name: dtype_name(dtype)})
-        if stored.shape != tuple(tensor.shape):
-            raise TrainerError(
-                f"{checkpoint}: {name} has shape {stored.shape}, its config.json says "
-                f"{tuple(tensor.shape)}"
-            )
-        values = read_tensors(reader, [stored])[name].reshape(-1)
-        found[id(tensor)] = Shard(name, dtype, stored.shape, values)
-    return list(found.values())
+    module = read_model(checkpoint, lambda module: cast(module, served))
+    return shards(Policy(module, {}, served, Way(), torch.device("cpu")))
+
+
+def _load(model_dir: Path, served: torch.dtype, lora: AdapterSettings | None = None) -> Policy:
+    name = dtype_name(served)
+    return load_policy(model_dir, torch.device("cpu"), served=name, lora=lora, use="served")
 
 
 def _with_adapters(config: Config, model_path: str, checkpoint: Path) -> Policy:
     """The model with those adapters."""
     model_dir = weights_folder(model_path)
     served = _served_dtype(config, model_dir)
-    policy = load_served(model_dir, served, config.model.lora)
+    policy = _load(model_dir, served, config.model.lora)
     named = policy.module.named_parameters()
     targets = {public_name(name): p for name, p in named if is_adapter(name)}
     given = _adapters(checkpoint)

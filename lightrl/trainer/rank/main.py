@@ -18,7 +18,7 @@ from lightrl.system.child import Pipe
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
-    LeaveGroup,
+    LeaveBroadcast,
     Published,
     RankCommand,
     RankEvent,
@@ -96,7 +96,7 @@ def _run(pipe: RankPipe, new_rank: Callable[[StartRank, Report], AnyRank]) -> No
 
     def is_unwanted() -> bool:
         commands.extend(pipe.receive(0.0))
-        return any(isinstance(command, LeaveGroup) for command in commands)
+        return any(isinstance(command, LeaveBroadcast) for command in commands)
 
     while True:
         if not commands:

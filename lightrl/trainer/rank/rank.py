@@ -27,29 +27,29 @@ from lightrl.trainer.model import attention
 from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
-    DeltaMade,
+    Delta,
     Done,
     EncodeDelta,
-    LeaveGroup,
+    LeaveBroadcast,
     OpenGroup,
-    Progress,
     Published,
     RankCommand,
     RankEvent,
     RankStarted,
     ResetStep,
     Save,
-    SaveEvent,
+    Saved,
     SendWeights,
     StartRank,
     StepFinished,
+    StillAlive,
     Suspend,
     Suspended,
     Update,
 )
 from lightrl.trainer.rank import canary
 from lightrl.trainer.rank.main import Report, finished, require_step, reuse_memory, serve
-from lightrl.trainer.rank.sender import Sender
+from lightrl.trainer.rank.sender import BroadcastSender
 from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher
@@ -81,7 +81,7 @@ def main(sock: socket.socket) -> None:
 class Rank:
     """One rank of a run, from its first published version on."""
 
-    def __init__(self, start: StartRank, report: Callable[[SaveEvent | Progress], None]) -> None:
+    def __init__(self, start: StartRank, report: Callable[[Saved | StillAlive], None]) -> None:
         """`report` sends events beside the answers, those of checkpoints from another thread."""
         began = time.monotonic()
         self.config = Config.model_validate_json(start.config_json)
@@ -89,7 +89,7 @@ class Rank:
         self.step = start.start_step
         self._staging_s = 0.0  # of a checkpoint, since the last step was finished
         self.device = _device(start)
-        self._sender = Sender(self.device)
+        self._sender = BroadcastSender(self.device)
         torch.set_num_threads(self.config.train.threads)
         _order_sums(self.config, self.device)
         # Before the ranks wait for each other: it may take as long as a download.
@@ -104,7 +104,7 @@ class Rank:
                 self.model_dir,
                 self.device,
                 start.world,
-                lambda: report(Progress(self.step)),
+                lambda: report(StillAlive(self.step)),
             )
             self.saver = Saver(
                 self.learner.policy,
@@ -152,18 +152,17 @@ class Rank:
                 self.learner.reset()
                 yield Done(step)
             case Suspend():
-                if suspended := self._suspend():
-                    yield suspended
-            case EncodeDelta():
-                yield self._publish_delta()
+                yield Done(self.step, suspended=self._suspend())
+            case EncodeDelta(step):
+                yield Done(step, delta=self._publish_delta())
             case Save(step, path, export):
                 began = time.monotonic()
-                problem = self.saver.begin(Path(path), self._saved(), export)
+                self.saver.begin(Path(path), self._saved(), export)
                 self._staging_s += time.monotonic() - began
-                yield Done(step, problem or None)
+                yield Done(step)
             case OpenGroup() | SendWeights():
-                yield self._sender.perform(command, is_unwanted)
-            case LeaveGroup():
+                yield self._sender.perform(self.step, command, is_unwanted)
+            case LeaveBroadcast():
                 self._sender.leave("the trainer has left it")
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")
@@ -210,12 +209,12 @@ class Rank:
         finally:
             publisher.close()
 
-    def _publish_delta(self) -> DeltaMade:
+    def _publish_delta(self) -> Delta | None:
         made = self._publisher.publish_delta()
-        if made is None or self.file is None:
-            return DeltaMade()
+        if made is None or self.file is None or made[1] is None:
+            return None
         base, delta = made
-        return DeltaMade(base.digest, self.file.digest, delta)
+        return Delta(base.digest, self.file.digest, delta)
 
     def _new_publisher(self, folder: Path) -> Publisher:
         """Ranks of other nodes send their rows to those of the first."""

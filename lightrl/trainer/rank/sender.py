@@ -13,7 +13,7 @@ import torch
 
 from lightrl.errors import LightRLError, WeightsError, first_line
 from lightrl.system.addresses import join_address
-from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights, WeightsSent
+from lightrl.trainer.protocol import Done, OpenGroup, SendWeights
 from lightrl.weights.broadcast.group import WorkerGroup, form, listen
 from lightrl.weights.broadcast.membership import IsUnwanted, Membership
 from lightrl.weights.broadcast.transfer import send
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 OF_TORCH = (OSError, RuntimeError, ValueError, MemoryError)
 
 
-class Sender:
+class BroadcastSender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._opened: tuple[Membership, Any] | None = None  # the next group, and its store
@@ -34,22 +34,20 @@ class Sender:
         self._name = ""
 
     def perform(
-        self, command: OpenGroup | SendWeights, is_unwanted: IsUnwanted | None = None
-    ) -> GroupOpened | WeightsSent:
+        self, step: int, command: OpenGroup | SendWeights, is_unwanted: IsUnwanted | None = None
+    ) -> Done:
         """Carry out the command; give up as soon as it `is_unwanted`."""
         try:
             if isinstance(command, OpenGroup):
-                return GroupOpened(self._open(command))
+                return Done(step, address=self._open(command))
             self._send(command, is_unwanted)
-            return WeightsSent()
+            return Done(step)
         except (LightRLError, *OF_TORCH) as e:
             if not isinstance(e, LightRLError):
                 logger.exception("no broadcast")
             reason = first_line(e)
             self.leave(reason.removeprefix("broadcast: "))
-        if isinstance(command, OpenGroup):
-            return GroupOpened("", reason)
-        return WeightsSent(reason)
+            return Done(step, reason)
 
     def leave(self, why: str) -> None:
         """Leave the group, or stop listening for one."""

@@ -18,8 +18,8 @@ import torch
 from lightrl.engine.base import ReceiveWeights
 from lightrl.engine.member import Member
 from lightrl.messages.broadcasts import BroadcastGroup
-from lightrl.trainer.protocol import GroupOpened, OpenGroup, SendWeights
-from lightrl.trainer.rank.sender import Sender
+from lightrl.trainer.protocol import OpenGroup, SendWeights
+from lightrl.trainer.rank.sender import BroadcastSender
 from lightrl.weights.broadcast.membership import Membership
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from lightrl.weights.version.tensors import map_tensors
@@ -29,7 +29,7 @@ NAME, TIMEOUT_S = "race", 60.0
 
 class Rank:
     def __init__(self) -> None:
-        self._sender = Sender(torch.device("cpu"))
+        self._sender = BroadcastSender(torch.device("cpu"))
 
     def do(self, order: dict[str, Any]) -> dict[str, Any]:
         match order:
@@ -38,10 +38,10 @@ class Rank:
                 command = OpenGroup(host, Membership(group, TIMEOUT_S))
             case _:
                 command = SendWeights(VersionFile(**order["send"]), NAME)
-        answer = self._sender.perform(command)
+        answer = self._sender.perform(0, command)
         if answer.error:
             raise RuntimeError(answer.error)
-        return {"address": answer.address} if isinstance(answer, GroupOpened) else {}
+        return {"address": answer.address} if answer.address else {}
 
 
 class Engine:

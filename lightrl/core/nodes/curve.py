@@ -137,3 +137,8 @@ class LineFit:
         spread = self.xx / self.n - mean_x * mean_x
         together = self.xy / self.n - mean_x * mean_y
         return (together + weight * prior) / (max(0.0, spread) + weight)
+
+    def at(self, x: float) -> float:
+        mean_x, mean_y = self.means()
+        slope = self.slope(mean_y / mean_x, 0.01 * mean_x * mean_x)
+        return mean_y + min(max(0.0, slope), mean_y / mean_x) * (x - mean_x)

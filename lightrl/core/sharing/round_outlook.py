@@ -12,23 +12,21 @@ class Rest:
 
     # of each unfinished response, fewest first: tokens left
     left: list[float] = field(default_factory=list[float])
-    # tokens to train: of complete groups, and expected of open ones
-    done: int = 0
-    to_come: float = 0.0
+    # groups to train, soonest first: (tokens until complete, tokens to train)
+    groups: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     # finished responses, as a share of those launched
     finished: float = 0.0
     # peak of tokens in the caches, if all responses run from now on
     kv_tokens: float = 0.0
 
 
-def rest_of(round: Round, expect: LengthForecast, longest: int) -> Rest:
+def rest_of(round: Round, expect: LengthForecast, longest: int, gain: float) -> Rest:
     """Return the rest of a round in O(responses log responses). `longest`: tokens of the longest
     trained response of the last round of its kind; expected lengths are means, which the longest
     of many responses exceeds."""
     rest = Rest()
     running: list[tuple[float, int]] = []  # (tokens left, context)
-    open_groups: list[tuple[float, float]] = []  # (tokens until complete, tokens to train)
-    num_done = num_finished = num_launched = most_held = 0
+    num_finished = num_launched = most_held = 0
     for group in round.groups.values():
         lengths: list[tuple[float, float]] = []  # (tokens left, all tokens)
         num_launched += len(group.responses)
@@ -37,24 +35,23 @@ def rest_of(round: Round, expect: LengthForecast, longest: int) -> Rest:
             held = len(r.tokens)
             if r.state in {ResponseState.RUNNING, ResponseState.QUEUED}:
                 tokens = max(held + 1.0, expect(r))
+                rest.left.append((tokens - held) / (gain if r.has_history else 1.0))
                 running.append((tokens - held, len(group.prompt.tokens) // 4 + held))
                 lengths.append((tokens - held, tokens))
                 most_held = max(most_held, r.num_new)
             elif r.state is ResponseState.DONE:
                 lengths.append((0.0, held))
         if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED}:
-            num_done += 1
-            rest.done += sum(len(r.tokens) for r in group.kept)
+            rest.groups.append((0.0, sum(len(r.tokens) for r in group.kept)))
         elif group.state is GroupState.OPEN and lengths:
             kept = sorted(lengths)[: group.size]
-            open_groups.append((kept[-1][0], sum(tokens for _, tokens in kept)))
-    needed = sorted(open_groups)[: max(0, round.needed - num_done)]
-    rest.to_come = sum(tokens for _, tokens in needed)
+            rest.groups.append((kept[-1][0], sum(tokens for _, tokens in kept)))
+    rest.groups = sorted(rest.groups)[: round.needed]
     rest.finished = num_finished / max(1, num_launched)
     rest.kv_tokens = peak_context(running)
-    rest.left = sorted(left for left, _ in running)
     if rest.left:
-        last = max(needed[-1][0] if needed else 0.0, longest - most_held)
+        rest.left.sort()
+        last = max(rest.groups[-1][0] if rest.groups else 0.0, longest - most_held) / gain
         if round.races:  # nothing that runs longer is trained
             rest.left = [min(left, last) for left in rest.left]
         rest.left[-1] = max(rest.left[-1], last)

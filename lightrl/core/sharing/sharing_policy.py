@@ -235,19 +235,22 @@ class SharingPolicy:
     # The view of the rule
 
     def view(self, round: Round, now: float) -> View:
-        rest = rest_of(round, self._predictor.expect, self._longest.get(round.kind, 0))
         ready, updating = self._fleet.ready.values(), self._fleet.updating.values()
         gain = max((n.gain.tokens for n in ready if n.speculates), default=1.0)
+        rest = rest_of(round, self._predictor.expect, self._longest.get(round.kind, 0), gain)
         num_loading = sum(not n.shares for n in updating)
         others = [n for n in ready if not n.shares]
-        num_tokens = rest.done + rest.to_come
+        num_tokens = sum(tokens for _, tokens in rest.groups)
         train_s = self._training.at(num_tokens) / self._one_of if self._training.n else 0.0
+        token_s = train_s / max(1.0, num_tokens)
+        ready_s = token_s * sum(tokens for until, tokens in rest.groups if not until)
         step = self._step
         if step is None or step.opened_at != round.opened_at:
             others_now = len(others) + num_loading
             step = self._step = _Step(round.kind, round.opened_at, round.opened_at, others_now)
-        step.look(now, train_s * rest.done / max(1.0, num_tokens))
+        step.look(now, ready_s)
         step.others, step.share = len(others) + num_loading, self._devices.share_free
+        last = rest.left[-1] if rest.left else 1.0
         return View(
             kind=round.kind,
             opened_at=round.opened_at,
@@ -256,8 +259,12 @@ class SharingPolicy:
             others=others,
             released=[n for n in self._devices.nodes.values() if n.name in self.released],
             train_s=max(0.0, train_s - step.worked_s) if self._training.n else None,
+            groups=[
+                (0.0, max(0.0, ready_s - step.worked_s)),
+                *((min(1.0, until / last), token_s * tokens) for until, tokens in rest.groups if until),
+            ],
             switch_s=self._switch_s,
-            left=[tokens / gain for tokens in rest.left],
+            left=rest.left,
             kv_tokens=rest.kv_tokens,
             others_loading=num_loading,
             in_parts=not self._devices.are_whole,

@@ -45,6 +45,8 @@ class View:
     # training left that may overlap with the rollout, in seconds of all shared devices; None =
     # unknown
     train_s: float | None
+    # groups to train: (when it is complete, as a share of the rest of the rollout; seconds)
+    groups: Sequence[tuple[float, float]]
     # seconds from a decision until the devices work on the other side
     switch_s: float
     # engine steps left of each unfinished response, fewest first
@@ -229,6 +231,9 @@ class Window:
         self._memory = {(others, kind): seconds for others, kind, seconds in memory.known}
 
 
+WORTH = 0.01  # of the time left: the least saving by a delay
+
+
 class ForecastRule:
     """The rule "foreseen": release devices once the staying nodes need no longer than the trainer.
 
@@ -248,33 +253,44 @@ class ForecastRule:
         if view.train_s is None:  # no step was trained yet
             return NOTHING
         now_s, num_released = view.rest_s(view.now_sampling()), len(view.released)
-        ends_in = _ends_in(view, now_s, view.share(num_released))
+        ends_in, _ = _ends_in(view, now_s, view.share(num_released))
         if view.released:
             all_s = view.rest_s([*view.now_sampling(), *view.released])
-            if _ends_in(view, 2 * view.switch_s + all_s, view.unused) < ends_in:
+            if _ends_in(view, 2 * view.switch_s + all_s, view.unused)[0] < ends_in:
                 return Change(take_back=tuple(node.name for node in view.released))
-        going = view.sampling if view.others else half_of(view)
-        staying = view.without(going)
-        if not going or not view.fits(staying):
-            return NOTHING
-        rest_s = max(now_s, view.rest_s(staying))
-        share = view.share(num_released + len(going))
-        early_s = rest_s - view.switch_s - view.train_s / share
-        if early_s > 0:
-            return Change(look_at=now + early_s * now_s / rest_s)
-        if _ends_in(view, rest_s, share) >= ends_in:
-            return NOTHING
-        return Change(release=tuple(node.name for node in going))
+        look_at: float | None = None
+        half = view.emptiest(len(view.sampling) // 2) if view.in_parts and not view.released else []
+        for going in [view.sampling] * bool(view.others) + [half]:
+            staying = view.without(going)
+            if not going or not view.fits(staying):
+                continue
+            rest_s = max(now_s, view.rest_s(staying))
+            share = view.share(num_released + len(going))
+            then_s, idle_s = _ends_in(view, rest_s, share)
+            if then_s + view.switch_s >= ends_in:
+                continue
+            # Later is better if the trainer had to wait, and the others could do more meanwhile.
+            later_s = idle_s * now_s / rest_s
+            if idle_s - later_s > WORTH * ends_in:
+                look_at = look_at or now + later_s
+            else:
+                return Change(release=tuple(node.name for node in going))
+        return Change(look_at=look_at)
 
     def learn(self, step: StepTimes) -> None:
         """Ignore the step: `View` has the measurements."""
 
 
-def _ends_in(view: View, rest_s: float, share: float) -> float:
+def _ends_in(view: View, rest_s: float, share: float) -> tuple[float, float]:
     """Return seconds until the step is trained if nodes sample for `rest_s`, while `share` of the
-    devices trains after a switch; then all train."""
+    devices trains after a switch; then all train. Also the seconds in which the former wait."""
     assert view.train_s is not None
-    left_s = view.train_s - share * max(0.0, rest_s - view.switch_s)
-    if share >= 1:
-        return max(rest_s, view.switch_s + view.train_s)
-    return rest_s + (view.switch_s + left_s if left_s > 0 else 0.0)
+    clock, trained_s = view.switch_s, 0.0
+    if share:
+        for done, seconds in view.groups:
+            clock = max(clock, done * rest_s)
+            trained_s += min(seconds, share * max(0.0, rest_s - clock))
+            clock += seconds / share
+    idle_s = max(0.0, rest_s - view.switch_s) - trained_s / share if share else 0.0
+    switch_s = view.switch_s if share < 1 and trained_s < view.train_s else 0.0
+    return rest_s + view.train_s - trained_s + switch_s, idle_s

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeAlias
 
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.nodes.cost_model import Observed
-from lightrl.core.nodes.curve import LineFit
+from lightrl.core.nodes.line_fit import LineFit
 from lightrl.core.responses.length_predictor import Memory
 from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.sharing.planner import PlannerMemory

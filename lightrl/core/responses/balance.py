@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses import placement
-from lightrl.core.responses.placement import LengthForecast, taken_s, work_of, works_of
+from lightrl.core.responses.placement import LengthForecast, taken_s, works_of
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response
@@ -47,7 +47,7 @@ class Balance:
             self._stragglers = []  # then `look` considers all running responses
             return
         for node in self._table.roomy():
-            while self._stragglers and node.room > 0:
+            while self._stragglers and node.free > 0:
                 response = self._stragglers[-1]
                 if response.node is None:
                     self._stragglers.pop()
@@ -61,14 +61,15 @@ class Balance:
         source = response.node
         if source is None or source is to or not to.running or not to.speed.num_observed:
             return False
-        here = taken_s(work_of(response, source, self._expect), source, len(source.running))
-        there = taken_s(work_of(response, to, self._expect), to, len(to.running) + 1)
+        tokens = placement.remaining(response, self._expect)
+        here = taken_s(tokens, source, len(source.running))
+        there = taken_s(tokens, to, len(to.running) + 1)
         cost_s = placement.move_s(response, to, self._settings.chunk_tokens)
         return placement.pays(here, there, cost_s)
 
     def plan(self, now: float, has_ended: bool) -> None:
-        """Set the deadline of the next look: soon after a node got room without waiting work, or
-        became slow, and while work waits. A look examines all nodes. Runs after every event."""
+        """Set the deadline of the next look: soon after a node got room without waiting work, and
+        while work waits. A look examines all nodes. Runs after every event."""
         if has_ended or not self._settings.migration or not self._is_worth_a_look():
             self.deadline = None
         elif self.deadline is None:
@@ -120,12 +121,12 @@ def stragglers(
     if not slow:
         return []
     works = {n.name: works_of(n, foresee) for n in busy}
-    tokens = waiting_tokens + sum(w.steps for many in works.values() for w, _ in many)
-    done_s = tokens / sum(n.speed.curve.best_rate(n.slots) for n in nodes)
+    tokens = waiting_tokens + sum(left for many in works.values() for left, _ in many)
+    done_s = tokens / sum(n.slots / n.speed.step_s(n.slots) for n in nodes)
     late = [
-        (taken_s(w, n, len(n.running))[0], r.id, r)
+        (taken_s(left, n, len(n.running))[0], r.id, r)
         for n in busy
         if n.name in slow
-        for w, r in works[n.name]
+        for left, r in works[n.name]
     ]
     return [r for seconds, _, r in sorted(late, key=lambda x: x[:2]) if seconds > done_s]

@@ -20,7 +20,7 @@ class Rest:
     kv_tokens: float = 0.0
 
 
-def rest_of(round: Round, expect: LengthForecast, longest: int, gain: float) -> Rest:
+def rest_of(round: Round, expect: LengthForecast, longest: int) -> Rest:
     """Return the rest of a round in O(responses log responses). `longest`: tokens of the longest
     trained response of the last round of its kind; expected lengths are means, which the longest
     of many responses exceeds."""
@@ -35,7 +35,7 @@ def rest_of(round: Round, expect: LengthForecast, longest: int, gain: float) -> 
             held = len(r.tokens)
             if r.state in {ResponseState.RUNNING, ResponseState.QUEUED}:
                 tokens = max(held + 1.0, expect(r))
-                rest.left.append((tokens - held) / (gain if r.has_history else 1.0))
+                rest.left.append(tokens - held)
                 running.append((tokens - held, len(group.prompt.tokens) // 4 + held))
                 lengths.append((tokens - held, tokens))
                 most_held = max(most_held, r.num_new)
@@ -51,7 +51,7 @@ def rest_of(round: Round, expect: LengthForecast, longest: int, gain: float) -> 
     rest.kv_tokens = peak_context(running)
     if rest.left:
         rest.left.sort()
-        last = max(rest.groups[-1][0] if rest.groups else 0.0, longest - most_held) / gain
+        last = max(rest.groups[-1][0] if rest.groups else 0.0, longest - most_held)
         if round.races:  # nothing that runs longer is trained
             rest.left = [min(left, last) for left in rest.left]
         rest.left[-1] = max(rest.left[-1], last)

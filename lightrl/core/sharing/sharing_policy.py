@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightrl.core.log_entries import SharingMemory
-from lightrl.core.nodes.curve import LineFit
 from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.nodes.line_fit import LineFit
 from lightrl.core.nodes.scaling import TRAIN_METRICS
 from lightrl.core.responses.length_predictor import LengthPredictor
 from lightrl.core.responses.responses import ResponseTable
@@ -236,8 +236,7 @@ class SharingPolicy:
 
     def view(self, round: Round, now: float) -> View:
         ready, updating = self._fleet.ready.values(), self._fleet.updating.values()
-        gain = max((n.gain.tokens for n in ready if n.speculates), default=1.0)
-        rest = rest_of(round, self._predictor.expect, self._longest.get(round.kind, 0), gain)
+        rest = rest_of(round, self._predictor.expect, self._longest.get(round.kind, 0))
         num_loading = sum(not n.shares for n in updating)
         others = [n for n in ready if not n.shares]
         num_tokens = sum(tokens for _, tokens in rest.groups)
@@ -261,7 +260,7 @@ class SharingPolicy:
             train_s=max(0.0, train_s - step.worked_s) if self._training.n else None,
             groups=[
                 (0.0, max(0.0, ready_s - step.worked_s)),
-                *((min(1.0, until / last), token_s * tokens) for until, tokens in rest.groups if until),
+                *((until / last, token_s * tokens) for until, tokens in rest.groups if until),
             ],
             switch_s=self._switch_s,
             left=rest.left,

@@ -105,7 +105,7 @@ class View:
         share = [*self.left[-1 - count - count // 2 :: -count][::-1], self.left[-1]]
         per_s = 0.0
         for node in nodes:
-            turns = node.capacity
+            turns = node.slots
             mine = share
             if len(share) > turns:
                 mine = sorted(sum(share[k::turns]) for k in range(turns))

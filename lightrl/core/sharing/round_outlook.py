@@ -12,8 +12,9 @@ class Rest:
 
     # of each unfinished response, fewest first: tokens left
     left: list[float] = field(default_factory=list[float])
-    # groups to train, soonest first: (tokens until complete, tokens to train)
-    groups: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    # tokens to train: of complete groups, and expected of open ones
+    done: float = 0.0
+    to_come: float = 0.0
     # finished responses, as a share of those launched
     finished: float = 0.0
     # peak of tokens in the caches, if all responses run from now on
@@ -26,6 +27,7 @@ def rest_of(round: Round, expect: LengthForecast, longest: int) -> Rest:
     of many responses exceeds."""
     rest = Rest()
     running: list[tuple[float, int]] = []  # (tokens left, context)
+    groups: list[tuple[float, float]] = []  # (tokens until complete, tokens to train)
     num_finished = num_launched = most_held = 0
     for group in round.groups.values():
         lengths: list[tuple[float, float]] = []  # (tokens left, all tokens)
@@ -42,16 +44,18 @@ def rest_of(round: Round, expect: LengthForecast, longest: int) -> Rest:
             elif r.state is ResponseState.DONE:
                 lengths.append((0.0, held))
         if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED}:
-            rest.groups.append((0.0, sum(len(r.tokens) for r in group.kept)))
+            groups.append((0.0, sum(len(r.tokens) for r in group.kept)))
         elif group.state is GroupState.OPEN and lengths:
             kept = sorted(lengths)[: group.size]
-            rest.groups.append((kept[-1][0], sum(tokens for _, tokens in kept)))
-    rest.groups = sorted(rest.groups)[: round.needed]
+            groups.append((kept[-1][0], sum(tokens for _, tokens in kept)))
+    groups = sorted(groups)[: round.needed]
+    rest.done = sum(tokens for until, tokens in groups if not until)
+    rest.to_come = sum(tokens for until, tokens in groups if until)
     rest.finished = num_finished / max(1, num_launched)
     rest.kv_tokens = peak_context(running)
     if rest.left:
         rest.left.sort()
-        last = max(rest.groups[-1][0] if rest.groups else 0.0, longest - most_held)
+        last = max(groups[-1][0] if groups else 0.0, longest - most_held)
         if round.races:  # nothing that runs longer is trained
             rest.left = [min(left, last) for left in rest.left]
         rest.left[-1] = max(rest.left[-1], last)

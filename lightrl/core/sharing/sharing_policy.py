@@ -239,17 +239,15 @@ class SharingPolicy:
         rest = rest_of(round, self._predictor.expect, self._longest.get(round.kind, 0))
         num_loading = sum(not n.shares for n in updating)
         others = [n for n in ready if not n.shares]
-        num_tokens = sum(tokens for _, tokens in rest.groups)
+        num_tokens = rest.done + rest.to_come
         train_s = self._training.at(num_tokens) / self._one_of if self._training.n else 0.0
-        token_s = train_s / max(1.0, num_tokens)
-        ready_s = token_s * sum(tokens for until, tokens in rest.groups if not until)
+        ready_s = train_s * rest.done / max(1.0, num_tokens)
         step = self._step
         if step is None or step.opened_at != round.opened_at:
             others_now = len(others) + num_loading
             step = self._step = _Step(round.kind, round.opened_at, round.opened_at, others_now)
         step.look(now, ready_s)
         step.others, step.share = len(others) + num_loading, self._devices.share_free
-        last = rest.left[-1] if rest.left else 1.0
         return View(
             kind=round.kind,
             opened_at=round.opened_at,
@@ -258,10 +256,7 @@ class SharingPolicy:
             others=others,
             released=[n for n in self._devices.nodes.values() if n.name in self.released],
             train_s=max(0.0, train_s - step.worked_s) if self._training.n else None,
-            groups=[
-                (0.0, max(0.0, ready_s - step.worked_s)),
-                *((until / last, token_s * tokens) for until, tokens in rest.groups if until),
-            ],
+            ready_s=max(0.0, ready_s - step.worked_s),
             switch_s=self._switch_s,
             left=rest.left,
             kv_tokens=rest.kv_tokens,

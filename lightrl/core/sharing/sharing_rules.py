@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightrl.core.log_entries import WindowMemory
+from lightrl.core.responses.placement import PREFILL_TOKENS_PER_STEP
 from lightrl.core.state import Node, RoundKind
 
 KV_SHARE = 0.95  # of the caches, available to plans
@@ -45,8 +46,8 @@ class View:
     # training left that may overlap with the rollout, in seconds of all shared devices; None =
     # unknown
     train_s: float | None
-    # groups to train: (when it is complete, as a share of the rest of the rollout; seconds)
-    groups: Sequence[tuple[float, float]]
+    # the part of `train_s` for complete groups
+    ready_s: float
     # seconds from a decision until the devices work on the other side
     switch_s: float
     # engine steps left of each unfinished response, fewest first
@@ -231,49 +232,42 @@ class Window:
         self._memory = {(others, kind): seconds for others, kind, seconds in memory.known}
 
 
-WORTH = 0.01  # of the time left: the least saving by a delay
-
-
 class ForecastRule:
     """The rule "foreseen": release devices once the staying nodes need no longer than the trainer.
 
     With R the predicted seconds of the staying nodes for the unfinished responses, M the training
-    left, f the trainer's share of the devices after the release, and s the seconds of a switch,
-    devices are released as soon as
+    left, and s the seconds of a switch, all shared nodes are released where
 
-        R <= s + M / f
+        R <= s + M
 
-    so that the trainer does not run out of work, if the step then ends earlier than without the
-    release. All shared nodes are released where other nodes sample, else half of them (`half_of`).
-    Where nodes have left since, all released devices are taken back if the step then ends earlier.
-    No state is kept.
+    so that the trainer does not run out of work. While other nodes do not suffice, or where there
+    are none, half of the shared nodes is released, once. Either must save more than a switch,
+    though only complete groups count as work that is trained beside the rollout. All released
+    devices are taken back if the step then ends earlier: nodes have left.
     """
 
     def decide(self, view: View, now: float) -> Change:
         if view.train_s is None:  # no step was trained yet
             return NOTHING
         now_s, num_released = view.rest_s(view.now_sampling()), len(view.released)
-        ends_in, _ = _ends_in(view, now_s, view.share(num_released))
+        ends_in = _ends_in(view, now_s, view.share(num_released))
         if view.released:
             all_s = view.rest_s([*view.now_sampling(), *view.released])
-            if _ends_in(view, 2 * view.switch_s + all_s, view.unused)[0] < ends_in:
+            if _ends_in(view, 2 * view.switch_s + all_s, view.unused) < ends_in:
                 return Change(take_back=tuple(node.name for node in view.released))
         look_at: float | None = None
         half = view.emptiest(len(view.sampling) // 2) if view.in_parts and not view.released else []
-        for going in [view.sampling] * bool(view.others) + [half]:
+        for going in (view.sampling if view.others else [], half):
             staying = view.without(going)
             if not going or not view.fits(staying):
                 continue
-            rest_s = max(now_s, view.rest_s(staying))
-            share = view.share(num_released + len(going))
-            then_s, idle_s = _ends_in(view, rest_s, share)
-            if then_s + view.switch_s >= ends_in:
+            rest_s = max(now_s, view.rest_s(staying)) + _moved_s(going, staying)
+            early_s = rest_s - view.switch_s - view.train_s
+            if going is not half and early_s > 0:
+                look_at = now + early_s * now_s / rest_s
                 continue
-            # Later is better if the trainer had to wait, and the others could do more meanwhile.
-            later_s = idle_s * now_s / rest_s
-            if idle_s - later_s > WORTH * ends_in:
-                look_at = look_at or now + later_s
-            else:
+            share = view.share(num_released + len(going))
+            if _ends_in(view, rest_s, share) + view.switch_s < ends_in:
                 return Change(release=tuple(node.name for node in going))
         return Change(look_at=look_at)
 
@@ -281,16 +275,18 @@ class ForecastRule:
         """Ignore the step: `View` has the measurements."""
 
 
-def _ends_in(view: View, rest_s: float, share: float) -> tuple[float, float]:
+def _moved_s(going: Sequence[Node], staying: Sequence[Node]) -> float:
+    """Return seconds of the staying nodes to prefill the responses of the going ones."""
+    if not staying:
+        return 0.0
+    step_s = sum(node.speed.step_s(1) for node in staying) / len(staying)
+    held = sum(node.context for node in going)
+    return step_s * held / PREFILL_TOKENS_PER_STEP / len(staying)
+
+
+def _ends_in(view: View, rest_s: float, share: float) -> float:
     """Return seconds until the step is trained if nodes sample for `rest_s`, while `share` of the
-    devices trains after a switch; then all train. Also the seconds in which the former wait."""
+    devices trains what is complete after a switch; then all train."""
     assert view.train_s is not None
-    clock, trained_s = view.switch_s, 0.0
-    if share:
-        for done, seconds in view.groups:
-            clock = max(clock, done * rest_s)
-            trained_s += min(seconds, share * max(0.0, rest_s - clock))
-            clock += seconds / share
-    idle_s = max(0.0, rest_s - view.switch_s) - trained_s / share if share else 0.0
-    switch_s = view.switch_s if share < 1 and trained_s < view.train_s else 0.0
-    return rest_s + view.train_s - trained_s + switch_s, idle_s
+    left_s = view.train_s - min(view.ready_s, share * max(0.0, rest_s - view.switch_s))
+    return rest_s + left_s + (view.switch_s if share < 1 and left_s > 0 else 0.0)

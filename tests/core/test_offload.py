@@ -86,7 +86,8 @@ def test_half_is_released_once_while_the_others_do_not_suffice():
     v = view(switch_s=1.0)
     assert len(ForecastRule().decide(v, now=0.0).release) == 2
     assert ForecastRule().decide(replace(v, ready_s=1.0), now=0.0).release == ()
-    assert len(ForecastRule().decide(replace(v, others=[], left=evenly(6000.0)), 0.0).release) == 2
+    tail = replace(v, others=[], left=evenly(1000.0, 12, 890.0), switch_s=0.0)
+    assert len(ForecastRule().decide(tail, now=0.0).release) == 2
     again = view(shared=2, released=2, others=0, left=evenly(3000.0))
     assert ForecastRule().decide(again, now=0.0).release == ()
 
@@ -97,7 +98,7 @@ def test_a_release_must_save_more_than_a_switch():
     assert ForecastRule().decide(replace(few, switch_s=3.0), now=0.0) == NOTHING
     for node in few.sampling:
         node.context = 300_000  # tokens to prefill
-    assert ForecastRule().decide(few, now=0.0) == NOTHING
+    assert ForecastRule().decide(few, now=0.0).release == ()
 
 
 def test_caches_that_do_not_hold_the_rest_keep_the_nodes():
@@ -127,7 +128,7 @@ def test_released_nodes_come_back_when_the_others_vanish():
 
 def test_nothing_is_foreseen_of_a_trainer_that_has_not_trained_and_little_without_work():
     assert ForecastRule().decide(view(train_s=None), now=0.0) == NOTHING
-    assert ForecastRule().decide(view(train_s=0.0), now=0.0) == NOTHING
+    assert ForecastRule().decide(view(train_s=0.0, ready_s=0.0), now=0.0).release == ()
 
 
 # Window

@@ -15,7 +15,7 @@ PRIOR_BATCH, PRIOR_STEPS = 32, 4.0  # the prior counts as so many observed steps
 MEMORY_STEPS = 128.0  # after which an observed step counts e times less
 # Of batches (relative, squared): with less the prior determines the slope, since contexts grow while
 # batches shrink.
-SPREAD = 0.5
+SPREAD = 0.2
 LEAST_BASE = 0.05  # of a step with the mean batch
 ERROR, LEAST_ERROR = 0.1, 0.02  # relative error of a step: without observations, and at least
 

@@ -94,17 +94,13 @@ def test_a_step_is_learned_as_it_was():
     assert d.core.scaling.forecast() is None
     sample(d)
     [work] = d.core.scaling.learned.kinds.values()
-    assert (work.num, work.total, work.mean, work.alone_s) == (
-        1,
-        32.0,
-        8.0,
-        pytest.approx(8.0, rel=0.15),
-    )
+    assert (work.num, work.total, work.mean) == (1, 32.0, 8.0)
+    assert work.alone_s == pytest.approx(8.0, rel=0.15)
     forecast = d.core.scaling.forecast()
     assert forecast is not None
     # 32 s of tokens, 1 s until the version was published; loading took no time
-    assert forecast.step_s(0) == pytest.approx(33.0)
-    assert forecast.step_s(1) == pytest.approx(17.0)
+    assert forecast.step_s(0) == pytest.approx(33.0, rel=0.15)
+    assert forecast.step_s(1) == pytest.approx(17.0, rel=0.15)
     assert forecast.step_s(100) == pytest.approx(9.0)
     assert (forecast.samplers, forecast.reserved) == (1, 2)
 

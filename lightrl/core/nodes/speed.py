@@ -13,7 +13,7 @@ PRIOR_STEP_S = 0.02  # before the first chunk of a node
 PRIOR_HALF_BATCH = 128  # responses at which an engine step takes twice as long as with one
 PRIOR_BATCH, PRIOR_STEPS = 32, 4.0  # the prior counts as so many observed steps with this batch
 MEMORY_STEPS = 128.0  # after which an observed step counts e times less
-# Of batches (relative, squared): with less the prior determines the slope, since contexts grow while
+# Of batches (relative, squared): with less the prior determines the slope, as contexts grow while
 # batches shrink.
 SPREAD = 0.2
 LEAST_BASE = 0.05  # of a step with the mean batch

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import keys
 from lightrl.keys import is_here_only, join_hint, reachable
 from lightrl.launch.local import join_lines
 from lightrl.system import addresses
@@ -33,7 +32,7 @@ def test_a_run_that_listens_on_loopback_says_what_to_set():
 
 
 def test_a_run_that_listens_everywhere_names_the_address_that_others_reach(monkeypatch):
-    monkeypatch.setattr(joining, "own_host", lambda: "10.1.2.3")
+    monkeypatch.setattr(keys, "own_host", lambda: "10.1.2.3")
     address = reachable("tcp://0.0.0.0:5600")
     command = "lightrl up --join tcp://10.1.2.3:5600 --key /runs/one/join"
     assert join_lines(address, "tcp://0.0.0.0:*", RUN) == [f"join it from elsewhere: {command}"]
@@ -54,7 +53,7 @@ def test_a_run_that_listens_everywhere_names_the_address_that_others_reach(monke
     ],
 )
 def test_loopback_is_never_named_for_elsewhere(monkeypatch, own, address, bind):
-    monkeypatch.setattr(joining, "own_host", lambda: own)
+    monkeypatch.setattr(keys, "own_host", lambda: own)
     lines = [*join_lines(reachable(address), bind, RUN), join_hint(address, bind, KEY)]
     for line in lines:
         if "elsewhere" in line or "on another machine" in line:

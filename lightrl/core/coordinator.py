@@ -231,7 +231,7 @@ class Coordinator:
         if self.shutdown.has_begun:
             return
         if nodes := self.table.nodes_with_room():
-            room = sum(n.room for n in nodes)
+            room = sum(n.free for n in nodes)
             waiting = self.group_filter.pop_waiting(min(room, self._num_unreserved(nodes)))
             placed = placement.assign(waiting, nodes, self._expect)
             self.table.generate(placed)

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeAlias
 
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.nodes.cost_model import Observed
-from lightrl.core.nodes.curve import LineFit
+from lightrl.core.nodes.line_fit import LineFit
 from lightrl.core.responses.length_predictor import Memory
 from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.sharing.planner import PlannerMemory
@@ -60,17 +60,6 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundShape:
-    """The lengths of a round's responses, and when its groups were complete; in tokens."""
-
-    # raw int32
-    lengths: bytes = b""
-    ends: tuple[int, ...] = ()
-    # of the trained responses
-    longest: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class WindowMemory:
     """State of the rule "window", by kind of round."""
 
@@ -81,16 +70,14 @@ class WindowMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
-    """Example: SharingMemory((0.6, 0.7), rounds={"short": RoundShape(...)})"""
+    """Example: SharingMemory(0.6, longest={"short": 4096})"""
 
-    # seconds of the last switches
-    switches: tuple[float, ...] = ()
+    # mean seconds of a switch; 0 = unknown
+    switch_s: float = 0.0
     # seconds of the trainer, by tokens of a step
     training: LineFit = field(default_factory=LineFit)
-    # the last ones, by kind
-    rounds: dict[str, RoundShape] = field(default_factory=dict[str, RoundShape])
-    # (seconds of all nodes that sampled, of training) of the last steps, by kind
-    work: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    # tokens of the longest trained response of the last round, by kind
+    longest: dict[str, int] = field(default_factory=dict[str, int])
     window: WindowMemory = field(default_factory=WindowMemory)
 
 

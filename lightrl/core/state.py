@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.nodes.chunk_stats import ChunkWindow, Gain
 from lightrl.core.nodes.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages.load import Load
@@ -391,11 +390,10 @@ class Node:
     num_tokens: int = 0
     # learned from its chunks
     speed: Speed = field(default_factory=Speed)
-    # likewise, if the node speculates
-    gain: Gain = field(default_factory=Gain)
     # relative share of the work, set when the node becomes UPDATING or READY
     share: float = 0.0
-    chunks: ChunkWindow = field(default_factory=ChunkWindow)
+    # when its running responses have sent their last tokens
+    chunk_at: float | None = None
     # tokens, prompts included, that the responses running here hold
     context: int = 0
 
@@ -416,39 +414,10 @@ class Node:
     def free(self) -> int:
         return self.slots - len(self.running)
 
-    @property
-    def capacity(self) -> int:
-        """Most responses to run concurrently: at most `slots`, and at most the batch at which
-        throughput falls off."""
-        return self.speed.peak(self.slots)
-
-    @property
-    def room(self) -> int:
-        return self.capacity - len(self.running)
-
-    @property
-    def speculates(self) -> bool:
-        """Whether its engine samples more than one token per step of responses with history."""
-        return self.load.drafting is not None and self.gain.tokens > 1.0
-
-    def gain_of(self, response: Response) -> float:
-        """Return the tokens of a response in an engine step at this node. History moves along."""
-        return self.gain.tokens if self.speculates and response.has_history else 1.0
-
-    def add_tokens(self, response: Response, num_tokens: int, goes_on: bool) -> None:
-        """Count new tokens of a response in the current chunk."""
-        self.num_tokens += num_tokens
-        if self.load.drafting is not None:
-            is_whole = goes_on and response.token_attempt == response.attempt
-            self.gain.observe(response.has_history, num_tokens, is_whole)
-            response.token_attempt = response.attempt
-
-    def observe(self, now: float, batch: int, context: int, num: int, num_tokens: int) -> None:
-        """Observe a chunk: `num_tokens` of `num` of the `batch` running responses, which held
-        `context` tokens before."""
+    def observe(self, now: float, batch: int, num_tokens: int) -> None:
+        """Observe a chunk of `num_tokens` of the `batch` responses that ran."""
         self.context += num_tokens
-        steps = num_tokens / self.gain.close()
-        if batch and num_tokens and (step := self.chunks.add(now, batch, num, steps)):
-            self.speed.observe(*step, context + num_tokens / 2)
-        if not self.running:
-            self.chunks.pause()
+        self.num_tokens += num_tokens
+        if batch and self.chunk_at is not None and now >= self.chunk_at:
+            self.speed.observe(batch, now - self.chunk_at, num_tokens / batch)
+        self.chunk_at = now if self.running else None

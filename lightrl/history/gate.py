@@ -10,7 +10,7 @@ costs little, and widths that keep losing are tried more and more rarely. Reads 
 from dataclasses import dataclass, field
 from math import log2
 
-from lightrl.core.nodes.curve import LineFit
+from lightrl.core.nodes.line_fit import LineFit
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # candidates: drafted tokens of a response
 MEMORY = 0.9  # weight of the old value against one new observation

@@ -20,12 +20,11 @@ from lightrl.core.events import (
     ResponseScored,
     ShardLeft,
 )
-from lightrl.core.nodes.chunk_stats import ENOUGH_STEPS, MOST, ChunkWindow
-from lightrl.core.nodes.speed import size_of
 from lightrl.core.state import Node
 from lightrl.messages.responses import Abort, Generate, ResponseRequest, TokenChunk
 from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsReady
+from lightrl.metrics.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow, size_of
 
 MAX_STARTS = 32  # stored of a node in a step
 MAX_ALL_STARTS = 1024  # stored of all nodes together; at least one of each

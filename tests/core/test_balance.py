@@ -40,27 +40,8 @@ def test_gain_must_exceed_the_prefill_and_twice_the_error():
 def test_small_gain_between_nodes_that_are_well_known_pays_and_between_others_does_not():
     nodes, _ = two_nodes(learned(0.022), learned(0.02))
     assert moves(nodes, lambda _: 2000.0) != []
-    nodes, _ = two_nodes(learned(0.022, noise=0.4, count=4), learned(0.02, noise=0.4, count=4))
+    nodes, _ = two_nodes(Speed(0.022, 0.0, num_observed=1), Speed(0.02, 0.0, num_observed=1))
     assert moves(nodes, lambda _: 2000.0) == []
-
-
-def test_nothing_moves_to_a_node_that_is_full_up_to_its_cliff():
-    def cliff() -> Speed:
-        speed = Speed()
-        for _ in range(40):
-            for batch in range(16, 0, -1):
-                speed.observe(batch, 0.02 if batch < 8 else 0.1)
-        return speed
-
-    responses = waiting(12)
-    full, busy = node("a", slots=16, running=responses[:7]), node("b", slots=16, running=[])
-    for r in responses[7:]:
-        busy.running[r.id], r.node = r, busy
-    full.speed, busy.speed = cliff(), learned(0.2)
-    assert full.room <= 0
-    assert moves([full, busy], lambda _: 1000.0) == []
-    full.speed = learned(0.02)
-    assert moves([full, busy], lambda _: 1000.0) != []
 
 
 def decode(d: Driver, name: str, step_s: float, count: int, tokens: int = 1) -> None:

@@ -6,7 +6,7 @@ import pytest
 from lightrl.core.commands import Command, Send
 from lightrl.core.events import MessageArrived, NodeLeft, NodeLost
 from lightrl.core.sharing.shared_devices import SharedDevices
-from lightrl.core.sharing.sharing_rules import Change, ScaleDown
+from lightrl.core.sharing.sharing_rules import Change, half_of
 from lightrl.messages.nodes import Welcome
 from lightrl.messages.responses import Generate
 from lightrl.messages.sharing import SetDevices
@@ -162,11 +162,11 @@ def test_a_part_is_free_when_all_that_use_it_sleep():
 def test_rules_release_whole_parts():
     d, _ = in_parts({"a": 0, "b": 1, "c": 1, "e": 1})
     view = d.core.policy.view(d.round, d.now)
-    assert [o.node.name for o in view.emptiest(2)] == ["a"]
-    assert [o.node.name for o in view.emptiest(3)] in (["a"], ["b", "c", "e"])
-    assert {o.node.name for o in view.emptiest(4)} == set("abce")
+    assert [node.name for node in view.emptiest(2)] == ["a"]
+    assert [node.name for node in view.emptiest(3)] in (["a"], ["b", "c", "e"])
+    assert {node.name for node in view.emptiest(4)} == set("abce")
     view.finished = 0.3
-    assert ScaleDown().decide(view).release == ("a",)
+    assert [node.name for node in half_of(view)] == ["a"]
 
 
 def test_parts_of_several_trainer_nodes_are_numbered_as_their_ranks_are():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightrl.core.nodes.curve import LineFit
+from lightrl.core.nodes.line_fit import LineFit
 
 
 def fitted(points: list[tuple[float, float]], keep: float = 1.0) -> LineFit:

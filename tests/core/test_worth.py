@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from lightrl.core.nodes.cost_model import Engine, Forecast, Prices, StepWork
-from lightrl.core.sharing.sharing_rules import best_window_s
 
 # 10 ms a step and 0.1 ms for each response in it; 10 at once
 ENGINE = Engine(base=0.01, slope=0.0001, slots=10)
@@ -15,6 +14,10 @@ ENGINE = Engine(base=0.01, slope=0.0001, slots=10)
 WORK = StepWork(
     num=1, total=20_000, mean=100, alone_s=4.04, arrivals=(0.25, 0.5, 1.0), over_s=2.0, rest_s=0.5
 )
+
+
+def best_window_s(work_s: float, train_s: float, shared: int, others: float) -> float:
+    return max(0.0, (work_s - others * train_s) / (shared + others))
 
 
 def forecast(

@@ -37,7 +37,7 @@ class Whim:
             if view.in_parts and self._rng.random() < 0.5:
                 going = going[: len(going) // 2]
             self.num_released += len(going)
-            return Change(release=tuple(o.node.name for o in going))
+            return Change(release=tuple(node.name for node in going))
         if draw > 0.6 and view.released:
             self.num_taken_back += len(view.released)
             return Change(take_back=tuple(node.name for node in view.released))

@@ -8,10 +8,8 @@ removes a node requeues its work.
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
-from statistics import fmean
 
 from lightrl.core.commands import Admit, Outbox
-from lightrl.core.nodes.chunk_stats import Gain
 from lightrl.core.nodes.speed import Speed
 from lightrl.core.settings import Settings
 from lightrl.core.sharing.shared_devices import SharedDevices, way_to_side, why_not_shared
@@ -99,7 +97,6 @@ class Fleet:
             self._send_sources_to(owed, but=known)
             self._apply_hello(known, hello)
             return
-        speed, gain = self._typical()
         node = Node(
             name=hello.node,
             incarnation=hello.incarnation,
@@ -109,8 +106,7 @@ class Fleet:
             pid=hello.pid,
             host=hello.host,
             joined_at=now,
-            speed=speed,
-            gain=gain,
+            speed=self._typical_speed(),
             number=self.num_joined,
             shares=hello.shares if "rollout" in hello.roles else "",
             part=hello.part,
@@ -160,13 +156,12 @@ class Fleet:
             node.reported_at = now
             node.num_workers, node.is_saving = heartbeat.num_workers, heartbeat.is_saving
 
-    def _typical(self) -> tuple[Speed, Gain]:
-        """The mean speed and gain of some nodes, expected of a new one. Between two steps nodes
-        load or sleep."""
+    def _typical_speed(self) -> Speed:
+        """Return the mean speed of some nodes, expected of a new one. Between two steps nodes load
+        or sleep."""
         there = (self.ready, self.updating, self.devices.nodes)
-        some = list(islice(chain.from_iterable(d.values() for d in there), SPEED_SAMPLE))
-        gains = [n.gain.tokens for n in some if n.speed.num_observed]
-        return Speed.like(n.speed for n in some), Gain(fmean(gains)) if gains else Gain()
+        some = islice(chain.from_iterable(d.values() for d in there), SPEED_SAMPLE)
+        return Speed.like(n.speed for n in some)
 
     def remove(self, name: str) -> None:
         node = self.nodes.pop(name, None)
@@ -215,7 +210,7 @@ class Fleet:
             self.share_updating += node.share
         elif to is NodeState.READY and "rollout" in node.roles:
             if not node.speed.num_observed:  # others were, since it joined
-                node.speed, node.gain = self._typical()
+                node.speed = self._typical_speed()
             node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
             self.ready[node.name] = node
             self.share_ready += node.share

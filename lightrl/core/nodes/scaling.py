@@ -115,8 +115,7 @@ class Scaling:
             return
         seen.rollout_s, seen.nodes = seconds, (self._node_s - seen.node_s) / seconds
         seen.others = (self._other_s - seen.other_s) / seconds
-        gain = self._gain()
-        steps = [r.num_new / gain for g in round.groups.values() for r in g.responses]
+        steps = [float(r.num_new) for g in round.groups.values() for r in g.responses]
         mean, longest = fmean(steps), max(steps)
         if not mean:
             return
@@ -172,12 +171,7 @@ class Scaling:
         # A round passes all batch sizes up to the capacity: use the line over them. The curve at
         # the largest batch alone overestimates the gain of one more node by 14 %.
         base, slope = fmean(n.speed.base for n in known), fmean(n.speed.slope for n in known)
-        self.learned.engine = Engine(base, slope, max(1.0, fmean(n.capacity for n in known)))
-
-    def _gain(self) -> float:
-        """Return the mean tokens of a response in an engine step of nodes that draft; else 1."""
-        gains = [n.gain.tokens for n in self._fleet.ready.values() if n.speculates]
-        return fmean(gains) if gains else 1.0
+        self.learned.engine = Engine(base, slope, max(1.0, fmean(n.slots for n in known)))
 
     # How many nodes
 

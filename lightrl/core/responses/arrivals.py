@@ -29,6 +29,7 @@ class Arrivals:
     _outbox: Outbox
     # of the current chunk
     _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
+    _num_tokens: int = field(default=0, init=False)
 
     def accept(self, node: Node, chunk: TokenChunk, now: float) -> str | None:
         """Accept the new part of a chunk; return the reason if its sender cannot be trusted."""
@@ -36,9 +37,8 @@ class Arrivals:
         if chunk.digest not in self._fleet.digests.get(version, ()):
             table.counters.bad_chunks += 1
             return f"sent tokens of version {version} with an unconfirmed digest"
-        batch, context, before = len(node.running), node.context, node.num_tokens
-        problem = None
-        self._taken = []
+        batch, problem = len(node.running), None
+        self._taken, self._num_tokens = [], 0
         for item in chunk.responses:
             response = table.responses.get(item.response)
             if response is None or not (
@@ -51,11 +51,8 @@ class Arrivals:
                 break
         if self._taken:
             self._outbox.record(TokensTaken(version, tuple(self._taken)))
-        num_tokens = node.num_tokens - before
-        node.observe(now, batch, context, len(self._taken), num_tokens)
-        if node.speed.has_become_slow():
-            table.mark_slow()
-        table.counters.count_tokens(num_tokens, table.is_evaluating)
+        node.observe(now, batch, self._num_tokens)
+        table.counters.count_tokens(self._num_tokens, table.is_evaluating)
         return problem
 
     def _extend(
@@ -89,7 +86,7 @@ class Arrivals:
             if held > group.max_response_tokens:
                 return f"sent more than {group.max_response_tokens} tokens for one response"
             _append(response, version, data, logprobs)
-            node.add_tokens(response, num_new, finish is None)
+            self._num_tokens += num_new
             self._taken.append(item)
         elif finish is not None and finish != "abort":
             self._taken.append(item)

@@ -1,12 +1,9 @@
 """Choose the nodes of responses and the responses that move. Pure functions of a view of the nodes.
 
 Both decisions use one estimate, `Outlook`: when a node will have finished its responses. A node
-decodes its responses in lock step, and a step takes longer with more responses (`Speed`, a curve
-learned from its chunks) and with more context. A response with n remaining tokens takes n / gain
-steps: a step samples one token, or more where the node speculates and the response has a history to
-draft from (`Gain`, also learned from chunks). The sum over the steps until the last response is
-done accounts for slow nodes, for the cost of a long response alone and among others, and for
-batches so large that another node is better.
+decodes its responses in lock step, and a step takes longer with more responses (`Speed`, learned
+from its chunks). The sum over the steps until the last response is done accounts for slow nodes,
+and for the cost of a long response alone and among others.
 """
 
 import heapq
@@ -29,60 +26,36 @@ SURE = 2.0  # standard errors of the speeds that a gain must exceed
 SAME_LENGTH = 1.25  # predicted lengths that differ by less are placed by the same order of nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Remaining work of a response at a node."""
-
-    tokens: float
-    # of the engine
-    steps: float
-
-
 @dataclass(slots=True)
 class Outlook:
     """Predicted remaining work of a node."""
 
     node: Node
-    # steps of each of its responses, fewest first
+    # tokens of each of its responses, fewest first
     left: list[float]
 
     @property
     def running(self) -> int:
         return len(self.left)
 
-    def finishes_in(self, more: Work | None = None) -> float:
-        """Return the seconds until all responses are done, with one `more` if given."""
+    def finishes_in(self, more: float | None = None) -> float:
+        """Return the seconds until all responses are done, with one of `more` tokens if given."""
         left = self.left
         if more is not None:
-            at = bisect(left, more.steps)
-            left = [*left[:at], more.steps, *left[at:]]
+            at = bisect(left, more)
+            left = [*left[:at], more, *left[at:]]
         return self.node.speed.finishes_in(left)
 
-    def key(self, more: Work) -> tuple[float, int, str]:
+    def key(self, more: float) -> tuple[float, int, str]:
         """Return the sort key of a node for one more response; of equal nodes the emptier wins."""
         return self.finishes_in(more), self.running, self.node.name
 
-    def add(self, work: Work) -> None:
-        insort(self.left, work.steps)
+    def add(self, tokens: float) -> None:
+        insort(self.left, tokens)
 
 
 def outlook(node: Node, foresee: LengthForecast) -> Outlook:
-    """Return the outlook of a node, as by `work_of`, but without an object for each response."""
-    left: list[float] = []
-    gain = node.gain.tokens if node.speculates else 0.0
-    for r in node.running.values():
-        tokens = _remaining(r, foresee)
-        left.append(tokens / gain if gain and r.has_history else tokens)
-    left.sort()
-    return Outlook(node, left)
-
-
-def work_of(response: Response, node: Node, foresee: LengthForecast) -> Work:
-    return _work(response, node, _remaining(response, foresee))
-
-
-def _work(response: Response, node: Node, tokens: float) -> Work:
-    return Work(tokens, tokens / node.gain_of(response))
+    return Outlook(node, sorted(remaining(r, foresee) for r in node.running.values()))
 
 
 def assign(
@@ -90,34 +63,30 @@ def assign(
 ) -> list[tuple[Response, Node]]:
     """Return (response, node) for as many of `responses`, in order, as `nodes` have room for.
 
-    Credit-based: a node never holds more than its capacity, the rest waits. Each response goes to
-    the node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name
-    breaks ties, so runs are reproducible. With the longest first this is Graham's greedy rule
-    (1969). O(responses log nodes + nodes log(longest / shortest) + running responses) if sorted by
-    length.
+    Credit-based: a node never holds more than its slots, the rest waits. Each response goes to the
+    node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name breaks
+    ties, so runs are reproducible. With the longest first this is Graham's greedy rule (1969).
+    O(responses log nodes + nodes log(longest / shortest) + running responses) if sorted by length.
     """
-    outlooks = {n.name: outlook(n, foresee) for n in nodes if n.room > 0} if responses else {}
-    most = {name: o.node.capacity for name, o in outlooks.items()}
-    order: list[tuple[float, int, str]] = []  # a heap of nodes with free slots, as of `ranked`
-    ranked = 0.0  # tokens
+    outlooks = {n.name: outlook(n, foresee) for n in nodes if n.free > 0} if responses else {}
     placed: list[tuple[Response, Node]] = []
+    heap: list[tuple[float, int, str]] = []
+    heap_tokens = 0.0  # for which the keys of the heap hold, nearly
     for response in responses:
-        tokens = _remaining(response, foresee)
-        if not ranked / SAME_LENGTH <= tokens <= ranked:
-            free = (o for o in outlooks.values() if o.running < most[o.node.name])
-            order = [o.key(_work(response, o.node, tokens)) for o in free]
-            heapq.heapify(order)
-            ranked = tokens
-        if not order:
+        tokens = remaining(response, foresee)
+        if not heap_tokens / SAME_LENGTH <= tokens <= heap_tokens:
+            free = (o for o in outlooks.values() if o.running < o.node.slots)
+            heap, heap_tokens = [o.key(tokens) for o in free], tokens
+            heapq.heapify(heap)
+        if not heap:
             break
-        best = outlooks[order[0][-1]]
-        work = _work(response, best.node, tokens)
+        best = outlooks[heap[0][-1]]
         placed.append((response, best.node))
-        best.add(work)
-        if best.running < most[best.node.name]:
-            heapq.heapreplace(order, best.key(work))
+        best.add(tokens)
+        if best.running < best.node.slots:
+            heapq.heapreplace(heap, best.key(tokens))
         else:
-            heapq.heappop(order)
+            heapq.heappop(heap)
     return placed
 
 
@@ -126,7 +95,7 @@ def moves(
 ) -> list[tuple[Response, Node]]:
     """Return (response, target) of running responses to move, when no response waits for a slot.
 
-    From the node that finishes last, the response with most steps moves to the node that would
+    From the node that finishes last, the longest response moves to the node that would
     finish it first, as long as that pays and the target does not become the last node. The cost of
     earlier moves to a node is included. O((nodes + moves) log nodes + running responses).
     """
@@ -137,13 +106,13 @@ def moves(
     idle = [(ends[n] + o.node.speed.step_s(o.running + 1), n) for n, o in outlooks.items()]
     heapq.heapify(last)
     heapq.heapify(idle)
-    candidates: dict[str, list[tuple[Work, Response]]] = {}  # most steps last
+    candidates: dict[str, list[tuple[float, Response]]] = {}  # most tokens last
     moved: list[tuple[Response, Node]] = []
     while last and idle:
         _, source_name = last[0]
         _, target_name = idle[0]
         source, target = outlooks[source_name], outlooks[target_name]
-        if target.running >= target.node.capacity or target_name == source_name:
+        if target.running >= target.node.slots or target_name == source_name:
             heapq.heappop(idle)
             continue
         if source_name not in candidates:
@@ -151,19 +120,18 @@ def moves(
         if not candidates[source_name]:
             heapq.heappop(last)
             continue
-        work, response = candidates[source_name][-1]
+        tokens, response = candidates[source_name][-1]
         cost = move_s(response, target.node, chunk_tokens)
         spent_s = cost_s[target_name] + cost
-        there = _work(response, target.node, work.tokens)
-        arrives = spent_s + target.finishes_in(there)
-        here_s = taken_s(work, source.node, source.running)
-        there_s = taken_s(there, target.node, target.running + 1)
+        arrives = spent_s + target.finishes_in(tokens)
+        here_s = taken_s(tokens, source.node, source.running)
+        there_s = taken_s(tokens, target.node, target.running + 1)
         if not pays(here_s, there_s, spent_s) or arrives >= source.finishes_in():
             break
         candidates[source_name].pop()
         moved.append((response, target.node))
         cost_s[target_name] += cost
-        target.add(there)
+        target.add(tokens)
         del source.left[-1]
         heapq.heapreplace(last, (-source.finishes_in(), source_name))
         step_s = target.node.speed.step_s(target.running + 1)
@@ -171,11 +139,11 @@ def moves(
     return moved
 
 
-def taken_s(work: Work, node: Node, batch: int) -> tuple[float, float]:
-    """Return the seconds until `work` is done in a constant batch of that size, and their standard
-    error."""
-    seconds = work.steps * node.speed.step_s(batch)
-    return seconds, seconds * node.speed.error(batch)
+def taken_s(tokens: float, node: Node, batch: int) -> tuple[float, float]:
+    """Return the seconds until `tokens` are sampled in a constant batch of that size, and their
+    standard error."""
+    seconds = tokens * node.speed.step_s(batch)
+    return seconds, seconds * node.speed.error
 
 
 def pays(here: tuple[float, float], there: tuple[float, float], cost_s: float) -> bool:
@@ -190,11 +158,11 @@ def move_s(response: Response, to: Node, chunk_tokens: int) -> float:
     return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
 
 
-def works_of(node: Node, foresee: LengthForecast) -> list[tuple[Work, Response]]:
-    """Return the remaining work of a node by response, most steps last."""
-    works = [(work_of(r, node, foresee), r) for r in node.running.values()]
-    return sorted(works, key=lambda w: (w[0].steps, w[1].id))
+def works_of(node: Node, foresee: LengthForecast) -> list[tuple[float, Response]]:
+    """Return the remaining tokens of a node's responses, most tokens last."""
+    works = [(remaining(r, foresee), r) for r in node.running.values()]
+    return sorted(works, key=lambda w: (w[0], w[1].id))
 
 
-def _remaining(response: Response, foresee: LengthForecast) -> float:
+def remaining(response: Response, foresee: LengthForecast) -> float:
     return max(1.0, foresee(response) - len(response.tokens))

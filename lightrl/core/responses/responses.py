@@ -32,7 +32,6 @@ class ResponseTable:
         self._fleet = fleet
         self._outbox = outbox
         self._is_dirty = False  # work was added, or slots of nodes outside `_freed` became free
-        self._has_slowed = False  # whether a node became slow since the last look
         self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
 
     # Rounds
@@ -102,7 +101,7 @@ class ResponseTable:
         """Return the same nodes as `nodes_with_room`, any number of times."""
         ready = self._fleet.ready
         nodes = ready.values() if self._is_dirty else self._freed.values()
-        return [n for n in nodes if n.room > 0 and ready.get(n.name) is n]
+        return [n for n in nodes if n.free > 0 and ready.get(n.name) is n]
 
     def mark_free(self, node: Node) -> None:
         """Record that a node has more room than before."""
@@ -112,15 +111,10 @@ class ResponseTable:
         """Record that work reserved for a loading node is free for the others."""
         self._is_dirty = True
 
-    def mark_slow(self) -> None:
-        """Record that a node has become slow: other nodes may have room for its responses."""
-        self._has_slowed = True
-
     @property
     def has_idle_room(self) -> bool:
-        """Whether a node got room or became slow while no response waits: other nodes may have too
-        much work."""
-        if not (self._freed or self._has_slowed) or self.queue or len(self._fleet.ready) < 2:
+        """Whether a node got room while no response waits: other nodes may have too much work."""
+        if not self._freed or self.queue or len(self._fleet.ready) < 2:
             return False
         return any(r.num_open for r in self.rounds)
 
@@ -129,7 +123,6 @@ class ResponseTable:
         nodes = self._fleet.ready.values()
         busy = any(n.running for n in nodes)
         self._freed = {n.name: n for n in nodes if busy and not n.running}
-        self._has_slowed = False
 
     # Work that runs
 
@@ -188,7 +181,7 @@ class ResponseTable:
             self.num_running -= 1
             self._freed[node.name] = node
             if not node.running:
-                node.chunks.pause()
+                node.chunk_at = None
 
     def reconcile(self, node: Node, claims: dict[str, int], is_ready: bool) -> int:
         """Compare with the attempts by response that a reconnected node reports; return how many

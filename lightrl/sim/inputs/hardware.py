@@ -17,8 +17,8 @@ from pydantic import (
     with_config,
 )
 
-from lightrl.core.nodes.curve import Curve
 from lightrl.messages.load import StepCosts
+from lightrl.sim.inputs.curve import Curve
 
 MIN_STEP_S = 1e-6
 STRICT = ConfigDict(extra="forbid")

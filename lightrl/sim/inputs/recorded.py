@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, cast
 
 from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.config.schema import Config
-from lightrl.core.nodes.curve import Curve
 from lightrl.errors import SimError
 from lightrl.history import lengths
 from lightrl.metrics import sinks
 from lightrl.metrics.speeds import Decoded, NodeSpeeds, Start, StepSpeeds
+from lightrl.sim.inputs.curve import Curve
 from lightrl.sim.inputs.hardware import MIN_STEP_S, EngineProfile, SimTraining, SimTransfer
 from lightrl.sim.inputs.nodes import SPOT, NodeChange, NodeChanges, NodeSpec
 from lightrl.sim.inputs.scenario import Scenario

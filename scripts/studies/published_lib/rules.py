@@ -14,7 +14,7 @@ class NoWindow:
     def decide(self, view: View, now: float) -> Change:
         if not view.others or not view.sampling:
             return NOTHING
-        return Change(release=tuple(o.node.name for o in view.sampling))
+        return Change(release=tuple(node.name for node in view.sampling))
 
     def learn(self, step: StepTimes) -> None:
         """There is nothing to decide."""
@@ -31,7 +31,7 @@ class Held:
             return NOTHING
         if (elapsed := max(0.0, now - view.opened_at)) < self._window_s:
             return Change(look_at=now + self._window_s - elapsed)
-        return Change(release=tuple(o.node.name for o in view.sampling))
+        return Change(release=tuple(node.name for node in view.sampling))
 
     def learn(self, step: StepTimes) -> None:
         """It is known."""

@@ -149,7 +149,7 @@ def with_instances() -> dict[str, System]:
         name = f"{_at(SHORT_LIMIT)}+ {count} preemptible"
         rows.append(_boosted(name, instances=count, limit=SHORT_LIMIT))
     for name, remembers in (("with memory", True), ("without memory", False)):
-        rule = partial(Window, first_guess=False, remembers=remembers)
+        rule = partial(Window, remembers=remembers)
         row = _boosted(f"changing: {name}", rule=rule, trace=_numbers(), rounds=STEPS_WITH_NUMBERS)
         rows.append(replace(row, start_s=START_S))
     for name, switches in (

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightrl.core.nodes.chunk_stats import ChunkWindow
+from lightrl.metrics.chunk_window import ChunkWindow
 
 STEP_S = 0.01
 

@@ -1,5 +1,5 @@
 """Where a run's figures go: one JSON object per step in metrics.jsonl, TensorBoard, Prometheus, and
-trackers in processes of their own (`remote.py`).
+trackers in processes of their own (`tracker.py`).
 
 Must not import a tracker that is not configured.
 """
@@ -19,12 +19,11 @@ from typing import Any, TypeAlias
 
 from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
-from lightrl.metrics.remote import RemoteTracker
+from lightrl.metrics.tracker import FILE_NAME, Tracker
 from lightrl.system.addresses import ALL_HOSTS, WILDCARD, split_address
 from lightrl.system.append_file import AppendFile, read_back, read_rows
 from lightrl.wire import to_json
 
-FILE_NAME = "metrics.jsonl"
 _NOT_IN_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_:]")
 
 _Row: TypeAlias = dict[str, float | None]
@@ -59,15 +58,15 @@ class MetricsLog:
         if "tensorboard" in backends:
             self._files.append(_Tensorboard(run_dir, report))
         self._trackers = [
-            RemoteTracker(backend, run_dir, config, report)
+            Tracker(backend, run_dir, config, report)
             for backend in ("wandb", "mlflow")
             if backend in backends
         ]
 
     def write(self, step: int, record: dict[str, float]) -> None:
         """`step` counts optimizer steps. Example: write(4, {"reward/mean": 0.61, "lr": 1e-6})."""
-        for sink in (*self._files, *self._trackers):
-            sink.write(step, record)
+        for file in self._files:
+            file.write(step, record)
         if self._prometheus is not None:
             self._prometheus.write({"step": float(step), **record})
 

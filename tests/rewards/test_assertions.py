@@ -259,6 +259,7 @@ def test_a_right_program_passes(sandbox: Sandbox, what: str) -> None:
         ("def test_f(): return 1\ndef f(): return 2", "import sys\nassert f() == 1"),
         ("def f(): return 1\nraise ValueError", "assert f() == 1"),
         ("def f() return 1", "assert f() == 1"),
+        ("", "assert add(1, 2) == 3"),  # operator has it
     ],
 )
 def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> None:

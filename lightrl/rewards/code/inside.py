@@ -37,8 +37,10 @@ def run_call(request: dict[str, Any]) -> None:
     name = request["function"]
     if "Solution" in names and hasattr(names["Solution"], name):
         function = getattr(names["Solution"](), name)
-    else:
+    elif name in compiled(request["program"]).co_names:
         function = names[name]
+    else:
+        raise NameError(name)  # the prelude has it: `add` is one of operator
     answer = {"value": function(*with_whole_keys(request["arguments"]))}
     os.write(output, json.dumps(answer, default=list).encode())
 
@@ -100,8 +102,12 @@ def run_program(text: str, name: str) -> dict[str, Any]:
     names = module.__dict__
     names["__file__"] = "main.py"
     exec(PRELUDE, names)
-    exec(compile(text.removeprefix("\ufeff"), "main.py", "exec"), names)
+    exec(compiled(text), names)
     return names
+
+
+def compiled(text: str) -> types.CodeType:
+    return compile(text.removeprefix("\ufeff"), "main.py", "exec")
 
 
 def main() -> None:

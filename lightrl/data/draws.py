@@ -1,7 +1,6 @@
 """The prompts of all sets in the order of draws, prepared ahead of time.
 
-Owns the position in the data, and the thread that reads, templates and tokenises ahead of it, so
-that the event loop never waits for a file.
+A thread reads, templates and tokenises them, so that the event loop never waits for a file.
 """
 
 import asyncio
@@ -9,28 +8,18 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from lightrl.data.order import RowCursor, SetOrder
-from lightrl.data.prompts import DROPPED, KEPT, UNKNOWN, Numbered, Prompt, PromptSet
+from lightrl.data.prompts import DROPPED, KEPT, UNKNOWN, Prompt, PromptSet
 from lightrl.errors import DataError
 
 REMEMBERED = 4096  # prompts that were drawn last, with their rows
 SKIPPED = 1024  # rows in one go
 AHEAD = 256  # prompts at a time, at least
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    # number of its set, and epoch of that
-    set: int
-    epoch: int
-    prompt: Numbered
-    # with its row, once that can be read quickly
-    full: Prompt | None
+Drawn: TypeAlias = tuple[int, int, Prompt]  # number of its set, epoch of that
 
 
 class Draws:
@@ -52,24 +41,20 @@ class Draws:
         self._rows = [_KeptRows(one, c) for one, c in zip(sets, cursors, strict=True)]
         self._num_ahead = 0  # taken from the sets
         self._at_once = max(AHEAD, at_once)
-        self._ready: deque[_Drawn] = deque()
-        self._blocks: deque[Future[list[_Drawn]]] = deque()
+        self._ready: deque[Drawn] = deque()
+        self._blocks: deque[Future[list[Drawn]]] = deque()
         self._places: dict[str, tuple[int, int]] = {}  # id -> set and row, of those drawn here
         self._remembered: OrderedDict[str, Prompt] = OrderedDict()
         # the only thread that reads and tokenises: tokenizers are not thread-safe
         self._thread = ThreadPoolExecutor(1, "data")
-        self._is_unpacked = False
         self.waited_s = 0.0  # by all draws
 
     def start(self) -> None:
         """Start to prepare the first prompts."""
-        if not self._sets:
-            return
-        self._blocks.append(self._thread.submit(self._prepare))
-        self._thread.submit(self._unpack)
-        self._blocks.append(self._thread.submit(self._prepare))
+        if self._sets:
+            self._blocks += [self._thread.submit(self._prepare) for _ in range(2)]
 
-    async def draw(self, count: int) -> list[tuple[int, Numbered]]:
+    async def draw(self, count: int) -> list[tuple[int, Prompt]]:
         """The next as (epoch of its set, prompt); one call at a time. Raises DataError for a row
         that is wrong."""
         begun_at = time.perf_counter()
@@ -79,11 +64,10 @@ class Draws:
             self._blocks.append(self._thread.submit(self._prepare))
         self.waited_s += time.perf_counter() - begun_at
         drawn = [self._ready.popleft() for _ in range(count)]
-        for d in drawn:
-            self._places[d.prompt.id] = (d.set, d.prompt.index)
-            if d.full is not None:
-                self._remember(d.full)
-        return [(d.epoch, d.prompt) for d in drawn]
+        for k, _, prompt in drawn:
+            self._places[prompt.id] = (k, prompt.index)
+            self._remember(prompt)
+        return [(epoch, prompt) for _, epoch, prompt in drawn]
 
     def go_on_from(self, num_drawn: int) -> None:
         """Continue after `num_drawn` draws of another process; `get` finds their prompts too."""
@@ -123,26 +107,16 @@ class Draws:
 
     # In the thread
 
-    def _prepare(self) -> list[_Drawn]:
+    def _prepare(self) -> list[Drawn]:
         numbers = self._order.of(self._num_ahead, self._at_once).tolist()
         self._num_ahead += self._at_once
         taken = {k: iter(self._rows[k].take(n)) for k, n in Counter(numbers).items()}
-        drawn: list[_Drawn] = []
-        for k in numbers:
-            epoch, prompt = next(taken[k])
-            full = self._sets[k].full(prompt) if self._is_unpacked else None
-            drawn.append(_Drawn(k, epoch, prompt, full))
-        return drawn
-
-    def _unpack(self) -> None:
-        for one in self._sets:
-            one.rows.get_ready()
-        self._is_unpacked = True
+        return [(k, *next(taken[k])) for k in numbers]
 
     def _read(self, prompt: str) -> Prompt:
         k, row = self._places.get(prompt) or self._find(prompt)
-        [numbered] = self._sets[k].prepare([row])
-        return self._sets[k].full(numbered)
+        [found] = self._sets[k].prepare([row])
+        return found
 
     def _find(self, prompt: str) -> tuple[int, int]:
         """The place of a prompt that another process has drawn, the latest draws first."""
@@ -163,9 +137,9 @@ class _KeptRows:
         self._cursor = cursor
         self.drawn_before: Iterator[int] = iter(())  # `skip`: the last first, none twice
 
-    def take(self, count: int) -> list[tuple[int, Numbered]]:
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
         """The next that are kept, as (epoch, prompt)."""
-        taken: list[tuple[int, Numbered]] = []
+        taken: list[tuple[int, Prompt]] = []
         while len(taken) < count:
             drawn = self._cursor.draw(count - len(taken))
             states = self._prompts.states

@@ -178,20 +178,16 @@ def _split_of(file: Path) -> str:
 
 
 def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
-    """With two temporary files for all of them."""
+    """With one temporary file for all lines that are converted."""
     from lightrl.data.jsonl import JsonlRows, Spool
 
-    lines, spool = Spool(), None
+    spool = Spool()
     for file in files:
-        if not _is_parquet(file):
-            yield JsonlRows(file, prompt_key, lines)
-            continue
-        arrow = _arrow(str(file))
-        try:
-            spool = spool or arrow.Spool()
-        except OSError as e:
-            raise DataError(f"{file}: nowhere to unpack it (TMPDIR): {e.strerror or e}") from None
-        yield arrow.ParquetRows(file, prompt_key, spool)
+        if _is_parquet(file):
+            arrow = _arrow(str(file))
+            yield arrow.TableRows(str(file), arrow.parquet_table(file), prompt_key)
+        else:
+            yield JsonlRows(file, prompt_key, spool)
 
 
 def _count(file: Path) -> int:

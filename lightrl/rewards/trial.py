@@ -42,17 +42,17 @@ def first_rows(
     """Yield the first row of each set with an answer, or else the first; none of a set that drops
     all. `sets`: in the order of the pool, with the responses of a prompt in a run."""
     for index, (one, scored, size) in enumerate(sets):
-        if not (rows := list(one.first(MAX_ROWS))):
+        if not (prompts := list(one.first(MAX_ROWS))):
             continue
         key = one.settings.answer_key
-        rights = [right_responses(scored.functions, row, answer_of(row, key)) for _, row in rows]
+        rights = [right_responses(scored.functions, p.row, answer_of(p.row, key)) for p in prompts]
         first = next((k for k, right in enumerate(rights) if right), 0)
-        prompt, row = rows[first]
+        prompt = prompts[first]
         tokens = {
             text: array("i", tokenizer(text, add_special_tokens=False)["input_ids"])
             for text in (*rights[first], "")
         }
-        job = RewardJob(f"first row {index}", 0, prompt.text, row, array("i"), "stop", index)
+        job = RewardJob(f"first row {index}", 0, prompt.text, prompt.row, array("i"), "stop", index)
         yield FirstRow(one.name, one.rows.where(prompt.index), scored.functions, size, job, tokens)
 
 

@@ -28,7 +28,6 @@ def rows_of(path: Path, **keys: str) -> list[str]:
     assert count_rows(one) == rows.num_rows
     prompts = [row["prompt"] for row in rows.scan()]
     assert [rows.read(i)["prompt"] for i in range(rows.num_rows)] == prompts
-    assert [rows.read_prompt(i)["prompt"] for i in range(rows.num_rows)] == prompts
     return prompts
 
 
@@ -178,16 +177,16 @@ ID_OF_USER = "338773c8e585959b"
 
 
 def test_arrow_tells_rows_apart_as_jsonl_does():
-    from lightrl.data import arrow
+    from lightrl.data.arrow import TableRows
 
     ids, texts = [7, -1, 0, 1 << 40, 7], ["a", "bé", "", "a", "c"]
     table = pyarrow.table({"id": ids, "prompt": texts})
-    keys = arrow.keys_of(lambda: table.to_batches(max_chunksize=2), "prompt")
+    keys = TableRows("rows", table, "prompt").keys()
     assert keys.ids.tolist() == [id_key(str(i)) for i in ids]
-    assert keys.contents().tolist() == [content_key(text) for text in texts]
+    assert keys.contents.tolist() == [content_key(text) for text in texts]
     one, other = ([{"content": a}, {"content": b}] for a, b in ((None, "x"), ("x", None)))
     chats = pyarrow.table({"prompt": [one, other, one]})
-    first, second, third = arrow.keys_of(chats.to_batches, "prompt").contents()
+    first, second, third = TableRows("rows", chats, "prompt").keys().contents
     assert first == third != second
 
 
@@ -210,19 +209,6 @@ def test_categories_that_differ_from_chunk_to_chunk_are_read(tmp_path, plain, ro
     assert [p.text for p in loaded] == named.to_pylist()
     last = "c" * (1 + 8999 % 7)
     assert loaded[-1].row == {"prompt": last, "kind": last, "id": 8999}
-
-
-def test_an_unpacked_file_that_arrow_cannot_read_is_one_line(tmp_path):
-    from lightrl.data import arrow
-
-    file = tmp_path / "train.parquet"
-    write(file, "1", "2")
-    spool = arrow.Spool()
-    spool.sink.write(bytes(10_000))
-    spool.sink = pyarrow.OSFile(str(tmp_path / "elsewhere"), "wb")
-    with pytest.raises(DataError, match=r"train.parquet: cannot be unpacked: \w+") as caught:
-        arrow.ParquetRows(file, "prompt", spool).get_ready()
-    assert "\n" not in str(caught.value)
 
 
 # The hub, from a cache of this machine
@@ -284,17 +270,18 @@ def test_many_files_of_lines_take_no_descriptors_and_any_row_is_read(tmp_path):
     assert num_open_in(tmp_path) == 0
 
 
-def test_many_parquet_files_take_two_descriptors_and_any_row_is_read(tmp_path, monkeypatch):
+def test_many_parquet_files_take_no_descriptors_and_any_row_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    num = 40
-    for k in range(num):
+    for k in range(40):
         write(tmp_path / f"{k:03}.parquet", *(f"{k}.{i}" for i in range(5)))
     rows = open_rows(DataSet(path=str(tmp_path), prompt_key="prompt"))
-    rows.keys()
-    rows.get_ready()
-    assert num_open_in(tmp_path) == 2
-    for index in (199, 0, 77, 199):
-        expected = f"{index // 5}.{index % 5}"
-        assert rows.read(index)["prompt"] == rows.read_prompt(index)["prompt"] == expected
-    del rows
     assert num_open_in(tmp_path) == 0
+    assert len(list(tmp_path.iterdir())) == 40
+    for index in (199, 0, 77, 199):
+        assert rows.read(index)["prompt"] == f"{index // 5}.{index % 5}"
+
+
+def test_a_parquet_file_without_room_to_unpack_it_is_one_line(tmp_path, monkeypatch):
+    write(tmp_path / "train.parquet", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert "cannot be unpacked in" in refusal(tmp_path / "train.parquet")

@@ -29,7 +29,7 @@ from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
 from lightrl.rewards import kept
 from lightrl.rewards.base import SLOWEST
-from lightrl.rewards.jobs import RewardJob, RewardResult
+from lightrl.rewards.protocol import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials
 

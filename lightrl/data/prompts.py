@@ -205,8 +205,8 @@ def _peculiarities(rows: Rows) -> tuple[NDArray[np.bool_], dict[int, int], str]:
         _, inverse, counts = np.unique(keys.ids[own], return_inverse=True, return_counts=True)
         own[np.flatnonzero(own)[counts[inverse] > 1]] = False
     digest = blake2b(digest_size=8)
-    for known in (own, np.where(own, keys.ids, 0)):
-        digest.update(known.tobytes())
+    for values in (own, np.where(own, keys.ids, 0)):
+        digest.update(values.tobytes())
     others = np.flatnonzero(~own)
     numbers: dict[int, int] = {}
     if len(others):

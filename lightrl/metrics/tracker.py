@@ -163,7 +163,7 @@ class Wandb:
     def __init__(self, start: StartTracker) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        known = _Id(start)
+        stored = _Id(start)
         self._run: Any = wandb.init(
             project=start.project,
             name=start.name,
@@ -171,7 +171,7 @@ class Wandb:
             tags=list(start.tags) or None,
             dir=start.run_dir,
             config=json.loads(start.config_json),
-            id=known.id or known.keep(secrets.token_hex(4)),
+            id=stored.id or stored.store(secrets.token_hex(4)),
             resume="allow",
         )
         self.place = getattr(self._run, "url", None) or start.run_dir
@@ -188,11 +188,11 @@ class Mlflow:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow: Any = mlflow
-        known = _Id(start)
+        stored = _Id(start)
         mlflow.set_experiment(start.project)
-        run = mlflow.start_run(run_id=known.id or None, run_name=start.name)
-        if not known.id:
-            known.keep(run.info.run_id)
+        run = mlflow.start_run(run_id=stored.id or None, run_name=start.name)
+        if not stored.id:
+            stored.store(run.info.run_id)
             tags = dict.fromkeys(start.tags, "true")
             mlflow.set_tags(tags | ({"group": start.group} if start.group else {}))
             config = flat(json.loads(start.config_json))
@@ -228,6 +228,6 @@ class _Id:
         self._file = Path(start.run_dir) / f"tracker-{start.backend}"
         self.id = self._file.read_text().strip() if self._file.exists() else ""
 
-    def keep(self, new: str) -> str:
+    def store(self, new: str) -> str:
         self._file.write_text(new)
         return new

@@ -13,10 +13,9 @@ from lightrl.config.values import shortened
 from lightrl.data.layouts import answer_of
 from lightrl.data.prompts import PromptSet
 from lightrl.rewards.answers import GSM8K, answer_text, last_boxes
-from lightrl.rewards.jobs import RewardJob, RewardResult
+from lightrl.rewards.protocol import RewardJob, RewardResult, RewardSet
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.score import NO_SCORE
-from lightrl.rewards.worker import RewardSet
 
 MAX_ROWS = 64  # of a set, to find one with an answer
 # Marks that functions of users commonly search for, in one response.

@@ -176,8 +176,8 @@ def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, 
     assert "'6' gets 0.25, an empty one gets 0.25" in shown
     assert verdict == "warn"
     assert text == (
-        "rows: a right response gets 0.25, no more than an empty one: do the functions want another "
-        "form?"
+        "rows: a right response gets 0.25, no more than an empty one: do the functions want "
+        "another form?"
     )
     status, lines, error = dry_run(capsys, *given)
     assert (status, error) == (0, "")

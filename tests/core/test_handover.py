@@ -39,7 +39,7 @@ from lightrl.messages.sharing import (
 )
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsFailed
-from lightrl.metrics.cost import cost_row
+from lightrl.metrics.cost_and_nodes import cost_row
 from tests.core.conftest import Driver, held_out, of_kind, sent
 
 

@@ -67,7 +67,7 @@ assert sorted(opened) == list(range(112, 128))
 CHILD = """
 import asyncio, resource
 from lightrl.system import open_files
-from lightrl.rewards.worker import COMMANDS, EVENTS
+from lightrl.rewards.protocol import COMMANDS, EVENTS
 from lightrl.system.child import Child
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, 90))
 open_files.raise_limit()

@@ -6,7 +6,7 @@ the process. Must be imported only where pyarrow is needed.
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,22 +68,6 @@ def parquet_table(file: Path) -> pa.Table:
     except (OSError, pa.ArrowException) as e:
         place = f"in {tempfile.gettempdir()} (TMPDIR)"
         raise DataError(f"{file}: cannot be unpacked {place}: {first_line(e)}") from None
-
-
-def saved_table(folder: Path, file_names: Sequence[str]) -> pa.Table:
-    """The table of a folder that `Dataset.save_to_disk` wrote. Raises DataError."""
-    tables = []
-    for name in file_names:
-        try:
-            tables.append(pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all())
-        except (OSError, pa.ArrowException) as e:
-            raise DataError(
-                f"{folder / name}: not a readable Arrow file: {first_line(e)}"
-            ) from None
-    try:
-        return pa.concat_tables(tables)
-    except pa.ArrowException as e:
-        raise DataError(f"{folder}: its files are not of one table: {first_line(e)}") from None
 
 
 def num_rows(file: Path) -> int:

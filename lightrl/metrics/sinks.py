@@ -21,7 +21,7 @@ from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.metrics.tracker import FILE_NAME, Tracker
 from lightrl.system.addresses import ALL_HOSTS, WILDCARD, split_address
-from lightrl.system.append_file import AppendFile, read_back, read_rows
+from lightrl.system.append_file import AppendFile, read_rows
 from lightrl.wire import to_json
 
 _NOT_IN_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_:]")
@@ -84,48 +84,26 @@ class MetricsLog:
         await asyncio.gather(*(tracker.close() for tracker in self._trackers))
 
 
-def read(run_dir: Path) -> list[dict[str, float]]:
-    """Return all records of a run with their "step", in order of steps.
+def read(
+    run_dir: Path, newest: int = sys.maxsize, until: int = sys.maxsize
+) -> list[dict[str, float]]:
+    """Return the records of a run with their "step", in order of steps: the newest up to step
+    `until`, by default all.
 
     A step and the evaluation after it are one record. A resumed run repeats steps: the later record
     counts. A torn last line is left out. Values that were not finite are NaN.
     """
     records: dict[int, dict[str, float]] = {}
     for row in read_rows(run_dir / FILE_NAME, _Row):
-        if "step" in row:
-            step, values = _values(row)
-            before = records.get(step, {}) if _is_evaluation(values) else {}
-            records[step] = {**before, **values}
+        values = {k: math.nan if v is None else v for k, v in row.items()}
+        if "step" not in values or values["step"] > until:
+            continue
+        step = values["step"] = int(values["step"])
+        before = records.get(step, {}) if _is_evaluation(values) else {}
+        records[step] = {**before, **values}
+        if len(records) > newest:
+            del records[min(records)]
     return [records[step] for step in sorted(records)]
-
-
-def read_newest(run_dir: Path, num: int, until: int = sys.maxsize) -> list[dict[str, float]]:
-    """Return the newest `num` records up to step `until`, as `read` does. Reads only the end of the
-    file, because it grows with the run.
-
-    Steps that a resumed run has not repeated yet may be left out.
-    """
-    records: dict[int, dict[str, float]] = {}
-    whole = set[int]()  # with more than the record of an evaluation
-    for _, row in read_back(run_dir / FILE_NAME, _Row):
-        if "step" not in row:
-            continue
-        step, values = _values(row)
-        if step > until or step in whole:
-            continue
-        records[step] = {**values, **records.get(step, {})}
-        if not _is_evaluation(values):
-            whole.add(step)
-            if len(whole) == num:
-                break
-    return [records[step] for step in sorted(records)][-num:]
-
-
-def _values(row: _Row) -> tuple[int, dict[str, float]]:
-    """Return the step, and all its values."""
-    values = {k: math.nan if v is None else v for k, v in row.items()}
-    step = values["step"] = int(values["step"])
-    return step, values
 
 
 def _is_evaluation(values: Mapping[str, float]) -> bool:

@@ -435,12 +435,9 @@ def nan_file(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
     if kind == "parquet":
         parquet.write_table(table, folder / "train.parquet")
         return str(folder / "train.parquet")
-    saved = folder / "train"
-    saved.mkdir()
-    with pyarrow.ipc.new_stream(str(saved / "data.arrow"), table.schema) as stream:
-        stream.write_table(table)
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
-    return str(saved)
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset(table).save_to_disk(folder / "train")
+    return str(folder / "train")
 
 
 KINDS = pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])

@@ -58,9 +58,9 @@ def test_an_evaluation_takes_nothing_from_the_step_before_it(tmp_path):
 
 
 def test_a_run_without_records(tmp_path):
-    assert sinks.read(tmp_path) == sinks.read_newest(tmp_path, 9) == []
+    assert sinks.read(tmp_path) == []
     write(tmp_path)
-    assert sinks.read(tmp_path) == sinks.read_newest(tmp_path, 9) == []
+    assert sinks.read(tmp_path) == []
 
 
 def test_the_newest_steps_are_as_among_all_of_them(tmp_path):
@@ -72,17 +72,8 @@ def test_the_newest_steps_are_as_among_all_of_them(tmp_path):
     everything = sinks.read(tmp_path)
     assert everything[4:6] == [{"step": 4, "a": 4.0}, {"step": 5, "a": 5.0, "eval/x": 0.3}]
     for num in range(1, 9):
-        assert sinks.read_newest(tmp_path, num) == everything[-num:]
-        assert sinks.read_newest(tmp_path, num, until=4) == everything[:5][-num:]
-
-
-def test_only_the_end_is_read_for_the_newest_steps(tmp_path):
-    write(tmp_path)
-    with (tmp_path / "metrics.jsonl").open("wb") as sparse:
-        sparse.truncate(1 << 40)  # a terabyte that is on no disk
-        sparse.seek(0, 2)
-        sparse.write(b'\n{"step":6,"a":1.0}\n{"step":7,"a":2.0}\n{"step":7,"eval/x":0.5}\n')
-    assert sinks.read_newest(tmp_path, 1) == [{"step": 7, "a": 2.0, "eval/x": 0.5}]
+        assert sinks.read(tmp_path, num) == everything[-num:]
+        assert sinks.read(tmp_path, num, until=4) == everything[:5][-num:]
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb", "mlflow"])

@@ -42,7 +42,11 @@ def run_call(request: dict[str, Any]) -> None:
     else:
         raise NameError(name)  # the prelude has it: `add` is one of operator
     answer = {"value": function(*with_whole_keys(request["arguments"]))}
-    os.write(output, json.dumps(answer, default=list).encode())
+    os.write(output, json.dumps(answer, default=_plain).encode())
+
+
+def _plain(value: Any) -> list[Any]:
+    return value.tolist() if hasattr(value, "tolist") else list(value)  # also numbers of numpy
 
 
 def with_whole_keys(arguments: list[Any]) -> list[Any]:

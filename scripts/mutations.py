@@ -356,7 +356,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
     ("rewards.score", "rewards/test_base.py"): [
         ("_add", "arithmetic 2", only(2), "weights of reward functions are ignored"),
     ],
-    ("rewards.environment", "rewards/test_processes.py"): [
+    ("rewards.protocol", "rewards/test_processes.py"): [
         ("inherited", "boolean", only(1), "reward functions see the key of the run"),
     ],
     # Who may say what

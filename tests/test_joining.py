@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl import keys
 from lightrl.keys import is_here_only, join_hint, reachable
 from lightrl.launch.local import join_lines
 from lightrl.system import addresses

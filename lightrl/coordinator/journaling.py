@@ -18,8 +18,8 @@ from lightrl.journal.disk import FOLDER
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
 from lightrl.keys import JOIN_FILE, join_hint
 from lightrl.messages.training import TrainShard
+from lightrl.metrics import sinks
 from lightrl.metrics.rounds import HISTORY_STEPS, Records, RecordsNote
-from lightrl.metrics.sinks import read_newest
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.wire import from_json
@@ -64,7 +64,7 @@ def noted(entries: Iterable[LogEntry]) -> RecordsNote | None:
 
 def recall(records: Records, core: Coordinator, run_dir: Path, known: RecordsNote) -> None:
     """Restore the records and the elapsed time of a run whose core is recovered."""
-    records.recall(known, core, read_newest(run_dir, HISTORY_STEPS, until=core.step))
+    records.recall(known, core, sinks.read(run_dir, HISTORY_STEPS, until=core.step))
     core.started_at -= known.elapsed_s
 
 

@@ -22,9 +22,9 @@ from lightrl.data.draws import Draws
 from lightrl.data.prompts import Prompt, PromptSet, load_prompts
 from lightrl.errors import DataError
 from lightrl.model_files import load_tokenizer, model_files, stop_token_ids
+from lightrl.rewards.protocol import RewardSet
 from lightrl.rewards.rubrics import Split, rows_file
 from lightrl.rewards.trial import FirstRow, first_rows
-from lightrl.rewards.worker import RewardSet
 from lightrl.system.temporary import temporary_folder
 from lightrl.wire import pack_i32
 
@@ -72,7 +72,7 @@ class Prompts:
             self.train_sets,
             config.run.seed,
             shuffle=config.data.shuffle,
-            at_once=config.launched[0],
+            batch=config.launched[0],
         )
         self._asked: asyncio.Queue[DrawPrompts] = asyncio.Queue()
         self.settings: Settings = core_settings(
@@ -110,7 +110,7 @@ class Prompts:
 
     def known(self, prompt: str, is_eval: bool) -> Prompt | None:
         """Return a prompt in memory; None: `get` must read it."""
-        return self._eval[prompt] if is_eval else self._draws.known(prompt)
+        return self._eval[prompt] if is_eval else self._draws.cached(prompt)
 
     async def get(self, prompt: str, is_eval: bool) -> Prompt:
         """Return any prompt that was drawn, with its row. Raises DataError."""
@@ -174,7 +174,7 @@ class Prompts:
 
     def go_on_from(self, num_drawn: int) -> None:
         """Continue after the prompts that an earlier process has drawn."""
-        self._draws.go_on_from(num_drawn)
+        self._draws.skip(num_drawn)
 
     def close(self) -> None:
         self._draws.close()

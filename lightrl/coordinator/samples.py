@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.core.state import Response
-from lightrl.rewards.jobs import RewardResult
+from lightrl.rewards.protocol import RewardResult
 from lightrl.system.append_file import AppendFile
 from lightrl.wire import to_json
 

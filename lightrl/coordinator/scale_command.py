@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from lightrl.config.scale import ScaleSection
-from lightrl.rewards.environment import NEVER
+from lightrl.rewards.protocol import NEVER
 from lightrl.system import open_files
 from lightrl.system.child import is_for_lack
 from lightrl.system.output import plain

@@ -29,12 +29,11 @@ from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
 from lightrl.rewards import kept
 from lightrl.rewards.base import SLOWEST
-from lightrl.rewards.jobs import RewardJob, RewardResult
+from lightrl.rewards.protocol import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials
 
-# How long a run waits for the trial of its reward functions before it starts its daemons. After
-# that no second pair of responses is tried, unless the first got no score.
+# How long a run waits for the trial of its reward functions before it starts its daemons.
 PATIENCE_S = 0.5
 
 
@@ -74,7 +73,7 @@ class ResponseScoring:
         self._unread: asyncio.Queue[Sequence[Response]] = asyncio.Queue()  # of one prompt each
         self._num_unread = 0  # responses in there
         self._prompt_texts: dict[tuple[str, int], str] = {}  # of (response, attempt) in the pool
-        self._trials = Trials(config.reward, PATIENCE_S)
+        self._trials = Trials(config.reward)
         records.waits.scoring = lambda: waits.Scoring(self._num_unscored, config.reward.workers)
 
     @property

@@ -1,7 +1,6 @@
 """The prompts of all sets in the order of draws, prepared ahead of time.
 
-Owns the position in the data, and the thread that reads, templates and tokenises ahead of it, so
-that the event loop never waits for a file.
+A thread reads, templates and tokenises them, so that the event loop never waits for a file.
 """
 
 import asyncio
@@ -9,37 +8,25 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from lightrl.data.order import RowCursor, SetOrder
-from lightrl.data.prompts import DROPPED, KEPT, UNKNOWN, Numbered, Prompt, PromptSet
+from lightrl.data.prompts import DROPPED, KEPT, UNKNOWN, Prompt, PromptSet
 from lightrl.errors import DataError
 
-REMEMBERED = 4096  # prompts that were drawn last, with their rows
-SKIPPED = 1024  # rows in one go
+RECENT = 4096  # prompts that were drawn last
+SKIPPED = 1024  # rows read at a time
 AHEAD = 256  # prompts at a time, at least
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    # number of its set, and epoch of that
-    set: int
-    epoch: int
-    prompt: Numbered
-    # with its row, once that can be read quickly
-    full: Prompt | None
+Drawn: TypeAlias = tuple[int, int, Prompt]  # number of its set, epoch of that
 
 
 class Draws:
     """The prompt of the n-th draw depends on the data, the seed and n alone."""
 
-    def __init__(
-        self, sets: Sequence[PromptSet], seed: int, *, shuffle: bool, at_once: int
-    ) -> None:
-        """`at_once`: the usual number of one draw. `go_on_from`, then `start`."""
+    def __init__(self, sets: Sequence[PromptSet], seed: int, *, shuffle: bool, batch: int) -> None:
+        """`batch`: the usual number of one draw. `skip`, then `start`."""
         self._sets = sets
         weights = [one.weight for one in sets]
         shares = [len(one) if w is None else w for one, w in zip(sets, weights, strict=True)]
@@ -51,25 +38,21 @@ class Draws:
         ]
         self._rows = [_KeptRows(one, c) for one, c in zip(sets, cursors, strict=True)]
         self._num_ahead = 0  # taken from the sets
-        self._at_once = max(AHEAD, at_once)
-        self._ready: deque[_Drawn] = deque()
-        self._blocks: deque[Future[list[_Drawn]]] = deque()
+        self._batch = max(AHEAD, batch)
+        self._ready: deque[Drawn] = deque()
+        self._blocks: deque[Future[list[Drawn]]] = deque()
         self._places: dict[str, tuple[int, int]] = {}  # id -> set and row, of those drawn here
-        self._remembered: OrderedDict[str, Prompt] = OrderedDict()
+        self._recent: OrderedDict[str, Prompt] = OrderedDict()
         # the only thread that reads and tokenises: tokenizers are not thread-safe
         self._thread = ThreadPoolExecutor(1, "data")
-        self._is_unpacked = False
         self.waited_s = 0.0  # by all draws
 
     def start(self) -> None:
         """Start to prepare the first prompts."""
-        if not self._sets:
-            return
-        self._blocks.append(self._thread.submit(self._prepare))
-        self._thread.submit(self._unpack)
-        self._blocks.append(self._thread.submit(self._prepare))
+        if self._sets:
+            self._blocks += [self._thread.submit(self._prepare) for _ in range(2)]
 
-    async def draw(self, count: int) -> list[tuple[int, Numbered]]:
+    async def draw(self, count: int) -> list[tuple[int, Prompt]]:
         """The next as (epoch of its set, prompt); one call at a time. Raises DataError for a row
         that is wrong."""
         begun_at = time.perf_counter()
@@ -79,29 +62,28 @@ class Draws:
             self._blocks.append(self._thread.submit(self._prepare))
         self.waited_s += time.perf_counter() - begun_at
         drawn = [self._ready.popleft() for _ in range(count)]
-        for d in drawn:
-            self._places[d.prompt.id] = (d.set, d.prompt.index)
-            if d.full is not None:
-                self._remember(d.full)
-        return [(d.epoch, d.prompt) for d in drawn]
+        for k, _, prompt in drawn:
+            self._places[prompt.id] = (k, prompt.index)
+            self._store(prompt)
+        return [(epoch, prompt) for _, epoch, prompt in drawn]
 
-    def go_on_from(self, num_drawn: int) -> None:
+    def skip(self, num_drawn: int) -> None:
         """Continue after `num_drawn` draws of another process; `get` finds their prompts too."""
         self._num_ahead = num_drawn
         for rows, count in zip(self._rows, self._order.counts(num_drawn), strict=True):
             rows.skip(count)
 
-    def known(self, prompt: str) -> Prompt | None:
-        """One that was drawn lately, with its row; None: `get` must read it."""
-        if (known := self._remembered.get(prompt)) is not None:
-            self._remembered.move_to_end(prompt)
-        return known
+    def cached(self, prompt: str) -> Prompt | None:
+        """Return a prompt that was drawn lately; None: `get` must read it."""
+        if (found := self._recent.get(prompt)) is not None:
+            self._recent.move_to_end(prompt)
+        return found
 
     async def get(self, prompt: str) -> Prompt:
-        """Any that was drawn, with its row. Raises DataError."""
-        if (known := self.known(prompt)) is not None:
-            return known
-        return self._remember(await asyncio.wrap_future(self._thread.submit(self._read, prompt)))
+        """Return any prompt that was drawn. Raises DataError."""
+        if (found := self.cached(prompt)) is not None:
+            return found
+        return self._store(await asyncio.wrap_future(self._thread.submit(self._read, prompt)))
 
     async def in_turn(self, act: Callable[[], Result]) -> Result:
         """Run `act` in the thread, for other code that reads rows or tokenises."""
@@ -115,34 +97,28 @@ class Draws:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _remember(self, prompt: Prompt) -> Prompt:
-        self._remembered[prompt.id] = prompt
-        if len(self._remembered) > max(REMEMBERED, self._at_once):
-            self._remembered.popitem(last=False)
+    def _store(self, prompt: Prompt) -> Prompt:
+        self._recent[prompt.id] = prompt
+        if len(self._recent) > max(RECENT, self._batch):
+            self._recent.popitem(last=False)
         return prompt
 
     # In the thread
 
-    def _prepare(self) -> list[_Drawn]:
-        numbers = self._order.of(self._num_ahead, self._at_once).tolist()
-        self._num_ahead += self._at_once
+    def _prepare(self) -> list[Drawn]:
+        numbers = self._order.of(self._num_ahead, self._batch).tolist()
+        self._num_ahead += self._batch
         taken = {k: iter(self._rows[k].take(n)) for k, n in Counter(numbers).items()}
-        drawn: list[_Drawn] = []
+        drawn: list[Drawn] = []
         for k in numbers:
             epoch, prompt = next(taken[k])
-            full = self._sets[k].full(prompt) if self._is_unpacked else None
-            drawn.append(_Drawn(k, epoch, prompt, full))
+            drawn.append((k, epoch, prompt))
         return drawn
-
-    def _unpack(self) -> None:
-        for one in self._sets:
-            one.rows.get_ready()
-        self._is_unpacked = True
 
     def _read(self, prompt: str) -> Prompt:
         k, row = self._places.get(prompt) or self._find(prompt)
-        [numbered] = self._sets[k].prepare([row])
-        return self._sets[k].full(numbered)
+        [found] = self._sets[k].prepare([row])
+        return found
 
     def _find(self, prompt: str) -> tuple[int, int]:
         """The place of a prompt that another process has drawn, the latest draws first."""
@@ -163,9 +139,9 @@ class _KeptRows:
         self._cursor = cursor
         self.drawn_before: Iterator[int] = iter(())  # `skip`: the last first, none twice
 
-    def take(self, count: int) -> list[tuple[int, Numbered]]:
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
         """The next that are kept, as (epoch, prompt)."""
-        taken: list[tuple[int, Numbered]] = []
+        taken: list[tuple[int, Prompt]] = []
         while len(taken) < count:
             drawn = self._cursor.draw(count - len(taken))
             states = self._prompts.states

@@ -4,28 +4,21 @@ temporary file.
 Owns the offset of each line and a checksum of each: a row that changes during a run is an error.
 """
 
-import errno
 import hashlib
 import json
 import os
 import tempfile
-import time
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from lightrl.data.formats import BLANK, other_lines
-from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column, text_key
-from lightrl.data.rows import CHANGED, Keys
+from lightrl.data.layouts import text_key
+from lightrl.data.rows import CHANGED, Keys, keys_of
 from lightrl.errors import DataError, first_line
-
-PATIENCE_S = 60.0  # for a descriptor: strangers that hold the last ones are cut off within seconds
-PAUSE_S = 0.05
+from lightrl.system import open_files
 
 
 class Spool:
@@ -52,24 +45,12 @@ class JsonlRows:
         self._sums = array("Q")  # of each row
         self._unit = "line"
         self._is_spooled = False  # the lines are in a temporary file
-        digest = hashlib.blake2b(digest_size=8)
-        names: dict[str, None] = {}
-        ids, has_id, contents = array("Q"), bytearray(), array("Q")
-        for line, row in self._index():
-            digest.update(line.strip(BLANK) + b"\n")
-            names.update(dict.fromkeys(row))
-            own = explicit_id(row)
-            ids.append(0 if own is None else id_key(own))
-            has_id.append(own is not None)
-            contents.append(content_key(row.get(prompt_column(row, prompt_key))))
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._names: dict[str, None] = {}
+        self._keys = keys_of(self._index(), prompt_key)
         self.num_rows = len(self._lines)
-        self.columns = tuple(names)
-        self.digest = digest.hexdigest()
-        self._keys = Keys(
-            np.frombuffer(ids, np.uint64),
-            np.frombuffer(bytes(has_id), np.bool_),
-            lambda: np.frombuffer(contents, np.uint64),
-        )
+        self.columns = tuple(self._names)
+        self.digest = self._digest.hexdigest()
 
     def keys(self) -> Keys:
         return self._keys
@@ -83,7 +64,7 @@ class JsonlRows:
             if self._is_spooled:
                 lines = os.pread(self._spool.file.fileno(), end - start, start)
             else:
-                with _open(self._file) as file:
+                with open(self._file, "rb", opener=open_files.insist) as file:
                     lines = os.pread(file.fileno(), end - start, start)
         except OSError as e:
             raise DataError(f"{self._file}: cannot be read: {e.strerror}") from None
@@ -92,18 +73,13 @@ class JsonlRows:
             raise DataError(f"{self.where(index)}: {CHANGED}")
         return self._row(line, self._lines[index])
 
-    read_prompt = read
-
     def scan(self) -> Iterator[dict[str, Any]]:
         for index in range(self.num_rows):
             yield self.read(index)
 
-    def get_ready(self) -> None:
-        """Nothing to do."""
-
-    def _index(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    def _index(self) -> Iterator[dict[str, Any]]:
         try:
-            with _open(self._file) as file:
+            with open(self._file, "rb", opener=open_files.insist) as file:
                 lines, start = enumerate(file, 1), 0
                 if (other := other_lines(self._file, file)) is not None:
                     self._unit, lines = other
@@ -113,7 +89,10 @@ class JsonlRows:
                         self._starts.append(start)
                         self._lines.append(number)
                         self._sums.append(text_key(line.rstrip(b"\n")))
-                        yield line, self._row(line, number)
+                        self._digest.update(line.strip(BLANK) + b"\n")
+                        row = self._row(line, number)
+                        self._names.update(dict.fromkeys(row))
+                        yield row
                     if self._is_spooled:
                         line = line.rstrip(b"\n") + b"\n"
                         self._spool.file.write(line)
@@ -139,18 +118,6 @@ class JsonlRows:
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
         return row
-
-
-def _open(file: Path) -> BufferedReader:
-    """Waits while there is no descriptor. Raises OSError."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return file.open("rb")
-        except OSError as e:
-            if e.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > deadline:
-                raise
-        time.sleep(PAUSE_S)
 
 
 def _constant(name: str) -> float | None:

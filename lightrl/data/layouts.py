@@ -130,7 +130,7 @@ def content_key(prompt: Any) -> int:
     an id."""
     if isinstance(prompt, str):
         return text_key(prompt.encode("utf-8", "surrogatepass"))
-    return text_key(json.dumps(prompt, sort_keys=True).encode())
+    return text_key(json.dumps(prompt, sort_keys=True, default=str).encode())
 
 
 def text_key(text: bytes | memoryview) -> int:
@@ -154,28 +154,27 @@ def _without_none(value: Any) -> Any:
 
 
 def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:
-    """The row without values that JSON cannot carry, and without binary data, for reward workers.
+    """The row for reward workers: without columns that JSON cannot carry, as binary data.
 
     Raises DataError if a `needed` column is lost.
     """
-    kept = _without_binaries(row)
-    try:
-        to_json(kept)
-    except (TypeError, ValueError, RecursionError):
-        kept = {name: value for name, value in kept.items() if _travels(value) and _travels(name)}
-    for name in needed & row.keys():
-        if name not in kept or kept[name] != row[name]:
-            raise DataError(
-                f"{where}: column {name!r} holds what JSON cannot carry: {_why(row[name])}"
-            )
+    if not _obstacle(row):
+        return row
+    kept = {name: value for name, value in row.items() if not _obstacle({name: value})}
+    for name in needed & row.keys() - kept.keys():
+        raise DataError(
+            f"{where}: column {name!r} holds what JSON cannot carry: {_obstacle(row[name])}"
+        )
     return kept
 
 
-def _without_binaries(value: Any) -> Any:
-    """The same object if it has none."""
-    if not isinstance(value, dict) or not any(map(_is_binary, value.values())):
-        return value
-    return {k: _without_binaries(v) for k, v in value.items() if not _is_lost(v)}
+def _obstacle(value: Any) -> str:
+    """Why JSON cannot carry it; "" if it can."""
+    try:
+        to_json(value)
+    except (TypeError, ValueError, RecursionError) as e:
+        return first_line(e)
+    return "binary data" if _is_binary(value) else ""
 
 
 def _is_binary(value: Any) -> bool:
@@ -185,23 +184,3 @@ def _is_binary(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_binary, value))
     return isinstance(value, bytes | bytearray | memoryview)
-
-
-def _is_lost(value: Any) -> bool:
-    return not isinstance(value, dict) and _is_binary(value)
-
-
-def _travels(value: Any) -> bool:
-    try:
-        to_json(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _why(value: Any) -> str:
-    try:
-        to_json(value)
-    except (TypeError, ValueError, RecursionError) as e:
-        return first_line(e)
-    return "binary data"

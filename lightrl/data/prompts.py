@@ -36,8 +36,10 @@ UNKNOWN, KEPT, DROPPED = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task. Example: Prompt("sums/17", "39%3=", array("i", [5, 11, 12, 5, 13]), {...})."""
+    """One task. Example: Prompt(17, "sums/17", "39%3=", array("i", [5, 11, 12, 5, 13]), {...})."""
 
+    # of the row in its set
+    index: int
     # stable over runs and epochs
     id: str
     # chat template applied
@@ -46,16 +48,6 @@ class Prompt:
     token_ids: "array[int]"
     # all columns that JSON can carry
     row: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """A prompt without its row, for the queue. `index`: of the row in its set."""
-
-    index: int
-    id: str
-    text: str
-    token_ids: "array[int]"
 
 
 class PromptSet:
@@ -110,23 +102,17 @@ class PromptSet:
             return self.columns
         return tuple(name for name in self.columns if name in self._portable_columns)
 
-    def prepare(self, indices: Sequence[int]) -> list[Numbered]:
+    def prepare(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order, without dropped ones."""
-        return self._prepare(indices, [self.rows.read_prompt(i) for i in indices])
-
-    def full(self, prompt: Numbered) -> Prompt:
-        """Read the row of the prompt."""
-        row = self._portable(prompt.index, self.rows.read(prompt.index))
-        return Prompt(prompt.id, prompt.text, prompt.token_ids, row)
+        return self._prepare(indices, [self._portable(i, self.rows.read(i)) for i in indices])
 
     def id_of(self, index: int) -> str:
         where = self.rows.where(index)
-        row = self.rows.read_prompt(index)
+        row = self.rows.read(index)
         return self._id_of(where, index, row, prompt_of(where, row, self.settings.prompt_key))
 
-    def scan(self) -> Iterator[tuple[Numbered, dict[str, Any]]]:
-        """All prompts that are kept, in file order, each with its row. Sets the states of all
-        rows."""
+    def scan(self) -> Iterator[Prompt]:
+        """All prompts that are kept, in file order. Sets the states of all rows."""
         indices: list[int] = []
         rows: list[dict[str, Any]] = []
         for index, row in enumerate(self.rows.scan()):
@@ -135,16 +121,13 @@ class PromptSet:
             self._portable_columns.update(row)
             self._has_answers |= answer_of(row, self.settings.answer_key) is not None
             if len(indices) == BATCH or index + 1 == self._num:
-                prepared = {p.index: p for p in self._prepare(indices, rows)}
-                kept = (i for i in range(len(rows)) if indices[i] in prepared)
-                yield from ((prepared[indices[i]], rows[i]) for i in kept)
+                yield from self._prepare(indices, rows)
                 indices, rows = [], []
 
-    def first(self, most: int) -> Iterator[tuple[Numbered, dict[str, Any]]]:
+    def first(self, most: int) -> Iterator[Prompt]:
         """As `scan`, of the first `most` rows, one by one."""
         for index, row in enumerate(islice(self.rows.scan(), most)):
-            portable = self._portable(index, row)
-            yield from ((prompt, portable) for prompt in self._prepare([index], [portable]))
+            yield from self._prepare([index], [self._portable(index, row)])
 
     @property
     def num_dropped(self) -> int:
@@ -176,8 +159,8 @@ class PromptSet:
     def _portable(self, index: int, row: dict[str, Any]) -> dict[str, Any]:
         return portable(self.rows.where(index), row, self._needed)
 
-    def _prepare(self, indices: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Numbered]:
-        prepared: list[Numbered] = []
+    def _prepare(self, indices: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+        prepared: list[Prompt] = []
         for start in range(0, len(indices), BATCH):
             part = slice(start, start + BATCH)
             wheres = [self.rows.where(i) for i in indices[part]]
@@ -192,7 +175,7 @@ class PromptSet:
             ):
                 own = self._id_of(where, index, row, prompt)
                 if self._is_kept(index, where, made):
-                    prepared.append(Numbered(index, own, made.text, made.token_ids))
+                    prepared.append(Prompt(index, own, made.text, made.token_ids, row))
         return prepared
 
     def _is_kept(self, index: int, where: str, made: Templated) -> bool:
@@ -222,12 +205,12 @@ def _peculiarities(rows: Rows) -> tuple[NDArray[np.bool_], dict[int, int], str]:
         _, inverse, counts = np.unique(keys.ids[own], return_inverse=True, return_counts=True)
         own[np.flatnonzero(own)[counts[inverse] > 1]] = False
     digest = blake2b(digest_size=8)
-    for known in (own, np.where(own, keys.ids, 0)):
-        digest.update(known.tobytes())
+    for values in (own, np.where(own, keys.ids, 0)):
+        digest.update(values.tobytes())
     others = np.flatnonzero(~own)
     numbers: dict[int, int] = {}
     if len(others):
-        contents = keys.contents()[others]
+        contents = keys.contents[others]
         digest.update(contents.tobytes())
         order = np.argsort(contents, kind="stable")
         ordered = contents[order]
@@ -246,6 +229,6 @@ def load_prompts(prompts: PromptSet) -> list[Prompt]:
 
     Raises DataError, one line with file and row, for the first error.
     """
-    loaded = [Prompt(p.id, p.text, p.token_ids, row) for p, row in prompts.scan()]
+    loaded = list(prompts.scan())
     prompts.require_any()
     return loaded

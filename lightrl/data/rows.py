@@ -1,10 +1,11 @@
 """The protocol of rows: read by number, identified by keys.
 
-Owns the protocol, and several files as one; jsonl.py and arrow.py read files.
+Several files are one set of rows; jsonl.py and arrow.py read files.
 """
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column
 
 CHANGED = (
     "has changed since it was read first; put the old file back, and lightrl resume continues the "
@@ -21,13 +24,26 @@ CHANGED = (
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Hashes of the ids and prompts of a file, one value for each row, in order. `contents` are
-    computed on demand."""
+    """Hashes of the ids and prompts of a file, one value for each row, in order."""
 
     ids: NDArray[np.uint64]
     # False: the row has no id of its own, and its key means nothing
     has_id: NDArray[np.bool_]
-    contents: Callable[[], NDArray[np.uint64]]
+    contents: NDArray[np.uint64]
+
+
+def keys_of(rows: Iterable[Mapping[str, Any]], prompt_key: str) -> Keys:
+    ids, has_id, contents = array("Q"), bytearray(), array("Q")
+    for row in rows:
+        own = explicit_id(row)
+        ids.append(0 if own is None else id_key(own))
+        has_id.append(own is not None)
+        contents.append(content_key(row.get(prompt_column(row, prompt_key))))
+    return Keys(
+        np.frombuffer(ids, np.uint64),
+        np.frombuffer(bytes(has_id), np.bool_),
+        np.frombuffer(contents, np.uint64),
+    )
 
 
 class Rows(Protocol):
@@ -49,20 +65,10 @@ class Rows(Protocol):
         """Example: "train.jsonl, line 3"."""
         ...
 
-    def read(self, index: int) -> dict[str, Any]:
-        """The whole row. Quick once `get_ready` is over."""
-        ...
-
-    def read_prompt(self, index: int) -> dict[str, Any]:
-        """The columns of the row's prompt and id; quick from the beginning."""
-        ...
+    def read(self, index: int) -> dict[str, Any]: ...
 
     def scan(self) -> Iterator[dict[str, Any]]:
-        """All rows in order; needs no `get_ready`."""
-        ...
-
-    def get_ready(self) -> None:
-        """The slow preparation of `read`; from a thread, once."""
+        """All rows in order."""
         ...
 
 
@@ -82,7 +88,7 @@ class JoinedRows:
         return Keys(
             np.concatenate([k.ids for k in keys]),
             np.concatenate([k.has_id for k in keys]),
-            lambda: np.concatenate([k.contents() for k in keys]),
+            np.concatenate([k.contents for k in keys]),
         )
 
     def where(self, index: int) -> str:
@@ -93,17 +99,9 @@ class JoinedRows:
         part, own = self._find(index)
         return part.read(own)
 
-    def read_prompt(self, index: int) -> dict[str, Any]:
-        part, own = self._find(index)
-        return part.read_prompt(own)
-
     def scan(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
             yield from part.scan()
-
-    def get_ready(self) -> None:
-        for part in self._parts:
-            part.get_ready()
 
     def _find(self, index: int) -> tuple[Rows, int]:
         k = bisect.bisect_right(self._ends, index)

@@ -4,7 +4,6 @@ Owns the meaning of path, subset and split. Every problem is one line with the p
 not import numpy, datasets or pyarrow before they are needed: the command line imports this module.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,9 @@ KINDS = ((".jsonl", ".parquet"), (".csv", ".tsv"), (".json",))
 DEFAULT_SPLIT = "train"
 # Splits in names of files, as on the hub.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-NO_ARROW = "needs pyarrow: pip install 'lightrl[data]'"
+# What datasets raises for files that are not its own.
+DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+MISSING = "pip install 'lightrl[data]'"
 
 
 def open_rows(one: DataSet) -> "Rows":
@@ -33,8 +34,8 @@ def open_rows(one: DataSet) -> "Rows":
 
     path, split = _path_and_split(one)
     place = Path(path)
-    if place.is_dir() and (saved := _saved_folder(one, place, split)) is not None:
-        return _saved_rows(saved, one.prompt_key)
+    if place.is_dir() and (saved := _saved_folder(one, place)) is not None:
+        return _saved_rows(one, saved, split)
     if place.exists():
         return JoinedRows(list(_rows_of_files(files(one), one.prompt_key)))
     if not HUB_ID.fullmatch(path) or is_data_file(path):
@@ -50,11 +51,11 @@ def count_rows(one: DataSet) -> int | None:
     if not place.exists():
         return None
     try:
-        if place.is_dir() and (saved := _saved_folder(one, place, split)) is not None:
-            return _saved_rows(saved, one.prompt_key).num_rows
+        if place.is_dir() and (saved := _saved_folder(one, place)) is not None:
+            return _saved_rows(one, saved, split).num_rows
         return sum(_count(file) for file in files(one))
     except DataError as e:
-        if NO_ARROW in str(e):
+        if MISSING in str(e):
             return None
         raise
 
@@ -64,7 +65,7 @@ def require_there(one: DataSet) -> None:
     path, split = _path_and_split(one)
     place = Path(path)
     local = place.is_absolute() or path.startswith((".", "~"))
-    if place.is_dir() and _saved_folder(one, place, split) is not None:
+    if place.is_dir() and _saved_folder(one, place) is not None:
         return
     if place.exists():
         empty = [file for file in files(one) if not file.stat().st_size]
@@ -178,20 +179,16 @@ def _split_of(file: Path) -> str:
 
 
 def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
-    """With two temporary files for all of them."""
+    """With one temporary file for all lines that are converted."""
     from lightrl.data.jsonl import JsonlRows, Spool
 
-    lines, spool = Spool(), None
+    spool = Spool()
     for file in files:
-        if not _is_parquet(file):
-            yield JsonlRows(file, prompt_key, lines)
-            continue
-        arrow = _arrow(str(file))
-        try:
-            spool = spool or arrow.Spool()
-        except OSError as e:
-            raise DataError(f"{file}: nowhere to unpack it (TMPDIR): {e.strerror or e}") from None
-        yield arrow.ParquetRows(file, prompt_key, spool)
+        if _is_parquet(file):
+            arrow = _arrow(str(file))
+            yield arrow.TableRows(str(file), arrow.parquet_table(file), prompt_key)
+        else:
+            yield JsonlRows(file, prompt_key, spool)
 
 
 def _count(file: Path) -> int:
@@ -211,70 +208,58 @@ def _arrow(what: str) -> Any:
     try:
         from lightrl.data import arrow
     except ImportError:
-        raise DataError(f"{what}: reading it {NO_ARROW}") from None
+        raise DataError(f"{what}: reading it needs pyarrow: {MISSING}") from None
     return arrow
 
 
-# Folders of Dataset.save_to_disk and DatasetDict.save_to_disk
+# Folders of `save_to_disk`, and the hub
 
 
-def _saved_folder(one: DataSet, folder: Path, split: str) -> Path | None:
-    """The folder of the split. None: `save_to_disk` did not write it."""
+def _saved_folder(one: DataSet, folder: Path) -> Path | None:
+    """The folder that `save_to_disk` wrote; None if it did not."""
     if one.subset and (folder / one.subset).is_dir():
         folder = folder / one.subset
-    if (folder / "state.json").is_file():
-        if split and split != (own := _json(folder / "state.json").get("_split")):
-            raise _no_split(str(folder), split, [str(own)] if own else [])
-        return folder
-    if not (folder / "dataset_dict.json").is_file():
-        return None
-    there = _json(folder / "dataset_dict.json").get("splits", [])
-    if not isinstance(there, list) or not all(isinstance(name, str) for name in there):
-        raise DataError(f"{folder}: dataset_dict.json names no splits as save_to_disk does")
+    marks = (folder / "state.json", folder / "dataset_dict.json")
+    return folder if any(mark.is_file() for mark in marks) else None
+
+
+def _saved_rows(one: DataSet, folder: Path, split: str) -> "Rows":
+    datasets = _datasets(f"{folder}: reading it")
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except DAMAGED as e:
+        raise DataError(f"{folder}: is not what save_to_disk writes: {first_line(e)}") from None
+    there = list(saved) if isinstance(saved, datasets.DatasetDict) else [str(saved.split)]
     wanted = split or _default_split(one, there)
     if wanted not in there:
         raise _no_split(str(folder), wanted, there)
-    return folder / wanted
-
-
-def _saved_rows(folder: Path, prompt_key: str) -> "Rows":
-    arrow = _arrow(str(folder))
-    listed = _json(folder / "state.json").get("_data_files")
-    entries = listed if isinstance(listed, list) else []
-    names = [e.get("filename") if isinstance(e, dict) else None for e in entries]
-    if not names or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{folder}: state.json names no files as save_to_disk does")
-    return arrow.TableRows(str(folder), arrow.saved_table(folder, names), prompt_key)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise DataError(f"{file}: cannot be read: {first_line(e)}") from None
-    return tree if isinstance(tree, dict) else {}
-
-
-# The hub
+    rows = saved[wanted] if isinstance(saved, datasets.DatasetDict) else saved
+    return _table_rows(rows, str(folder), one.prompt_key)
 
 
 def _hub_rows(one: DataSet, name: str, split: str) -> "Rows":
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise DataError(
-            f"{name}: no such file; as an HF data set it needs datasets: pip install "
-            "'lightrl[data]'"
-        ) from None
+    datasets = _datasets(f"{name}: no such file; as an HF data set it")
     subset, split = one.subset, split or _default_split(one, ())
     label = ":".join(part for part in (name, subset, split) if part)
     try:
         rows = datasets.load_dataset(name, subset or None, split=split)
     except (OSError, ValueError, RuntimeError) as e:
         raise _not_loaded(name, subset, split, e) from None
+    return _table_rows(rows, label, one.prompt_key)
+
+
+def _table_rows(rows: Any, label: str, prompt_key: str) -> "Rows":
     if rows._indices is not None:
         rows = rows.flatten_indices()
-    return _arrow(name).TableRows(label, rows.data.table, one.prompt_key)
+    return _arrow(label).TableRows(label, rows.data.table, prompt_key)
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(f"{what} needs datasets: {MISSING}") from None
+    return datasets
 
 
 def _not_loaded(name: str, subset: str, split: str, error: Exception) -> DataError:

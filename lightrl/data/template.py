@@ -117,11 +117,11 @@ class Template:
         if system and all(m["role"] != "system" for m in messages):
             self._acted.add("system_prompt")
             messages = [{"role": "system", "content": system}, *messages]
-        known = tools_of(tools)
-        text = self._apply_chat_template(where, messages, known, continues)
-        self._look_at(text, bool(tools) and (not known or TOOLS not in self._source))
+        descriptions = tools_of(tools)
+        text = self._apply_chat_template(where, messages, descriptions, continues)
+        self._look_at(text, bool(tools) and (not descriptions or TOOLS not in self._source))
         if self._begins_answer is None and not continues:
-            bare = self._apply_chat_template(where, messages, known, False, begins=False)
+            bare = self._apply_chat_template(where, messages, descriptions, False, begins=False)
             self._begins_answer = bare != text
         return text, True
 
@@ -215,8 +215,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
             f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not "
             f"{str(message)[:80]!r}"
         )
-    known = {k: v for k, v in message.items() if v is not None or k == "content"}
-    return {**known, "content": _text_of(where, message["content"])}
+    kept = {k: v for k, v in message.items() if v is not None or k == "content"}
+    return {**kept, "content": _text_of(where, message["content"])}
 
 
 def _text_of(where: str, content: Any) -> str | None:

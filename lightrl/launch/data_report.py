@@ -13,7 +13,7 @@ from lightrl.config.evaluation import EvalSampling
 from lightrl.config.schema import Config
 from lightrl.coordinator.prompts import with_rows
 from lightrl.data.layouts import answer_of
-from lightrl.data.prompts import Numbered, PromptSet
+from lightrl.data.prompts import Prompt, PromptSet
 from lightrl.model_files import load_tokenizer
 from lightrl.system.temporary import temporary_folder
 from lightrl.wire import to_json
@@ -58,9 +58,9 @@ def _report(
     lengths: list[int] = []
     examples: list[Report] = []
     num_unanswered = 0
-    for prompt, row in one.scan():
+    for prompt in one.scan():
         lengths.append(len(prompt.token_ids))
-        answer = answer_of(row, one.settings.answer_key)
+        answer = answer_of(prompt.row, one.settings.answer_key)
         num_unanswered += answer is None
         if len(examples) < num:
             examples.append(_example(one, prompt, answer, tokenizer))
@@ -86,7 +86,7 @@ def _report(
     }
 
 
-def _example(one: PromptSet, prompt: Numbered, answer: Any, tokenizer: Any) -> Report:
+def _example(one: PromptSet, prompt: Prompt, answer: Any, tokenizer: Any) -> Report:
     ids = prompt.token_ids.tolist()
     return {
         "id": prompt.id,

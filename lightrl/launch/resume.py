@@ -116,7 +116,7 @@ def _changed(
 
 def _require_unfinished(run_dir: Path, config: Config) -> None:
     last, steps = final_snapshot(run_dir), config.train.steps
-    records = sinks.read_newest(run_dir, 1)
+    records = sinks.read(run_dir, newest=1)
     done = int(records[-1]["step"]) if records else 0
     if last is not None and last.state == RunState.FINISHED and last.step >= steps:
         raise LightRLError(
@@ -142,7 +142,7 @@ def _require_all_saved(run_dir: Path, change: str) -> None:
     """Raise ConfigError if steps would be trained again, with the other rounding of `change`."""
     from lightrl.replay.log import interrupted  # numpy comes with it
 
-    records = sinks.read_newest(run_dir, 1)
+    records = sinks.read(run_dir, newest=1)
     done, saved = int(records[-1]["step"]) if records else 0, newest_checkpoint(run_dir) or 0
     if (last := interrupted(run_dir)) is not None:  # a version may exist before its step is done
         done = max(done, last.policy_version or 0)

@@ -36,7 +36,7 @@ def figure_name(name: str) -> str:
     return f"reward/function/{name}" if name in OF_ALL_FUNCTIONS else f"reward/{name}"
 
 
-class Scoring(NamedTuple):
+class ScoringTime(NamedTuple):
     """How one response was scored. `failure` "" = it has a score."""
 
     failure: str
@@ -44,7 +44,7 @@ class Scoring(NamedTuple):
     seconds: float
 
 
-def scoring_figures(scorings: Sequence[Scoring]) -> dict[str, float]:
+def scoring_figures(scorings: Sequence[ScoringTime]) -> dict[str, float]:
     """Return figures of all scored responses of a round, trained or not."""
     return {
         "reward/failures": float(sum(bool(s.failure) for s in scorings)),

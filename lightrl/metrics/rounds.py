@@ -26,11 +26,10 @@ from lightrl.core.state import (
 from lightrl.log import WARNING
 from lightrl.messages.fields import MAX_EVALS
 from lightrl.messages.snapshot import SampleText, Snapshot, TailRow, WarningRow
-from lightrl.metrics.cost import cost_figures, cost_row, turns_figures
+from lightrl.metrics.cost_and_nodes import NodeRows, cost_figures, cost_row, turns_figures
 from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_score
-from lightrl.metrics.node_rows import NodeRows
 from lightrl.metrics.round_figures import (
-    Scoring,
+    ScoringTime,
     digest_responses,
     evaluated,
     figure_name,
@@ -43,11 +42,10 @@ from lightrl.metrics.round_figures import (
     total_tokens,
 )
 from lightrl.metrics.selection_bias import Bias, BiasState
-from lightrl.metrics.speculation import SpeculationMetrics, SpeculationTotals
 from lightrl.metrics.speeds import SpeedRecorder
+from lightrl.metrics.totals import SpeculationMetrics, Totals, WeightsMetrics
 from lightrl.metrics.waits import Waits
 from lightrl.metrics.warned import Warnings
-from lightrl.metrics.weights import WeightsMetrics, WeightsTotals
 from lightrl.wire import to_json
 
 P = ParamSpec("P")
@@ -78,8 +76,8 @@ class RecordsNote:
     num_prompts: int
     # prompts of each set to evaluate on
     eval_sizes: dict[str, int]
-    speculation: SpeculationTotals
-    weights: WeightsTotals
+    speculation: Totals
+    weights: Totals
     warnings: tuple[WarningRow, ...]
 
 
@@ -121,7 +119,7 @@ class Records:
         self._num_migrations = 0
         # of the responses of open rounds
         self._reward_figures: dict[str, dict[str, float]] = {}
-        self._scorings: dict[str, Scoring] = {}
+        self._scorings: dict[str, ScoringTime] = {}
         self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
@@ -157,7 +155,7 @@ class Records:
         no reward; `seconds`: of the call."""
         round = response.group.round
         if not round.is_eval and round.state is not RoundState.CLOSED:
-            self._scorings[response.id] = Scoring(failure, seconds)
+            self._scorings[response.id] = ScoringTime(failure, seconds)
             self.speeds.called(response.id, seconds)
             if figures:
                 self._reward_figures[response.id] = figures
@@ -278,20 +276,20 @@ class Records:
         )
 
     def recall(
-        self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]
+        self, note: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]
     ) -> None:
         """Continue from a note; `steps`: the newest records before it, to be shown."""
-        self._digest, self.evals = _done(bytes.fromhex(known.digest)), known.evals
-        self._rl_wall_s = known.rl_wall_s
-        self._bias.state = known.bias
+        self._digest, self.evals = _done(bytes.fromhex(note.digest)), note.evals
+        self._rl_wall_s = note.rl_wall_s
+        self._bias.state = note.bias
         self._bias_so_far = self._bias.figures()
         for record in steps:
             if "reward/mean" in record:
                 self._show(record)
         # they count the shown steps already
-        self.speculation.totals, self.weights.totals = known.speculation, known.weights
-        self._warnings.recall(known.warnings)
-        self._bias_steps = set(known.bias_steps)
+        self.speculation.totals, self.weights.totals = note.speculation, note.weights
+        self._warnings.recall(note.warnings)
+        self._bias_steps = set(note.bias_steps)
         self._num_migrations = core.table.counters.migrations
 
     def _show(self, record: dict[str, float]) -> None:

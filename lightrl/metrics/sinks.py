@@ -1,5 +1,5 @@
 """Where a run's figures go: one JSON object per step in metrics.jsonl, TensorBoard, Prometheus, and
-trackers in processes of their own (`remote.py`).
+trackers in processes of their own (`tracker.py`).
 
 Must not import a tracker that is not configured.
 """
@@ -19,12 +19,11 @@ from typing import Any, TypeAlias
 
 from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
-from lightrl.metrics.remote import RemoteTracker
+from lightrl.metrics.tracker import FILE_NAME, Tracker
 from lightrl.system.addresses import ALL_HOSTS, WILDCARD, split_address
 from lightrl.system.append_file import AppendFile, read_rows
 from lightrl.wire import to_json
 
-FILE_NAME = "metrics.jsonl"
 _NOT_IN_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_:]")
 
 _Row: TypeAlias = dict[str, float | None]
@@ -59,15 +58,15 @@ class MetricsLog:
         if "tensorboard" in backends:
             self._files.append(_Tensorboard(run_dir, report))
         self._trackers = [
-            RemoteTracker(backend, run_dir, config, report)
+            Tracker(backend, run_dir, config, report)
             for backend in ("wandb", "mlflow")
             if backend in backends
         ]
 
     def write(self, step: int, record: dict[str, float]) -> None:
         """`step` counts optimizer steps. Example: write(4, {"reward/mean": 0.61, "lr": 1e-6})."""
-        for sink in (*self._files, *self._trackers):
-            sink.write(step, record)
+        for file in self._files:
+            file.write(step, record)
         if self._prometheus is not None:
             self._prometheus.write({"step": float(step), **record})
 
@@ -85,31 +84,26 @@ class MetricsLog:
         await asyncio.gather(*(tracker.close() for tracker in self._trackers))
 
 
-def read(run_dir: Path) -> list[dict[str, float]]:
-    """Return all records of a run with their "step", in order of steps.
+def read(
+    run_dir: Path, newest: int = sys.maxsize, until: int = sys.maxsize
+) -> list[dict[str, float]]:
+    """Return the records of a run with their "step", in order of steps: the newest up to step
+    `until`, by default all.
 
     A step and the evaluation after it are one record. A resumed run repeats steps: the later record
     counts. A torn last line is left out. Values that were not finite are NaN.
     """
     records: dict[int, dict[str, float]] = {}
     for row in read_rows(run_dir / FILE_NAME, _Row):
-        if "step" in row:
-            step, values = _values(row)
-            before = records.get(step, {}) if _is_evaluation(values) else {}
-            records[step] = {**before, **values}
+        values = {k: math.nan if v is None else v for k, v in row.items()}
+        if "step" not in values or values["step"] > until:
+            continue
+        step = values["step"] = int(values["step"])
+        before = records.get(step, {}) if _is_evaluation(values) else {}
+        records[step] = {**before, **values}
+        if len(records) > newest:
+            del records[min(records)]
     return [records[step] for step in sorted(records)]
-
-
-def read_newest(run_dir: Path, num: int, until: int = sys.maxsize) -> list[dict[str, float]]:
-    """Return the newest `num` records up to step `until`, as `read` does."""
-    return [record for record in read(run_dir) if record["step"] <= until][-num:]
-
-
-def _values(row: _Row) -> tuple[int, dict[str, float]]:
-    """Return the step, and all its values."""
-    values = {k: math.nan if v is None else v for k, v in row.items()}
-    step = values["step"] = int(values["step"])
-    return step, values
 
 
 def _is_evaluation(values: Mapping[str, float]) -> bool:

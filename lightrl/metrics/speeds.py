@@ -5,7 +5,7 @@ Wraps the core: it reads each event and each command, and the times between them
 not estimates.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -26,9 +26,8 @@ from lightrl.messages.training import TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.metrics.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow, size_of
 
-MAX_STARTS = 32  # stored of a node in a step
-MAX_ALL_STARTS = 1024  # stored of all nodes together; at least one of each
-DIGITS = 6  # after the point
+MAX_STARTS = 8  # stored of a node in a step
+DIGITS = 6  # after the point: no measurement has more, which would be half of the file
 READY, LEFT, LOST = "ready", "left", "lost"
 TOKEN_BYTES = 4
 ORDERS = (Send, CloseRound)  # that begin or end something
@@ -194,7 +193,7 @@ class SpeedRecorder:
         line = StepSpeeds(
             step.step,
             core.settings.num_prompts,
-            rows(speeds),
+            {name: _row(speed) for name, speed in speeds.items()},
             [(_rounded(at - began), name, what) for at, name, what in self._changes],
             self._drawn,
             self._rewards,
@@ -339,27 +338,17 @@ def _take(watched: _Watched, chunk: TokenChunk, batch: int, tokens: int, now: fl
         watched.tokens = 0
 
 
-def rows(speeds: Mapping[str, NodeSpeeds]) -> dict[str, NodeSpeeds]:
-    """Return a short row for each node, because there may be thousands: few digits, and starts that
-    are spread over the step where there were many."""
-    most = max(1, MAX_ALL_STARTS // max(1, len(speeds)))
-    return {name: _row(speed, most) for name, speed in speeds.items()}
-
-
-def _row(speed: NodeSpeeds, most_starts: int) -> NodeSpeeds:
-    starts, num = speed.starts, min(most_starts, len(speed.starts))
-    starts = [starts[k * len(starts) // num] for k in range(num)]
+def _row(speed: NodeSpeeds) -> NodeSpeeds:
     return replace(
         speed,
         decoded={
             size: Decoded(_rounded(d.weighted), _rounded(d.response_s), d.tokens)
             for size, d in sorted(speed.decoded.items())
         },
-        starts=[s._replace(seconds=_rounded(s.seconds)) for s in starts],
+        starts=[s._replace(seconds=_rounded(s.seconds)) for s in speed.starts],
         load_s=[_rounded(s) for s in speed.load_s],
     )
 
 
 def _rounded(value: float) -> float:
-    """Remove digits that no measurement has, which would be half of the file."""
     return round(value, DIGITS)

@@ -1,29 +1,40 @@
-"""The process that sends figures to Weights & Biases or MLflow, which block for as long as a
-network does.
+"""Figures for Weights & Biases or MLflow, each sent by a process of its own, which reads
+metrics.jsonl: it may block for as long as a network does, and fail without an effect on the run.
 
 The file `tracker-NAME` in the run directory holds the id of the run there, with which a resumed run
-continues. The daemon imports only the messages; a tracker is imported when it is started.
+continues.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
-import os
+import math
 import re
 import secrets
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from lightrl.config.schema import Config
 from lightrl.config.values import flat
-from lightrl.system.child import Pipe
+from lightrl.errors import first_line
+from lightrl.log import last_line
+from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
+from lightrl.system.threads import cancel
 from lightrl.wire import Codec
 
 logger = logging.getLogger(__name__)
 
+FILE_NAME = "metrics.jsonl"
 TARGET = "lightrl.metrics.tracker:main"
+GETS_NO_MORE = "it gets no figures from now on, metrics.jsonl still does"
+LAST_S = 60.0  # to send the rest at the end of a run
+LOOK_S = 0.5  # between two looks at the file
 MAX_NAME = 250  # characters that MLflow takes
 MAX_PARAMETER = 500  # characters of a value that every version of MLflow takes
 PARAMETERS_AT_ONCE = 100
@@ -32,9 +43,10 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 
 @dataclass(frozen=True, slots=True)
 class StartTracker:
-    """Begin, or continue the run that is named in the run directory. `backend`: "wandb" or
-    "mlflow"."""
+    """Begin, or continue the run that is named in the run directory. The only command: the process
+    ends when the pipe is closed and the rest is sent."""
 
+    # "wandb" or "mlflow"
     backend: str
     run_dir: str
     name: str
@@ -43,84 +55,106 @@ class StartTracker:
     tags: tuple[str, ...]
     # a resolved Config
     config_json: str
+    # bytes of metrics.jsonl that an earlier process has sent
+    offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class LogRecord:
-    """Figures of a step. Example: LogRecord(4, {"reward/mean": 0.61})"""
-
-    step: int
-    record: dict[str, float]
+COMMANDS: Codec[StartTracker] = Codec(StartTracker)
+TrackerPipe: TypeAlias = Pipe[StartTracker, StartTracker]  # with no event
 
 
-@dataclass(frozen=True, slots=True)
-class FinishTracker:
-    """Send the rest; answered by TrackerFinished."""
+class Tracker:
+    """The daemon's end. Needs a running event loop; `await close()` at the end, when metrics.jsonl
+    is written."""
 
+    def __init__(
+        self, backend: str, run_dir: Path, config: Config, report: Callable[[str], None]
+    ) -> None:
+        settings, file = config.logging, run_dir / FILE_NAME
+        self._start = StartTracker(
+            backend,
+            str(run_dir.resolve()),
+            config.run.name,
+            settings.project,
+            settings.group,
+            settings.tags,
+            config.model_dump_json(),
+            file.stat().st_size if file.exists() else 0,
+        )
+        self._log = run_dir / "logs" / f"{backend}.log"
+        self._report = report
+        self._child: Child[StartTracker, StartTracker] | None = None
+        self._begun = asyncio.Event()  # the process has started, or failed to
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=backend)
 
-@dataclass(frozen=True, slots=True)
-class TrackerStarted:
-    """`place`: where the figures go, an address or a folder, for people."""
+    async def close(self) -> None:
+        """Wait at most `LAST_S` until the rest is sent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                await self._begun.wait()
+        is_sending = self._child is not None and not self._task.done()
+        await cancel(self._task)
+        if self._child is not None:
+            code = await self._child.stop(LAST_S)
+            if is_sending and code:
+                late = f"not all figures were sent within {LAST_S:g} s"
+                self._warn(late if code < 0 else last_line(self._log))
 
-    place: str
+    async def _run(self) -> None:
+        name = f"{self._start.backend} tracker"
+        start = partial(Child.start, TARGET, name, COMMANDS, COMMANDS, log=self._log)
+        try:
+            self._log.parent.mkdir(exist_ok=True)
+            self._child = await retry_on_resource_limit(start, f"the {name}", self._report)
+            self._child.send(self._start)
+            self._begun.set()
+            await self._child.receive()
+        except (OSError, ChildDied) as e:
+            self._warn(str(e))
+        finally:
+            self._begun.set()
 
-
-@dataclass(frozen=True, slots=True)
-class TrackerFailed:
-    """The process ends; `reason` is one line."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TrackerFinished:
-    """All records are sent."""
-
-
-TrackerCommand: TypeAlias = StartTracker | LogRecord | FinishTracker
-TrackerEvent: TypeAlias = TrackerStarted | TrackerFailed | TrackerFinished
-COMMANDS: Codec[TrackerCommand] = Codec(TrackerCommand)
-EVENTS: Codec[TrackerEvent] = Codec(TrackerEvent)
-
-
-class Backend(Protocol):
-    place: str
-
-    def log(self, step: int, record: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def _warn(self, reason: str) -> None:
+        where = f"(see logs/{self._log.name})"
+        self._report(f"WARNING: {self._start.backend}: {reason}; {GETS_NO_MORE} {where}")
 
 
 def main(sock: socket.socket) -> None:
-    """Serve until the end of the run, or of its daemon."""
-    pipe: Pipe[TrackerCommand, TrackerEvent] = Pipe(sock, COMMANDS, EVENTS)
-    with contextlib.suppress(EOFError):
-        commands = _commands(pipe)
-        start = next(commands)
-        assert isinstance(start, StartTracker)
+    """Send records until the end of the run, or of its daemon."""
+    pipe: TrackerPipe = Pipe(sock, COMMANDS, COMMANDS)
+    try:
+        [start] = pipe.receive()
+    except EOFError:
+        return
+    try:
+        backend = BACKENDS[start.backend](start)
+        logger.info("%s: figures go to %s", start.backend, backend.place)
         try:
-            backend = BACKENDS[start.backend](start)
-            pipe.send(TrackerStarted(backend.place))
-            try:
-                for command in commands:
-                    if not isinstance(command, LogRecord):
-                        break
-                    backend.log(command.step, command.record)
-            finally:
-                backend.close()
-            pipe.send(TrackerFinished())
-        except EOFError:
-            raise
-        except Exception as e:  # each tracker has errors of its own
-            logger.exception("%s ends", start.backend)
-            lines = str(e).strip().splitlines() or [""]
-            pipe.send(TrackerFailed(f"{type(e).__name__}: {lines[0]}"[:300]))
+            for step, record in _records(pipe, start):
+                backend.log(step, record)
+        finally:
+            backend.close()
+    except Exception as e:  # each tracker has errors of its own
+        logger.exception("%s ends", start.backend)
+        sys.exit(f"{type(e).__name__}: {first_line(e)}")
 
 
-def _commands(pipe: Pipe[TrackerCommand, TrackerEvent]) -> Iterator[TrackerCommand]:
-    """Yield commands until the pipe is closed."""
-    with contextlib.suppress(EOFError):
+def _records(pipe: TrackerPipe, start: StartTracker) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield step and record of each new line of the file, until the pipe is closed."""
+    is_over, rest = False, b""
+    with open(Path(start.run_dir) / FILE_NAME, "a+b") as file:  # the daemon may not have made it
+        file.seek(start.offset)
         while True:
-            yield from pipe.receive()
+            *lines, rest = (rest + file.read()).split(b"\n")
+            for line in filter(None, lines):
+                row = json.loads(line)
+                yield int(row["step"]), {k: math.nan if v is None else v for k, v in row.items()}
+            if is_over:
+                return
+            try:
+                pipe.receive(LOOK_S)
+            except EOFError:
+                is_over = True
 
 
 class Wandb:
@@ -129,7 +163,7 @@ class Wandb:
     def __init__(self, start: StartTracker) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        known = _Id(start)
+        stored = _Id(start)
         self._run: Any = wandb.init(
             project=start.project,
             name=start.name,
@@ -137,7 +171,7 @@ class Wandb:
             tags=list(start.tags) or None,
             dir=start.run_dir,
             config=json.loads(start.config_json),
-            id=known.id or known.keep(secrets.token_hex(4)),
+            id=stored.id or stored.store(secrets.token_hex(4)),
             resume="allow",
         )
         self.place = getattr(self._run, "url", None) or start.run_dir
@@ -154,11 +188,11 @@ class Mlflow:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow: Any = mlflow
-        known = _Id(start)
+        stored = _Id(start)
         mlflow.set_experiment(start.project)
-        run = mlflow.start_run(run_id=known.id or None, run_name=start.name)
-        if not known.id:
-            known.keep(run.info.run_id)
+        run = mlflow.start_run(run_id=stored.id or None, run_name=start.name)
+        if not stored.id:
+            stored.store(run.info.run_id)
             tags = dict.fromkeys(start.tags, "true")
             mlflow.set_tags(tags | ({"group": start.group} if start.group else {}))
             config = flat(json.loads(start.config_json))
@@ -194,8 +228,6 @@ class _Id:
         self._file = Path(start.run_dir) / f"tracker-{start.backend}"
         self.id = self._file.read_text().strip() if self._file.exists() else ""
 
-    def keep(self, new: str) -> str:
-        draft = self._file.with_name(f".{self._file.name}")
-        draft.write_text(new)
-        os.replace(draft, self._file)
+    def store(self, new: str) -> str:
+        self._file.write_text(new)
         return new

@@ -43,7 +43,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerState:
+class RunProgress:
     """The progress of the run, in TRL's names."""
 
     # steps done
@@ -73,7 +73,7 @@ class RewardFunction:
 
     name: str
     # may return an awaitable; samples of one prompt
-    call: Callable[[Sequence[Sample], TrainerState, CallLog], Any]
+    call: Callable[[Sequence[Sample], RunProgress, CallLog], Any]
     is_async: bool
     # one score for each of many samples; else it is called with one at a time
     takes_list: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightrl.config.reward import VERIFIERS, Reward
 from lightrl.errors import RewardError
-from lightrl.rewards.answers import answer_text, is_answer
+from lightrl.rewards.answers import answer_text, is_answer, math_reward
 from lightrl.rewards.base import Columns, RewardFunction, Sample
 from lightrl.rewards.load import import_function
 from lightrl.rewards.signatures import no_answers, wrap
@@ -49,13 +49,12 @@ def regex_reward(pattern: str) -> Callable[[Sample], float | None]:
 
 def _load_math(reward: Reward) -> Callable[[Sample], Any]:
     try:
-        return importlib.import_module("lightrl.rewards.math").math_reward
+        importlib.import_module("math_verify")
     except ModuleNotFoundError as e:
-        if e.name is None or e.name.startswith("lightrl"):
-            raise
         raise RewardError(
             f"reward \"math\" needs {e.name}, which is not installed: pip install 'lightrl[math]'"
         ) from None
+    return math_reward
 
 
 def _load_code(reward: Reward) -> Callable[[Sample], Any]:

@@ -5,12 +5,9 @@ reply without a score is no score.
 """
 
 import asyncio
-import contextlib
 import random
 import re
 import socket
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
-from urllib.request import getproxies_environment, proxy_bypass
 
 import httpx
 
@@ -73,11 +70,11 @@ class JudgeReward:
             raise RewardError(f"judge: {self._url}: {_reason(e)}") from None
 
     def _new_client(self) -> httpx.AsyncClient:
-        url = httpx.URL(self._url)
-        # With a transport of its own the client does not look at the proxies at all.
-        own = httpx.AsyncHTTPTransport() if is_direct(url.host, url.port) else None
+        uses_proxy = not is_here(httpx.URL(self._url).host)
         try:
-            return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers, transport=own)
+            return httpx.AsyncClient(
+                timeout=self._timeout_s, headers=self._headers, trust_env=uses_proxy
+            )
         except (ImportError, ValueError) as e:
             raise RewardError(f"judge: {self._url}: proxy of the environment: {e}") from None
 
@@ -120,25 +117,11 @@ class JudgeReward:
             raise _Refused(response) from None
 
 
-def is_direct(host: str, port: int | None) -> bool:
-    """Whether the proxy of the environment is not used: for this machine, and hosts in no_proxy."""
+def is_here(host: str) -> bool:
+    """Whether it is this machine, which no proxy of the environment reaches."""
     name = host.lower().rstrip(".")
-    is_here = name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower())
-    is_here = is_here or name.startswith("127.") or name.endswith(".localhost")
-    if is_here or proxy_bypass(f"{host}:{port}" if port else host):
-        return True
-    networks = getproxies_environment().get("no", "").split(",")
-    with contextlib.suppress(ValueError):  # a name
-        address = ip_address(host)
-        return any(address in network for part in networks if (network := _network(part)))
-    return False
-
-
-def _network(text: str) -> IPv4Network | IPv6Network | None:
-    try:
-        return ip_network(text.strip(), strict=False)
-    except ValueError:
-        return None
+    names = ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower())
+    return name in names or name.startswith("127.") or name.endswith(".localhost")
 
 
 def score_of(reply: str) -> float | None:

@@ -25,13 +25,13 @@ from lightrl.rewards.base import (
     CallLog,
     Columns,
     RewardFunction,
+    RunProgress,
     Sample,
-    TrainerState,
     read_answer,
     read_answers,
 )
-from lightrl.rewards.environment import inherited
 from lightrl.rewards.load import distinct_names
+from lightrl.rewards.protocol import inherited
 from lightrl.rewards.score import one_line
 from lightrl.rewards.signatures import Rubric, chosen, is_coroutine
 from lightrl.wire import to_json
@@ -98,7 +98,7 @@ def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
         raise RewardError(f"{VERIFIERS}{name}: its rubric has no function with a weight")
     takes_list = any(part.takes_list for part in parts)
 
-    async def call(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> Any:
+    async def call(samples: Sequence[Sample], state: RunProgress, log: CallLog) -> Any:
         answers = await _score(parts, samples)
         return answers if takes_list else answers[0]
 

@@ -1,25 +1,204 @@
 """The reward pool: worker processes that score responses while others still generate.
 
-Owns the worker processes and the jobs of each. A crash, hang or exception of user code costs one
-response its score, never the run. Must not run user code: workers do.
+A crash, hang or exception of user code costs one call its scores, never the run. User code runs in
+the workers only (worker.py).
 
 A worker holds a few jobs in advance; they do not count as started. After a kill, those that had not
 started return to the head of the queue.
 """
 
 import asyncio
+import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from lightrl.config.reward import Reward
+from lightrl.core.arrays import encode
 from lightrl.errors import RewardError
-from lightrl.rewards.jobs import Jobs, RewardJob, RewardResult
-from lightrl.rewards.process import RESTARTS, WorkerProcess
-from lightrl.rewards.worker import RewardSet, Setup
-from lightrl.system.child import ChildDied
-from lightrl.system.restart import CrashCounter
+from lightrl.log import environment as log_environment
+from lightrl.rewards.protocol import (
+    COMMANDS,
+    EVENTS,
+    Finished,
+    Job,
+    Jobs,
+    RewardJob,
+    RewardResult,
+    RewardSet,
+    Scored,
+    ScoreJobs,
+    Started,
+    WorkerCommand,
+    WorkerEvent,
+    WorkerFailed,
+    WorkerReady,
+    WorkerSetup,
+    inherited,
+)
+from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
+from lightrl.wire import to_json
+
+START_LIMIT_S = 120.0  # importing user code may load a model
+LOOKAHEAD_S = 0.02  # work that a worker holds in advance, which hides the latency of the pool
+MAX_IN_FLIGHT = 64  # jobs at one worker
+LAG_GRACE_S = 0.05  # for an answer in the pipe
+ASYNC_GRACE_S = 1.0  # an asynchronous call is cancelled inside its worker before the kill
+# After deaths without a job, each soon after the start.
+RESTARTS = RestartPolicy(max_restarts=2, settled_s=10.0)
+
+RewardChild = Child[WorkerCommand, WorkerEvent]
+
+
+class WorkerProcess:
+    """One worker process with its jobs: number -> job, oldest first. Numbers are unique."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        setup: WorkerSetup,
+        name: str,
+        log: Path,
+        report: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self._reward = reward
+        self.is_wanted = True  # else it does not start again
+        self.jobs: dict[int, Jobs] = {}
+        self.by_group: tuple[bool, ...] = ()
+        self.next_number = 0
+        self._setup = setup
+        self._log = log
+        self._report = report
+        self._child: RewardChild | None = None
+        self._is_ready = False
+        self._ready_at = 0.0
+        self._is_async = False
+        self._started: dict[int, float] = {}  # number -> loop time; oldest first
+        self._timed_out: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._typical_s = LOOKAHEAD_S / 4  # of one call, moving average
+
+    async def start(self) -> None:
+        """Raises RewardError if the worker cannot serve."""
+        deaths = CrashCounter(RESTARTS)
+        while not self._is_ready:
+            start = partial(_start_child, self.name, self._log, self._reward)
+            self._child = await retry_on_resource_limit(start, self.name, self._report)
+            try:
+                ready = await _set_up(self._child, self._setup)
+            except ChildDied as e:
+                if deaths.crashed() is None or not self.is_wanted:
+                    raise RewardError(f"importing {_named(self._setup)}: {e}") from None
+                self._report(f"{e}; starting it again")
+            else:
+                self._is_ready = True
+                self._is_async, self.by_group = ready.is_async, ready.by_group
+                self._ready_at = asyncio.get_running_loop().time()
+
+    async def stop(self) -> None:
+        self._is_ready = False
+        self._stop_timer()
+        if self._child is not None:
+            self._child.kill()  # it has nothing to save, and may hang
+            await self._child.stop()
+
+    @property
+    def lived_s(self) -> float:
+        """Since it was ready."""
+        return asyncio.get_running_loop().time() - self._ready_at
+
+    @property
+    def most(self) -> int:
+        """Jobs that it may hold."""
+        if not self._is_ready:
+            return 0
+        if self._is_async:
+            return MAX_IN_FLIGHT
+        return min(MAX_IN_FLIGHT, 1 + int(LOOKAHEAD_S / self._typical_s))
+
+    def wants_more(self) -> bool:
+        """In batches: a message costs as much as a short call."""
+        held, most = len(self.jobs), self.most
+        return held < most if self._is_async else held <= most // 2 < most
+
+    def send(self, batch: Sequence[Jobs]) -> None:
+        """Send the jobs that were added last to `self.jobs`."""
+        assert self._child is not None
+        first = self.next_number - len(batch)
+        self._child.send(ScoreJobs(tuple(_job(first + k, jobs) for k, jobs in enumerate(batch))))
+
+    async def next_results(self) -> list[RewardResult]:
+        """The results of one job. Raises ChildDied when the worker has ended."""
+        assert self._child is not None
+        while True:
+            match await self._child.receive():
+                case Started(number):
+                    self._started.pop(number, None)  # the limit is that of a call
+                    self._started[number] = asyncio.get_running_loop().time()
+                    self._watch()
+                case Scored(number, results):
+                    del self.jobs[number]
+                    self._started.pop(number, None)
+                    duration_s = max(sum(r.duration_s for r in results), 1e-5)
+                    self._typical_s += (duration_s - self._typical_s) / 8
+                    return list(results)
+                case other:
+                    raise RewardError(f"{self.name}: unexpected {other}")
+
+    def failures(self) -> list[RewardResult]:
+        """Remove the jobs that ended the worker from `jobs`, and return their results.
+
+        After a time-out that is the job that ran longest, unless its answer has just arrived; after
+        a crash every started job, since asynchronous ones overlap.
+        """
+        now = asyncio.get_running_loop().time()
+        self._is_ready = False
+        self._stop_timer()
+        why, blamed = "crashed", list(self._started)
+        if self._timed_out is not None:
+            why, blamed = "timeout", [n for n in blamed if n == self._timed_out]
+        lost = [(self.jobs.pop(n), now - self._started[n]) for n in blamed]
+        results = [
+            RewardResult(job.response, job.attempt, None, {}, "", lasted_s, why)
+            for jobs, lasted_s in lost
+            for job in jobs
+        ]
+        self._started.clear()
+        self._timed_out = None
+        return results
+
+    def take_back(self) -> list[Jobs]:
+        """The jobs that the worker still held, oldest first."""
+        jobs = list(self.jobs.values())
+        self.jobs.clear()
+        return jobs
+
+    def _watch(self) -> None:
+        """Set the timer for the call that started first, if none is set."""
+        if self._timer is None and self._started:
+            oldest, began = next(iter(self._started.items()))
+            grace_s = ASYNC_GRACE_S if self._is_async else LAG_GRACE_S
+            until = began + self._reward.timeout_s + grace_s
+            self._timer = asyncio.get_running_loop().call_at(until, self._overrun, oldest, began)
+
+    def _overrun(self, number: int, began: float) -> None:
+        self._timer = None
+        if self._started.get(number) != began:
+            self._watch()
+        else:
+            self._timed_out = number
+            if self._child is not None:
+                self._child.kill()  # `next_results` then raises ChildDied
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class RewardPool:
@@ -42,7 +221,7 @@ class RewardPool:
         """`report` gets a line about each worker that ended without a job and starts again.
         `num_steps`: of the run. `sources`: of the functions, see `kept`."""
         model, own = str(tokenizer_dir), dict(sources)
-        setup = Setup(reward.model_dump_json(), tuple(sets), model, num_steps, own)
+        setup = WorkerSetup(reward.model_dump_json(), tuple(sets), model, num_steps, own)
         self._on_result = on_result
         self._report = report
         self._queue: deque[Jobs] = deque()
@@ -139,3 +318,57 @@ class RewardPool:
             batches.setdefault(w, []).append(jobs)
         for w, batch in batches.items():
             w.send(batch)
+
+
+async def _start_child(name: str, log: Path, reward: Reward) -> RewardChild:
+    return await Child.start(
+        "lightrl.rewards.worker:main",
+        name,
+        COMMANDS,
+        EVENTS,
+        inherited=inherited(os.environ, reward.environment),
+        env={
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **log_environment("reward"),
+        },
+        log=log,
+        within=reward.command,
+    )
+
+
+def _job(number: int, jobs: Jobs) -> Job:
+    one = jobs[0]
+    responses = tuple(
+        Finished(j.response, j.attempt, encode(j.tokens), j.finish_reason) for j in jobs
+    )
+    row = to_json(one.row)
+    where = one.step, one.epoch, one.slowest_s
+    return Job(number, one.prompts, one.prompt_text, row, responses, *where)
+
+
+def _named(setup: WorkerSetup) -> str:
+    return ", ".join(dict.fromkeys(name for each in setup.sets for name in each.functions))
+
+
+async def _set_up(child: RewardChild, setup: WorkerSetup) -> WorkerReady:
+    """Raises ChildDied if the worker has ended; RewardError after ending one that cannot serve."""
+    child.send(setup)
+    try:
+        async with asyncio.timeout(START_LIMIT_S):
+            event = await child.receive()
+    except TimeoutError:
+        reason = f"importing {_named(setup)} took longer than {START_LIMIT_S:g} s"
+    except ChildDied:
+        await child.stop()
+        raise
+    else:
+        if isinstance(event, WorkerReady):
+            return event
+        reason = (
+            event.reason if isinstance(event, WorkerFailed) else f"{child.name}: unexpected {event}"
+        )
+    child.kill()
+    with contextlib.suppress(ChildDied):
+        await child.stop()
+    raise RewardError(reason)

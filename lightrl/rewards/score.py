@@ -15,8 +15,8 @@ from lightrl.errors import RewardError
 from lightrl.rewards.base import (
     CallLog,
     RewardFunction,
+    RunProgress,
     Sample,
-    TrainerState,
     read_answer,
     read_answers,
     why_no_score,
@@ -44,7 +44,7 @@ async def score(
     functions: Sequence[RewardFunction],
     weights: Sequence[float],
     samples: Sequence[Sample],
-    state: TrainerState = TrainerState(),  # noqa: B008
+    state: RunProgress = RunProgress(),  # noqa: B008
     begin: Callable[[], None] = lambda: None,
     on_error: Callable[[], None] = lambda: None,
 ) -> list[Score]:
@@ -93,7 +93,7 @@ class _Call:
 
 
 async def _call(
-    one: _Call, state: TrainerState, begin: Callable[[], None], on_error: Callable[[], None]
+    one: _Call, state: RunProgress, begin: Callable[[], None], on_error: Callable[[], None]
 ) -> None:
     function, log = one.function, CallLog()
     async with function.turns:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from lightrl.config.reward import Form
 from lightrl.data.layouts import messages_of, prompt_column
 from lightrl.errors import RewardError
-from lightrl.rewards.base import CallLog, Columns, RewardFunction, Sample, TrainerState
+from lightrl.rewards.base import CallLog, Columns, RewardFunction, RunProgress, Sample
 
 SIGNATURES = (
     "reward(sample), compute_score(data_source, solution_str, ground_truth, extra_info), "
@@ -33,7 +33,7 @@ RUBRIC_ALL = frozenset(f"{name}s" for name in RUBRIC_ONE)
 RUBRIC_GROUP = frozenset({"states", "answers", "infos", "tasks"})
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL keeps these for itself
 
-Arguments: TypeAlias = Callable[[Sequence[Sample], TrainerState, CallLog], dict[str, Any]]
+Arguments: TypeAlias = Callable[[Sequence[Sample], RunProgress, CallLog], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def wrap(
             _require_provided(reference, required, kind, columns)
     accepts = None if is_open else frozenset(named)
 
-    def call(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> Any:
+    def call(samples: Sequence[Sample], state: RunProgress, log: CallLog) -> Any:
         arguments = {**kind.arguments(samples, state, log), **given}
         return function(**chosen(arguments, accepts))
 
@@ -177,7 +177,7 @@ def _native(name: str) -> _Kind:
 
 
 def _verl(
-    samples: Sequence[Sample], state: TrainerState, log: CallLog, is_sequence: bool
+    samples: Sequence[Sample], state: RunProgress, log: CallLog, is_sequence: bool
 ) -> dict[str, Any]:
     """`is_sequence`: the solution begins with the prompt."""
     [sample] = samples
@@ -189,7 +189,7 @@ def _verl(
     }
 
 
-def _verl_batch(samples: Sequence[Sample], state: TrainerState, log: CallLog) -> dict[str, Any]:
+def _verl_batch(samples: Sequence[Sample], state: RunProgress, log: CallLog) -> dict[str, Any]:
     """Columns of a batch are numpy arrays there, what is made of it lists."""
     import numpy as np
 
@@ -227,7 +227,7 @@ def _has_system(messages: Sequence[Any]) -> bool:
 
 
 def _trl(
-    samples: Sequence[Sample], state: TrainerState, log: CallLog, columns: Columns
+    samples: Sequence[Sample], state: RunProgress, log: CallLog, columns: Columns
 ) -> dict[str, Any]:
     """Chat data sets get chat completions, as TRL's users expect. Columns that a row lacks are
     None, as in a `datasets.Dataset`."""

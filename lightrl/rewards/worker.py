@@ -1,9 +1,9 @@
 """The reward worker process: decodes responses, calls the user's functions, sends the scores back.
 
-Owns the messages of its pipe. User code runs here and only here: it may raise, hang or end the
-process. The pool measures the time from `Started` on and kills the worker; only asynchronous calls
-are cancelled here. Must not import transformers unless a tokenizer has no tokenizer.json: that
-costs seconds and half a gigabyte, and a worker starts again after every hang.
+User code runs here and only here: it may raise, hang or end the process. The pool measures the time
+from `Started` on and kills the worker; only asynchronous calls are cancelled here. Must not import
+transformers unless a tokenizer has no tokenizer.json: that costs seconds and half a gigabyte, and a
+worker starts again after every hang.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,119 +20,32 @@ from lightrl.config.reward import Reward
 from lightrl.data.layouts import answer_of
 from lightrl.errors import RewardError
 from lightrl.rewards import kept
-from lightrl.rewards.base import Columns, RewardFunction, Sample, TrainerState
+from lightrl.rewards.base import Columns, RewardFunction, RunProgress, Sample
 from lightrl.rewards.builtin import load_function
-from lightrl.rewards.jobs import RewardResult
 from lightrl.rewards.load import distinct_names
+from lightrl.rewards.protocol import (
+    COMMANDS,
+    EVENTS,
+    Job,
+    RewardResult,
+    Scored,
+    ScoreJobs,
+    Started,
+    WorkerCommand,
+    WorkerEvent,
+    WorkerFailed,
+    WorkerReady,
+    WorkerSetup,
+)
 from lightrl.rewards.score import Score, one_line, score
 from lightrl.system.child import Pipe
-from lightrl.wire import Codec, from_json, unpack_i32
+from lightrl.wire import from_json, unpack_i32
 
 logger = logging.getLogger(__name__)
 
 MAX_TEXT = 20_000  # characters of a response in samples.jsonl
 _MAX_TRACEBACKS = 20  # in the log of a worker, for a function that always fails
 
-
-@dataclass(frozen=True, slots=True)
-class RewardSet:
-    """Prompts whose responses are scored by the same functions, and their columns."""
-
-    functions: tuple[str, ...]
-    weights: tuple[float, ...]
-    prompt_key: str
-    answer_key: str
-    # of any row
-    columns: tuple[str, ...]
-    have_answers: bool
-    # as data.as_chat and data.system_prompt
-    as_chat: bool = False
-    system_prompt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The first command."""
-
-    # the config's section, as JSON
-    reward: str
-    sets: tuple[RewardSet, ...]
-    tokenizer_dir: str
-    num_steps: int
-    # absolute path -> content of modules that are imported from here, see kept.py
-    sources: dict[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A response."""
-
-    response: str
-    attempt: int
-    # int32
-    token_ids: bytes
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Responses of one prompt to score, in one call where functions take lists. `row` is JSON,
-    `prompts` an index into `Setup.sets`."""
-
-    number: int
-    prompts: int
-    prompt_text: str
-    row: bytes
-    answers: tuple[Answer, ...]
-    # of the run
-    step: int
-    epoch: int
-    # as in RewardJob
-    slowest_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreJobs:
-    """Jobs to run, in this order."""
-
-    jobs: tuple[Job, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
-    """`is_async`: jobs overlap, because a function is asynchronous. `by_group`: of each set,
-    whether a job must have all responses of a prompt."""
-
-    is_async: bool
-    by_group: tuple[bool, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
-    """The worker cannot serve; it ends."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A call of user code for this job begins now."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A job is done."""
-
-    number: int
-    results: tuple[RewardResult, ...]
-
-
-WorkerCommand: TypeAlias = Setup | ScoreJobs
-WorkerEvent: TypeAlias = WorkerReady | WorkerFailed | Started | Scored
-COMMANDS: Codec[WorkerCommand] = Codec(WorkerCommand)
-EVENTS: Codec[WorkerEvent] = Codec(WorkerEvent)
 
 WorkerPipe: TypeAlias = Pipe[WorkerCommand, WorkerEvent]
 Decode: TypeAlias = Callable[[list[int]], str]
@@ -144,8 +57,8 @@ def main(sock: socket.socket) -> None:
     try:
         commands = pipe.receive()
         setup = commands[0]
-        if not isinstance(setup, Setup):
-            raise TypeError(f"the first command is {type(setup).__name__}, not Setup")
+        if not isinstance(setup, WorkerSetup):
+            raise TypeError(f"the first command is {type(setup).__name__}, not WorkerSetup")
         named = ", ".join(dict.fromkeys(f for each in setup.sets for f in each.functions))
         kept.install(setup.sources)
         try:
@@ -175,7 +88,7 @@ class Scorer:
     by_group: bool
 
 
-def load_scorers(setup: Setup) -> list[Scorer]:
+def load_scorers(setup: WorkerSetup) -> list[Scorer]:
     """One for each set. Raises RewardError, one line, and whatever user code raises."""
     reward = Reward.model_validate_json(setup.reward)
     scorers: list[Scorer] = []
@@ -210,7 +123,7 @@ class _Worker:
         self,
         sock: socket.socket,
         pipe: WorkerPipe,
-        setup: Setup,
+        setup: WorkerSetup,
         scorers: Sequence[Scorer],
         decode: Decode,
     ) -> None:
@@ -252,7 +165,7 @@ class _Worker:
         await closed
 
     async def _run(self, job: Job) -> None:
-        scorer, texts = self._scorers[job.prompts], [""] * len(job.answers)
+        scorer, texts = self._scorers[job.prompts], [""] * len(job.responses)
         loop, began = asyncio.get_running_loop(), list[float]()
         try:
             async with asyncio.timeout(None) as limit:
@@ -266,7 +179,7 @@ class _Worker:
 
                 samples = self._samples(job, scorer.answer_key)
                 texts = [sample.response for sample in samples]
-                state = TrainerState(job.step, self._num_steps, float(job.epoch))
+                state = RunProgress(job.step, self._num_steps, float(job.epoch))
                 scores = await score(
                     scorer.functions, scorer.weights, samples, state, begin, self._log_traceback
                 )
@@ -287,7 +200,7 @@ class _Worker:
                 s.failure,
                 s.extras,
             )
-            for a, s, text in zip(job.answers, scores, texts, strict=True)
+            for a, s, text in zip(job.responses, scores, texts, strict=True)
         )
         self._pipe.send(Scored(job.number, results))
 
@@ -295,7 +208,7 @@ class _Worker:
         row = from_json(job.row, dict[str, Any])
         answer = answer_of(row, answer_key)
         samples: list[Sample] = []
-        for each in job.answers:
+        for each in job.responses:
             ids = unpack_i32(each.token_ids)
             text = self._decode(ids)
             finish, slowest_s = each.finish_reason, job.slowest_s

@@ -22,7 +22,7 @@ from lightrl.errors import PeerUnreachable
 from lightrl.messages.snapshot import Snapshot
 from lightrl.system.output import flush, is_behind, never_fail
 from lightrl.system.threads import cancel
-from lightrl.tui.render import PAGES, View, render
+from lightrl.tui.render import PAGES, ScreenView, render
 
 EVERY_S = 0.5  # between snapshots
 RETRY_S = 1.0  # after a lost connection
@@ -43,7 +43,7 @@ def keys(data: bytes) -> Iterator[str]:
             data = data[1:]
 
 
-def turn(view: View, key: str) -> View | None:
+def turn(view: ScreenView, key: str) -> ScreenView | None:
     """Return the view after a key; None to leave."""
     match key:
         case "q":
@@ -69,7 +69,7 @@ class Screen:
 
     live: Live
     snapshot: Snapshot | None = None
-    view: View = field(default_factory=View)
+    view: ScreenView = field(default_factory=ScreenView)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     # something has changed that could not be drawn
     is_stale: bool = False
@@ -118,7 +118,7 @@ class Screen:
         self.view = replace(self.view, notice=notice)
         self.draw()
 
-    def _clamped(self, view: View) -> View:
+    def _clamped(self, view: ScreenView) -> ScreenView:
         length = 0
         if self.snapshot is not None:
             length = len(self.snapshot.samples if view.page == "samples" else self.snapshot.events)

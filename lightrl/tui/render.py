@@ -1,4 +1,4 @@
-"""Render a snapshot as a screen: pure functions from `Snapshot` and `View` to rich text.
+"""Render a snapshot as a screen: pure functions from `Snapshot` and `ScreenView` to rich text.
 
 No sockets, no state, no clock. Every line is built to fit the width; sections give way from the
 bottom when the height is short.
@@ -74,7 +74,7 @@ HELP = (
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ScreenView:
     """The choices of the user, and the state of the connection."""
 
     page: Page = "overview"
@@ -85,7 +85,7 @@ class View:
     notice: str = ""
 
 
-def render(snapshot: Snapshot, view: View, width: int, height: int) -> RenderableType:
+def render(snapshot: Snapshot, view: ScreenView, width: int, height: int) -> RenderableType:
     """Return text of exactly `width` x `height`: no line is wider, and there are not more lines."""
     head = _header(snapshot, width)
     foot = _footer(view, width)
@@ -196,7 +196,7 @@ def _node(n: NodeRow, wide: bool, columns: int) -> Text:
 def _round(s: Snapshot, width: int) -> list[Text]:
     stale = f"at most {s.max_staleness} versions stale" if s.max_staleness else ""
     lines = [_rule(" · ".join(part for part in ("round", s.round_kind, stale) if part), width)]
-    rest = [*_tail(s, width), *_drafts(s), *_weights(s), *_sizes(s), *_cost(s)]
+    rest = [*_tail(s, width), *_last_step(s)]
     if not s.round_kind:
         return [*lines, Text(" between rounds", "dim"), *rest]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
@@ -222,22 +222,15 @@ def _warnings(s: Snapshot, width: int) -> list[Text]:
     return [_rule(f"warnings · {len(newest)} of {len(s.warnings)}", width), *lines]
 
 
-def _weights(s: Snapshot) -> list[Text]:
-    """Return one line on the transfer of the newest version."""
-    line = weights(s.metrics)
-    return [Text(f" weights {line}")] if line else []
-
-
-def _sizes(s: Snapshot) -> list[Text]:
-    """Return one line if engines of several sizes take turns."""
-    line = sizes(s.metrics)
-    return [Text(f" sizes  {line}")] if line else []
-
-
-def _cost(s: Snapshot) -> list[Text]:
-    """Return one line of the run so far, if prices are known."""
-    line = cost(s.cost)
-    return [Text(f" cost   {line}")] if line else []
+def _last_step(s: Snapshot) -> list[Text]:
+    """Return a line each: drafts, the newest version of the weights, the sizes of engines, cost."""
+    lines = (
+        ("drafts", speculation(s.metrics)),
+        ("weights", weights(s.metrics)),
+        ("sizes ", sizes(s.metrics)),
+        ("cost  ", cost(s.cost)),
+    )
+    return [Text(f" {label} {line}") for label, line in lines if line]
 
 
 def _tail(s: Snapshot, width: int) -> list[Text]:
@@ -252,12 +245,6 @@ def _tail(s: Snapshot, width: int) -> list[Text]:
     )
     legend = f"  kept/launched, {t.mode}"
     return [Text.assemble(line, (legend if len(line + legend) <= width else "", "dim"))]
-
-
-def _drafts(s: Snapshot) -> list[Text]:
-    """Return one line of the last step, if engines speculate."""
-    line = speculation(s.metrics)
-    return [Text(f" drafts {line}")] if line else []
 
 
 def _history(s: Snapshot, width: int) -> list[Text]:
@@ -330,7 +317,7 @@ def _event(event: tuple[float, str], width: int) -> Text:
     return Text.assemble((f" {duration(when):>8}  ", "dim"), cut(text, max(1, width - 12)))
 
 
-def _events_page(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
+def _events_page(s: Snapshot, view: ScreenView, width: int, room: int) -> list[Text]:
     if not s.events:
         return [_rule("events", width), Text(" nothing has happened yet", "dim")]
     newest_first = s.events[::-1]
@@ -340,7 +327,7 @@ def _events_page(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
     return [_rule(title, width), *(_event(e, width) for e in visible)]
 
 
-def _samples(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
+def _samples(s: Snapshot, view: ScreenView, width: int, room: int) -> list[Text]:
     if not s.samples:
         return [_rule("samples", width), Text(" no response is finished yet", "dim")]
     selected = min(view.selected, len(s.samples) - 1)
@@ -381,7 +368,7 @@ def _help(width: int) -> list[Text]:
     ]
 
 
-def _footer(view: View, width: int) -> Text:
+def _footer(view: ScreenView, width: int) -> Text:
     if view.notice:
         return Text(f" {cut(view.notice, width - 2)}", "bold yellow")
     marks = [

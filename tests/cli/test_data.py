@@ -83,7 +83,7 @@ def test_an_environment_is_no_file_that_is_missing(capsys, tmp_path, monkeypatch
     assert lightrl("up", QUICKSTART, "--dry-run", *overrides) == 0
     out = capsys.readouterr().out
     assert "verifiers:sums (not counted)" in out
-    assert "response '10' gets 1 (right 1), the wrong one '11' gets 0 (right 0)" in out
+    assert "response '10' gets 1 (right 1), an empty one gets 0 (right 0)" in out
 
 
 def said_in_ascii(tmp_path, *words: object) -> str:

@@ -1,5 +1,5 @@
 """`lightrl check` and `lightrl up --dry-run` read the data and score a row with its own answer and
-with a wrong one, in the process and by the code of a run."""
+with an empty one, in the process and by the code of a run."""
 
 import json
 import re
@@ -25,8 +25,7 @@ def good(sample):
     return {"reward": float(sample.response == sample.answer), "length": len(sample.response)}
 
 def boxed(completions, answer, **columns):
-    found = [re.search(r"boxed{(.*)}$", c) for c in completions]
-    return [float(f.group(1) == a) for f, a in zip(found, answer)]
+    return [float(c.endswith(f"boxed{{{a}}}")) for c, a in zip(completions, answer)]
 
 def nothing_pays(data_source, solution_str, ground_truth, extra_info):
     return 0.25
@@ -51,7 +50,7 @@ def wants(completions, solution, **columns):
 
 def best_of_four(samples):
     right = [s.response == s.answer for s in samples]
-    assert right == [True, False, True, False], right
+    assert right in (4 * [True], 4 * [False]), right
     return [float(r) for r in right]
 
 async def slowly(prompts, completions, **columns):
@@ -127,7 +126,7 @@ def test_the_quickstart_pays_a_right_answer_and_no_wrong_one(capsys):
     assert train.startswith("train: to '39%3=' (")
     assert train.endswith(
         "train.jsonl, line 1) the right response '36,33,30,27,24,21,18,15,12,09,06,03,00' gets 1, "
-        "the wrong one '03' gets 0"
+        "an empty one gets 0"
     )
     assert evaluation.startswith("eval: to '20%9=' (")
     assert lightrl("up", QUICKSTART, "--dry-run") == 0
@@ -137,11 +136,11 @@ def test_the_quickstart_pays_a_right_answer_and_no_wrong_one(capsys):
 @pytest.mark.parametrize(
     ("functions", "parts"),
     [
-        pytest.param("rewards.py:good", "gets 1 (length 2), the wrong one", marks=pytest.mark.e2e),
-        pytest.param("rewards.py:best_of_four", "gets 1, the wrong one", marks=pytest.mark.e2e),
+        pytest.param("rewards.py:good", "gets 1 (length 2), an empty one", marks=pytest.mark.e2e),
+        pytest.param("rewards.py:best_of_four", "gets 1, an empty one", marks=pytest.mark.e2e),
         (
             '["rewards.py:slowly", "exact_match"]',
-            "gets 2.5 (exact_match 1, slowly 0.5), the wrong one",
+            "gets 2.5 (exact_match 1, slowly 0.5), an empty one",
         ),
     ],
 )
@@ -152,23 +151,21 @@ def test_functions_of_every_kind_are_tried(capsys, tmp_path, functions, parts):
     given += ["rollout.group_size=4", f"reward.functions={functions}"]
     status, [(verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (0, "ok"), text
-    assert f"the right response '36' {parts} '37' gets 0" in text  # or 0.5
+    assert f"the right response '36' {parts} gets 0" in text  # or 0.5
 
 
 def test_a_right_response_is_spelled_as_the_answer(capsys, tmp_path):
     data = rows(tmp_path, {"prompt": "1%2=", "answer": 36.0}, {"prompt": "1%3=", "answer": 40.0})
     _, [(_, text)] = check(capsys, *data, "reward.functions=exact_match")
-    assert text.endswith("the right response '36' gets 1, the wrong one '40' gets 0")
+    assert text.endswith("the right response '36' gets 1, an empty one gets 0")
 
 
 def test_a_form_that_is_paid_is_found(capsys, tmp_path, model):
-    """Without a box the function raises."""
     data = rows(tmp_path, {"prompt": "2*3", "answer": "6"}, {"prompt": "2*4", "answer": "8"})
     given = (f"model.path={model}", *data, "reward.functions=rewards.py:boxed")
     status, [(verdict, text)] = check(capsys, *given)
     assert (status, verdict) == (0, "ok"), text
-    assert "#### 6\\n<answer>6</answer>\\n\\\\boxed{6}' gets 1, the wrong one" in text
-    assert text.endswith("<answer>8</answer>\\n\\\\boxed{8}' gets 0")
+    assert "#### 6\\n<answer>6</answer>\\n\\\\boxed{6}' gets 1, an empty one" in text
 
 
 def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, tmp_path, model):
@@ -176,11 +173,11 @@ def test_a_right_answer_that_gets_no_more_than_a_wrong_one_is_a_warning(capsys, 
     given = [f"model.path={model}", *data, "reward.functions=rewards.py:nothing_pays"]
     status, [(first, shown), (verdict, text)] = check(capsys, *given)
     assert (status, first) == (0, "warn")
-    assert "'6' gets 0.25, the wrong one '8' gets 0.25" in shown
+    assert "'6' gets 0.25, an empty one gets 0.25" in shown
     assert verdict == "warn"
     assert text == (
-        "rows: a right response gets 0.25, no more than a wrong one: unless the functions want "
-        "another form, they do not tell a right response from a wrong one"
+        "rows: a right response gets 0.25, no more than an empty one: do the functions want "
+        "another form?"
     )
     status, lines, error = dry_run(capsys, *given)
     assert (status, error) == (0, "")
@@ -217,7 +214,7 @@ def test_a_function_that_hangs_takes_its_time_once(capsys, tmp_path):
     assert (tmp_path / "hung").read_text() == "once more\n"
     status, [shown], error = dry_run(capsys, *given)
     assert (status, error) == (1, f"lightrl: {text}\n")
-    assert shown.endswith(f"03,00' gets no score ({reason})")
+    assert shown.endswith(f"an empty one gets no score ({reason})")
     assert (tmp_path / "hung").read_text() == 2 * "once more\n"
 
 
@@ -225,7 +222,7 @@ def test_an_answer_that_the_model_cannot_write_is_said(capsys):
     """The quickstart's has neither letters nor braces."""
     status, [_, (verdict, text)] = check(capsys, "reward.functions=math")
     assert (status, verdict) == (0, "warn")
-    assert "gets 0, no more than a wrong one; the model's tokenizer makes '36,33,30," in text
+    assert "gets 0, no more than an empty one; the model's tokenizer makes '36,33,30," in text
     assert "03,00' of it: " in text
 
 
@@ -281,15 +278,14 @@ def test_a_program_of_the_row_passes_its_tests(capsys, tmp_path, model, column):
     given = ("reward.functions=code", "reward.timeout_s=60", "reward.code.unisolated=true")
     status, [(verdict, text)] = check(capsys, f"model.path={model}", *rows(tmp_path, row), *given)
     assert (status, verdict) == (0, "ok"), text
-    wrong = repr("```python\nraise SystemExit(1)\n```") + " gets 0 (timeouts 0)"
     if column == "code":
         right = repr(f"```python\n{program}\n```")
         text = re.sub(r"slowest_s [\d.]+, ", "", text)  # of its tests; it is as fast as the machine
         assert text.endswith(
-            f"the right response {right} gets 1 (timeouts 0), the wrong one {wrong}"
+            f"the right response {right} gets 1 (timeouts 0), an empty one gets 0 (timeouts 0)"
         )
     else:
-        assert text.endswith(f"{wrong}; the row has no right one to try")
+        assert text.endswith("gets 0 (timeouts 0); the row has no right one to try")
 
 
 def test_a_row_without_an_answer_is_scored_all_the_same(capsys, tmp_path):
@@ -354,7 +350,7 @@ def test_a_judge_is_asked(capsys, tmp_path):
     with judging() as (judge, given):
         status, [(verdict, text)] = check(capsys, *data, *given)
     assert (status, verdict) == (0, "ok")
-    assert "'36' gets 1, the wrong one '40' gets 0" in text
+    assert "'36' gets 1, an empty one gets 0" in text
     assert judge.num_calls == 3
 
 

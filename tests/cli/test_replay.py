@@ -11,7 +11,7 @@ from lightrl.core.log_entries import ShellNote, TokensTaken
 from lightrl.journal.read import segments
 from lightrl.messages.snapshot import Snapshot
 from lightrl.replay import log
-from lightrl.tui.render import View
+from lightrl.tui.render import ScreenView
 from tests.support.journals import FIRST, SECOND, left_behind, note, tokens
 from tests.tui.test_render import screen
 
@@ -123,7 +123,7 @@ def test_a_run_that_was_killed_is_interrupted_and_shows_where_its_journal_ends(c
     assert snapshot["evals"] == [[0, {"held": 0.25}]]
     assert "lightrl resume" in complaint(capsys, "down", "one")
     rows = {"nodes": (), "events": (), "cost": None}
-    shown = screen(Snapshot(**{**snapshot, **rows}), View(), 80, 24)
+    shown = screen(Snapshot(**{**snapshot, **rows}), ScreenView(), 80, 24)
     assert "interrupted" in shown
 
 

@@ -29,7 +29,7 @@ from lightrl.messages.responses import (
     TokenChunk,
 )
 from lightrl.messages.weights import PublishWeights, WeightsFailed, WeightsReady
-from lightrl.metrics.speculation import SpeculationMetrics
+from lightrl.metrics.totals import SpeculationMetrics
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
 from lightrl.transport.validate import check_bounds

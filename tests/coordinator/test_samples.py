@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightrl.coordinator.samples import FILE_NAME, SamplesLog, as_line
-from lightrl.rewards.jobs import RewardResult
+from lightrl.rewards.protocol import RewardResult
 from tests.core.conftest import Driver, held_out
 
 

@@ -26,7 +26,7 @@ from lightrl.messages.responses import Abort, Generate
 from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsFailed
-from lightrl.metrics.cost import cost_row
+from lightrl.metrics.cost_and_nodes import cost_row
 from tests.core.conftest import SLEEP, WAKE, Driver, held_out, of_kind, order_of, sent, suspend
 
 

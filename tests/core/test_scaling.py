@@ -12,7 +12,7 @@ from lightrl.core.nodes.cost_model import Forecast, Prices
 from lightrl.core.settings import Tail
 from lightrl.core.state import NodeState
 from lightrl.messages.nodes import Drain
-from lightrl.metrics.cost import cost_row
+from lightrl.metrics.cost_and_nodes import cost_row
 from lightrl.sim.inputs.nodes import SPOT
 from lightrl.sim.inputs.scenario import SimTraining, Switches
 from lightrl.sim.world import World

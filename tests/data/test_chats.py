@@ -145,7 +145,7 @@ def test_tools_of_parquet_have_no_keys_of_other_tools(tmp_path, writes):
     rows = [{"prompt": USER, "tools": [TOOL]}, {"prompt": USER, "tools": [other]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     one = prompt_set(str(tmp_path / "train.parquet"), settings(), writes)
-    for texts in ([p.text for p, _ in one.scan()], [p.text for p in one.prepare([0, 1])]):
+    for texts in ([p.text for p in one.scan()], [p.text for p in one.prepare([0, 1])]):
         assert [json.loads(t.partition("|")[0]) for t in texts] == [[TOOL], [other]]
 
 

@@ -372,7 +372,7 @@ def test_prompts_that_are_too_long_are_left_out_if_asked_to_and_counted(tmp_path
     path = jsonl(tmp_path, *({"prompt": "a" * n, "id": n} for n in (3, 12, 8, 9)))
     keys = {"max_prompt_length": 8, "too_long": "drop"}
     prompts = prompt_set(path, settings(**keys), plain)
-    assert [p.id for p, _ in prompts.scan()] == ["train/3", "train/8"]
+    assert [p.id for p in prompts.scan()] == ["train/3", "train/8"]
     assert prompts.dropped_line() == (
         "data: train: 2 of 4 prompts have more than data.max_prompt_length = 8 tokens and are left "
         "out; the longest has 12"
@@ -400,7 +400,7 @@ def test_columns_that_json_cannot_carry_are_left_out_unless_they_are_needed(tmp_
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     [prompt] = load_prompts(str(path), settings(), plain)
-    assert prompt.row == {"prompt": "ab", "image": {}, "info": {"n": 1}}
+    assert prompt.row == {"prompt": "ab"}
     with pytest.raises(DataError, match=r"row 1: column 'image' holds what JSON cannot carry"):
         load_prompts(str(path), settings(answer_key="image"), plain)
     [prompt] = load_prompts(
@@ -435,12 +435,9 @@ def nan_file(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
     if kind == "parquet":
         parquet.write_table(table, folder / "train.parquet")
         return str(folder / "train.parquet")
-    saved = folder / "train"
-    saved.mkdir()
-    with pyarrow.ipc.new_stream(str(saved / "data.arrow"), table.schema) as stream:
-        stream.write_table(table)
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
-    return str(saved)
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset(table).save_to_disk(folder / "train")
+    return str(folder / "train")
 
 
 KINDS = pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
@@ -454,14 +451,13 @@ def test_a_nan_is_a_value_that_is_missing(tmp_path, plain, kind):
         {"prompt": "ab", "answer": 4.0, "score": NAN, "in": {"at": []}},
     ]
     prompts = prompt_set(nan_file(tmp_path, kind, rows), settings(), plain)
-    scanned = [(prompt, row) for prompt, row in prompts.scan()]
+    scanned = [prompt.row for prompt in prompts.scan()]
     expected = [
         {"prompt": "ab", "answer": None, "score": 1.5, "in": {"at": [None, 2.0]}},
         {"prompt": "ab", "answer": 4.0, "score": None, "in": {"at": []}},
     ]
-    assert [row for _, row in scanned] == expected
-    assert [prompts.full(prompt).row for prompt, _ in scanned] == expected
-    assert [answer_of(row, "answer") for _, row in scanned] == [None, 4.0]
+    assert scanned == [prompt.row for prompt in prompts.prepare([0, 1])] == expected
+    assert [answer_of(row, "answer") for row in scanned] == [None, 4.0]
     assert prompts.have_answers
 
 
@@ -490,7 +486,7 @@ def test_chats_that_differ_in_a_nan_and_a_null_are_the_same_prompt(tmp_path, cha
     chats = [[{**USER[0], "weight": weight}] for weight in (NAN, None, 1.0)]
     path = nan_file(tmp_path, kind, [{"prompt": messages} for messages in chats])
     prompts = prompt_set(path, settings(), chat)
-    first, second, third = [p.id for p, _ in prompts.scan()]
+    first, second, third = [p.id for p in prompts.scan()]
     assert second == f"{first}-2"
     assert third not in (first, f"{first}-3")
     assert [p.id for p in prompts.prepare([0, 1, 2])] == [first, second, third]

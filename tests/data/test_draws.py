@@ -38,9 +38,9 @@ def open_draws(plain) -> Iterator[Any]:
 
     def begin(data: Data, num_drawn: int = 0, seed: int = 3, *, starts: bool = True) -> Draws:
         sets = [PromptSet(one, data, plain) for one in data.all_sets]
-        draws = Draws(sets, seed, shuffle=data.shuffle, at_once=8)
+        draws = Draws(sets, seed, shuffle=data.shuffle, batch=8)
         opened.append(draws)
-        draws.go_on_from(num_drawn)
+        draws.skip(num_drawn)
         if starts:
             draws.start()
         return draws
@@ -158,7 +158,7 @@ def test_the_rows_of_what_was_drawn_are_there(open_draws, mixed):
     draws = open_draws(mixed)
     for _, prompt in asyncio.run(draws.draw(30)):
         full = asyncio.run(draws.get(prompt.id))
-        assert draws.known(prompt.id) is full
+        assert draws.cached(prompt.id) is full
         assert (full.id, full.text, full.token_ids) == (prompt.id, prompt.text, prompt.token_ids)
         assert full.row["prompt"] == full.text
 

@@ -69,7 +69,7 @@ def test_all_give_the_same_rows(tmp_path, name):
     assert count_rows(one) == rows.num_rows == 3
     assert rows.columns == ("prompt", "answer")
     assert list(rows.scan()) == [rows.read(i) for i in range(3)] == ROWS
-    assert rows.read_prompt(1) == ROWS[1]
+    assert rows.read(1) == ROWS[1]
 
 
 @pytest.mark.parametrize(

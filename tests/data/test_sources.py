@@ -28,7 +28,6 @@ def rows_of(path: Path, **keys: str) -> list[str]:
     assert count_rows(one) == rows.num_rows
     prompts = [row["prompt"] for row in rows.scan()]
     assert [rows.read(i)["prompt"] for i in range(rows.num_rows)] == prompts
-    assert [rows.read_prompt(i)["prompt"] for i in range(rows.num_rows)] == prompts
     return prompts
 
 
@@ -111,32 +110,15 @@ def test_what_save_to_disk_writes_is_read_with_its_splits(tmp_path):
     assert rows_of(tmp_path / "both", split="test") == ["2"]
     assert "no split 'dev'; available: test, train" in refusal(tmp_path / "both", split="dev")
     (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"cut")
-    assert "not a readable Arrow file" in refusal(tmp_path / "one")
+    assert "is not what save_to_disk writes: " in refusal(tmp_path / "one")
 
 
-@pytest.mark.parametrize(
-    "listed", [[{"x": 1}], {"a": 1}, 5, [], ["data.arrow"], [{"filename": 5}], None]
-)
-def test_a_damaged_list_of_the_files_that_save_to_disk_wrote_is_one_line(tmp_path, listed):
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
-    assert "state.json names no files as save_to_disk does" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("splits", [5, {"train": 1}, "train", None])
-def test_a_damaged_list_of_splits_is_one_line(tmp_path, splits):
-    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
-    assert "dataset_dict.json names no splits as save_to_disk does" in refusal(tmp_path)
-
-
-def test_files_of_save_to_disk_with_other_columns_are_one_line(tmp_path):
-    names = []
-    for name, value in (("a.arrow", "1"), ("b.arrow", 1)):
-        table = pyarrow.table({"prompt": [value]})
-        with pyarrow.ipc.new_stream(str(tmp_path / name), table.schema) as stream:
-            stream.write_table(table)
-        names.append({"filename": name})
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": names}))
-    assert "its files are not of one table: Schema at index 1 was different" in refusal(tmp_path)
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("text", ["", "5", '{"_data_files": 5, "splits": 5}'])
+def test_a_damaged_folder_of_save_to_disk_is_one_line(tmp_path, name, text):
+    pytest.importorskip("datasets")
+    (tmp_path / name).write_text(text)
+    assert "is not what save_to_disk writes: " in refusal(tmp_path)
 
 
 def test_rows_of_many_groups_and_batches_are_found_by_their_number(tmp_path):
@@ -178,16 +160,16 @@ ID_OF_USER = "338773c8e585959b"
 
 
 def test_arrow_tells_rows_apart_as_jsonl_does():
-    from lightrl.data import arrow
+    from lightrl.data.arrow import TableRows
 
     ids, texts = [7, -1, 0, 1 << 40, 7], ["a", "bé", "", "a", "c"]
     table = pyarrow.table({"id": ids, "prompt": texts})
-    keys = arrow.keys_of(lambda: table.to_batches(max_chunksize=2), "prompt")
+    keys = TableRows("rows", table, "prompt").keys()
     assert keys.ids.tolist() == [id_key(str(i)) for i in ids]
-    assert keys.contents().tolist() == [content_key(text) for text in texts]
+    assert keys.contents.tolist() == [content_key(text) for text in texts]
     one, other = ([{"content": a}, {"content": b}] for a, b in ((None, "x"), ("x", None)))
     chats = pyarrow.table({"prompt": [one, other, one]})
-    first, second, third = arrow.keys_of(chats.to_batches, "prompt").contents()
+    first, second, third = TableRows("rows", chats, "prompt").keys().contents
     assert first == third != second
 
 
@@ -210,19 +192,6 @@ def test_categories_that_differ_from_chunk_to_chunk_are_read(tmp_path, plain, ro
     assert [p.text for p in loaded] == named.to_pylist()
     last = "c" * (1 + 8999 % 7)
     assert loaded[-1].row == {"prompt": last, "kind": last, "id": 8999}
-
-
-def test_an_unpacked_file_that_arrow_cannot_read_is_one_line(tmp_path):
-    from lightrl.data import arrow
-
-    file = tmp_path / "train.parquet"
-    write(file, "1", "2")
-    spool = arrow.Spool()
-    spool.sink.write(bytes(10_000))
-    spool.sink = pyarrow.OSFile(str(tmp_path / "elsewhere"), "wb")
-    with pytest.raises(DataError, match=r"train.parquet: cannot be unpacked: \w+") as caught:
-        arrow.ParquetRows(file, "prompt", spool).get_ready()
-    assert "\n" not in str(caught.value)
 
 
 # The hub, from a cache of this machine
@@ -284,17 +253,18 @@ def test_many_files_of_lines_take_no_descriptors_and_any_row_is_read(tmp_path):
     assert num_open_in(tmp_path) == 0
 
 
-def test_many_parquet_files_take_two_descriptors_and_any_row_is_read(tmp_path, monkeypatch):
+def test_many_parquet_files_take_no_descriptors_and_any_row_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    num = 40
-    for k in range(num):
+    for k in range(40):
         write(tmp_path / f"{k:03}.parquet", *(f"{k}.{i}" for i in range(5)))
     rows = open_rows(DataSet(path=str(tmp_path), prompt_key="prompt"))
-    rows.keys()
-    rows.get_ready()
-    assert num_open_in(tmp_path) == 2
-    for index in (199, 0, 77, 199):
-        expected = f"{index // 5}.{index % 5}"
-        assert rows.read(index)["prompt"] == rows.read_prompt(index)["prompt"] == expected
-    del rows
     assert num_open_in(tmp_path) == 0
+    assert len(list(tmp_path.iterdir())) == 40
+    for index in (199, 0, 77, 199):
+        assert rows.read(index)["prompt"] == f"{index // 5}.{index % 5}"
+
+
+def test_a_parquet_file_without_room_to_unpack_it_is_one_line(tmp_path, monkeypatch):
+    write(tmp_path / "train.parquet", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert "cannot be unpacked in" in refusal(tmp_path / "train.parquet")

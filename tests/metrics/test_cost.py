@@ -1,7 +1,7 @@
 """What a run has cost, from a core that is driven by hand."""
 
 from lightrl.core.nodes.cost_model import Prices
-from lightrl.metrics.cost import cost_figures, cost_row
+from lightrl.metrics.cost_and_nodes import cost_figures, cost_row
 from tests.core.conftest import Driver
 
 

@@ -58,9 +58,9 @@ def test_an_evaluation_takes_nothing_from_the_step_before_it(tmp_path):
 
 
 def test_a_run_without_records(tmp_path):
-    assert sinks.read(tmp_path) == sinks.read_newest(tmp_path, 9) == []
+    assert sinks.read(tmp_path) == []
     write(tmp_path)
-    assert sinks.read(tmp_path) == sinks.read_newest(tmp_path, 9) == []
+    assert sinks.read(tmp_path) == []
 
 
 def test_the_newest_steps_are_as_among_all_of_them(tmp_path):
@@ -72,8 +72,8 @@ def test_the_newest_steps_are_as_among_all_of_them(tmp_path):
     everything = sinks.read(tmp_path)
     assert everything[4:6] == [{"step": 4, "a": 4.0}, {"step": 5, "a": 5.0, "eval/x": 0.3}]
     for num in range(1, 9):
-        assert sinks.read_newest(tmp_path, num) == everything[-num:]
-        assert sinks.read_newest(tmp_path, num, until=4) == everything[:5][-num:]
+        assert sinks.read(tmp_path, num) == everything[-num:]
+        assert sinks.read(tmp_path, num, until=4) == everything[:5][-num:]
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb", "mlflow"])

@@ -13,9 +13,8 @@ import pytest
 from lightrl.config.run_file import parse_config
 from lightrl.errors import ConfigError
 from lightrl.metrics import sinks
-from lightrl.metrics.remote import GETS_NO_MORE
 from lightrl.metrics.sinks import PrometheusServer, exposed
-from lightrl.metrics.tracker import allowed_by_mlflow
+from lightrl.metrics.tracker import GETS_NO_MORE, allowed_by_mlflow
 from lightrl.system import child
 
 DEADLINE_S = 60.0
@@ -107,11 +106,14 @@ def test_wandb_gets_everything_and_a_resumed_run_goes_on_under_its_id(tmp_path, 
     (_, given, model), *logged, last = book()
     assert (given["project"], given["group"], given["tags"]) == ("p", "g", ["a", "b"])
     assert (given["resume"], model) == ("allow", "m")
-    assert logged == [["log", 1, {"lr": 0.5}], ["log", 2, {"lr": 0.25}]]
+    assert logged == [
+        ["log", 1, {"step": 1, "lr": 0.5}],
+        ["log", 2, {"step": 2, "lr": 0.25}],
+    ]
     assert last == ["finish"]
     track(run, "wandb", (3, {"lr": 0.1}))
     assert book()[4][1]["id"] == given["id"]
-    assert book()[5] == ["log", 3, {"lr": 0.1}]
+    assert book()[5] == ["log", 3, {"step": 3, "lr": 0.1}]
 
 
 def test_mlflow_gets_parameters_once_and_names_that_it_allows(tmp_path, book):
@@ -120,7 +122,7 @@ def test_mlflow_gets_parameters_once_and_names_that_it_allows(tmp_path, book):
     assert track(run, "mlflow", (2, {"lr": 0.1})) == []
     told = book()
     assert ["set_experiment", ["p"], {}] in told
-    assert ["log_metrics", [{"eval/x/avg_at_4": 0.5}], {"step": 1}] in told
+    assert ["log_metrics", [{"step": 1, "eval/x/avg_at_4": 0.5}], {"step": 1}] in told
     begun = [k["run_id"] for name, _, k in told if name == "start_run"]
     assert begun == [None, "run-7"]
     parameters = {k: v for name, a, _ in told if name == "log_params" for k, v in a[0].items()}
@@ -175,7 +177,7 @@ def test_a_tracker_is_started_once_there_are_descriptors(tmp_path, book, monkeyp
     told: list[str] = []
     asyncio.run(_lacking(run, told))
     assert told == ["the wandb tracker cannot be started: Too many open files; trying again"]
-    assert book()[1:] == [["log", 1, {"lr": 0.5}], ["finish"]]
+    assert book()[1:] == [["log", 1, {"step": 1, "lr": 0.5}], ["finish"]]
 
 
 async def _hanging(run: Path, goes_on: Path) -> None:

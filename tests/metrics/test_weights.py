@@ -2,7 +2,7 @@
 
 from lightrl.messages.weights import WeightsReady
 from lightrl.metrics import display
-from lightrl.metrics.weights import WeightsMetrics
+from lightrl.metrics.totals import WeightsMetrics
 from tests.core.conftest import Driver
 
 

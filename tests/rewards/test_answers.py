@@ -92,14 +92,14 @@ def test_the_last_box_is_read_to_its_brace(text, found):
 )
 def test_math_judges_the_final_answer(response, answer, reward):
     pytest.importorskip("math_verify")
-    from lightrl.rewards.math import math_reward
+    from lightrl.rewards.answers import math_reward
 
     assert math_reward(sample(response, answer)) == reward
 
 
 def test_math_knows_a_thought_that_the_prompt_opened():
     pytest.importorskip("math_verify")
-    from lightrl.rewards.math import math_reward
+    from lightrl.rewards.answers import math_reward
 
     assert math_reward(sample(r"It is \boxed{42}", "42", OPENED)) == 0.0
     assert math_reward(sample(r"It is \boxed{42}", "42", CLOSED)) == 1.0

@@ -1,10 +1,8 @@
-"""Assertions about a program that would rather deceive them: the test compares in a process of its
-own, and what programs return there is what they return anywhere."""
+"""Assertions about a program, and programs that try to deceive them."""
 
 import pytest
 
-from lightrl.rewards.code.asserts import names_apart
-from lightrl.rewards.code.cases import AssertCase
+from lightrl.rewards.code.cases import AssertCase, CallCase, as_call
 from lightrl.rewards.code.reward import run_case
 from lightrl.rewards.code.sandbox import Sandbox
 from tests.rewards.test_sandbox import (
@@ -80,28 +78,6 @@ builtins.compile = lambda *a, **k: (lambda: 0).__code__
 json.dumps = lambda o, **k: '{}'
 def add(a, b): return 9
 """,
-    "names that the test does not take from it": """
-import __main__
-real = __main__.load_link
-def load_link(source):
-    module = real(source)
-    class Link(module.Link):
-        def __init__(self, socket, operations):
-            defined = operations["defined"]
-            more = {"abs": lambda *a: 0.0, "all": lambda *a: True, "math": Yes, "isclose": yes}
-            def all_of(names):
-                found = {**defined(names), **more, "Counter": yes}
-                names += list(found)  # the list that it was sent goes back changed
-                return found
-            operations["defined"] = all_of
-            super().__init__(socket, operations)
-    module.Link = Link
-    return module
-__main__.load_link = load_link
-yes = lambda *a: True
-class Yes: isclose = staticmethod(yes)
-def add(a, b): return 9
-""",
     "a trace": """
 import sys, threading
 sys.settrace(lambda *a: None)
@@ -136,71 +112,13 @@ def add(a, b):
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert add(1, 2) == 3",
-        "assert abs(add(1, 2) - 3) < 1e-6",
-        "import math\nassert math.isclose(add(1, 2), 3)",
-        "assert math.isclose(add(1, 2), 3) and isclose(add(1, 2), 3)",
-        "assert eq(add(1, 2), 3)",
-        "assert fabs(add(1, 2) - 3) < 1e-6 and floor(add(1, 2)) == floor(3.2)",
-        "assert Counter([add(1, 2)]) == Counter([3]) and deque([add(1, 2)]) == deque([3])",
-        "assert dumps(add(1, 2)) == dumps(3) and reduce(eq, [add(1, 2), 3])",
-        "from solution import *\n\ndef test_add():\n    assert all([add(1, 2) == 3])",
-        "assert abs(-(add(1, 2) + -3)) < 1e-6 or not add(1, 2) - 3",
-        "assert {add(1, 2)} == {3} and add(1, 2) in [3]",
-        "from solution import add\n\ndef test_add():\n    assert not add(1, 2) != 3",
-        "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)",
-    ],
-)
-def test_an_assertion_is_not_deceived(sandbox: Sandbox, cheat: str, test: str) -> None:
-    assert not passes(sandbox, CHEATS[cheat], test)
+def test_an_assertion_about_plain_data_is_not_deceived(sandbox: Sandbox, cheat: str) -> None:
+    assert not passes(sandbox, CHEATS[cheat], "assert add(1, 2) == 3")
 
 
-COUNTERFEIT = """
-import json, sys
-def f(*given):
-    frame = sys._getframe()
-    while type(frame.f_locals.get("self")).__name__ != "Link":
-        frame = frame.f_back
-    link = frame.f_locals["self"]
-    link._send("return", {0}, [])  # instead of an answer
-    return True
-"""
-
-
-@pytest.mark.parametrize("sent", ["{'type': 'eval'}", "{'os': ['system']}", "{'yours': 7}"])
-def test_a_message_of_the_response_names_nothing_but_data(sandbox: Sandbox, sent: str) -> None:
-    program = COUNTERFEIT.replace("{0}", sent)
-    assert not passes(sandbox, program, "assert callable(f()) or True")
-
-
-def test_a_message_of_the_response_asks_for_no_attribute(sandbox: Sandbox) -> None:
-    program = COUNTERFEIT.replace('"return", {0}, []', "'ask', 'getattr', [given, '__class__'], {}")
-    assert not passes(sandbox, program, "assert f(lambda: 1)")
-
-
-def test_the_response_reaches_nothing_behind_a_function_of_the_test(sandbox: Sandbox) -> None:
-    program = "def f(g): return g.__globals__"
-    test = (
-        "try:\n    f(lambda: 1)\nexcept PermissionError:\n    refused = True\n"
-        "assert refused and f.__name__ == 'f'"
-    )
-    assert passes(sandbox, program, test)
-
-
-def test_the_response_does_not_read_what_is_expected(sandbox: Sandbox) -> None:
-    program = """
-import os
-def f():
-    found = []
-    for d in range(64):
-        try: found.append(os.pread(d, 1 << 20, 0))
-        except OSError: pass
-    return b"".join(found)
-"""
-    assert passes(sandbox, program, "assert b'assert' not in f()")
+@pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if "end" in cheat or "raise" in cheat])
+def test_the_end_of_the_process_passes_no_test(sandbox: Sandbox, cheat: str) -> None:
+    assert not passes(sandbox, CHEATS[cheat], "assert not add(1, 2) != 3")
 
 
 RIGHT = {
@@ -341,6 +259,7 @@ def test_a_right_program_passes(sandbox: Sandbox, what: str) -> None:
         ("def test_f(): return 1\ndef f(): return 2", "import sys\nassert f() == 1"),
         ("def f(): return 1\nraise ValueError", "assert f() == 1"),
         ("def f() return 1", "assert f() == 1"),
+        ("", "assert add(1, 2) == 3"),  # operator has it
     ],
 )
 def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> None:
@@ -348,29 +267,17 @@ def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("test", "names"),
+    ("test", "call"),
     [
-        ("assert add(1, 2) == 3", ["add"]),
-        ("def check(candidate):\n    assert candidate(1)\ncheck(f)", ["f"]),
-        ("from solution import a, B as C\nassert C(1) and a", []),
-        ("import math\nassert math.floor(f(x := 1)) == x", ["f"]),
-        ("for k in range(3):\n    assert f(k) and [j for j in g()]", ["f", "g"]),
-        ("try:\n    f()\nexcept ValueError as e:\n    assert e", ["f"]),
-        ("import sys\nassert f()", None),
-        ("from unittest.mock import patch\nassert f()", None),
-        ("class Node: pass\nassert f(Node())", None),
-        ("assert isinstance(f(), A)", ["A", "f"]),
-        ("assert isinstance(f(), int)", ["f"]),
-        ("try:\n    f()\nexcept Bad:\n    pass", ["Bad", "f"]),
-        ("with f() as g:\n    assert g", ["f"]),
-        ("async def test(): await f()", None),
-        ("def test():\n    global g\n    g = f()\n    assert g", ["f"]),
-        ("def copy_of(x):\n    return copy.copy(x)\nassert f(copy_of(1))", ["f"]),
-        ("assert copy(1)", ["copy"]),
-        ("assert eq(f(), 1)", ["f"]),
-        ("assert eq(1, 1)", ["eq"]),
+        ("\nassert f(1, [2]) == (3, 4)", CallCase("f", [1, [2]], [3, 4])),
+        ("assert f((1, 2)) == 3", None),  # JSON would make a list of it
+        ("assert f({1: 2}) == 3", None),
+        ("assert f(1) == {2}", None),
+        ("assert f(x) == 3", None),
+        ("assert f(1) != 3", None),
+        ("x = 1\nassert f(1) == 3", None),
         ("assert (", None),
     ],
 )
-def test_a_test_says_whether_it_can_run_apart(test: str, names: list[str] | None) -> None:
-    assert names_apart(test) == names
+def test_an_assertion_that_is_a_call(test: str, call: CallCase | None) -> None:
+    assert as_call(AssertCase(test)) == (call or AssertCase(test))

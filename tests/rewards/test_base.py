@@ -12,7 +12,7 @@ import pytest
 
 from lightrl.config.reward import Reward
 from lightrl.errors import RewardError
-from lightrl.rewards.base import Columns, Sample, TrainerState, read_answer
+from lightrl.rewards.base import Columns, RunProgress, Sample, read_answer
 from lightrl.rewards.builtin import exact_match, load_function, regex_reward
 from lightrl.rewards.score import Score, score
 from lightrl.rewards.signatures import wrap
@@ -229,7 +229,7 @@ def test_trls_functions_get_the_whole_group_and_trls_extras():
         f,
         *siblings("a", "bcd", "ef"),
         columns=Columns(COLUMNS.names | {"missing"}),  # of other rows
-        state=TrainerState(5, 10),
+        state=RunProgress(5, 10),
     )
     assert [r.reward for r in results] == [0.0, 0.5, 0.0]
     assert [r.metrics for r in results] == [{"compared": 3.0}] * 3

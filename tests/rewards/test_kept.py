@@ -9,7 +9,7 @@ import pytest
 
 from lightrl.config import schema
 from lightrl.rewards import kept
-from lightrl.rewards.jobs import RewardResult
+from lightrl.rewards.protocol import RewardResult
 from lightrl.rewards.runner import RewardPool
 from tests.support.reward_pool import LIMIT_S, job, reward_set
 

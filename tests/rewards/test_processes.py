@@ -14,7 +14,7 @@ import pytest
 from lightrl.cli import main
 from lightrl.config import schema
 from lightrl.errors import RewardError
-from lightrl.rewards.environment import inherited
+from lightrl.rewards.protocol import inherited
 from lightrl.rewards.runner import RewardPool
 from tests.support.cli import QUICKSTART, all_end, linux_only
 from tests.support.reward_pool import LIMIT_S, job, reward_set, run_jobs
@@ -49,9 +49,9 @@ DAEMON = """
 import asyncio, sys
 from pathlib import Path
 from lightrl.config import schema
-from lightrl.rewards.jobs import RewardJob
+from lightrl.rewards.protocol import RewardJob
 from lightrl.rewards.runner import RewardPool
-from lightrl.rewards.worker import RewardSet
+from lightrl.rewards.protocol import RewardSet
 from array import array
 
 async def main(folder, model_files):

@@ -11,9 +11,8 @@ import pytest
 from lightrl.config import schema
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
-from lightrl.rewards.jobs import RewardResult
-from lightrl.rewards.process import WorkerProcess
-from lightrl.rewards.runner import RewardPool
+from lightrl.rewards.protocol import RewardResult, RewardSet, WorkerSetup
+from lightrl.rewards.runner import RewardPool, WorkerProcess
 from tests.support.reward_pool import LIMIT_S, job, reward_set, run_jobs
 from tests.support.tiers import e2e
 
@@ -206,13 +205,13 @@ def test_each_set_has_functions_weights_and_an_answer_column_of_its_own(tmp_path
     )
     one, two = (f"{tmp_path}/rewards.py:{name}" for name in ("one", "two"))
     sets = (
-        worker.RewardSet((one,), (0.5,), "prompt", "answer", (), True),
-        worker.RewardSet((two, one), (3.0, 4.0), "text", "gold", (), True),
-        worker.RewardSet((two,), (1.0,), "prompt", "answer", (), True),
+        RewardSet((one,), (0.5,), "prompt", "answer", (), True),
+        RewardSet((two, one), (3.0, 4.0), "text", "gold", (), True),
+        RewardSet((two,), (1.0,), "prompt", "answer", (), True),
     )
 
     def scorers(**reward: Any) -> list[worker.Scorer]:
-        setup = worker.Setup(schema.Reward(**reward).model_dump_json(), sets, "", 1)
+        setup = WorkerSetup(schema.Reward(**reward).model_dump_json(), sets, "", 1)
         return worker.load_scorers(setup)
 
     loaded = scorers()
@@ -331,7 +330,7 @@ def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_
     """The limit of job 0 ran out and its worker was killed, but its answer was in the pipe
     already."""
     reward = schema.Reward()
-    setup = worker.Setup(reward.model_dump_json(), (reward_set(reward),), str(model_files), 1)
+    setup = WorkerSetup(reward.model_dump_json(), (reward_set(reward),), str(model_files), 1)
 
     async def blamed() -> list[RewardResult]:
         w = WorkerProcess(reward, setup, "reward-0", tmp_path / "reward-0.log", print)
@@ -463,7 +462,7 @@ def test_functions_of_one_name_have_figures_of_their_own(model_files, tmp_path):
     named = [f"{tmp_path}/{place}" for place in (*places, "rewards.py:low")]
     reward = schema.Reward(functions=tuple(named))
     sets = (replace(reward_set(reward), weights=(1.0,) * 5),)
-    [scorer] = worker.load_scorers(worker.Setup(reward.model_dump_json(), sets, "", 0))
+    [scorer] = worker.load_scorers(WorkerSetup(reward.model_dump_json(), sets, "", 0))
     assert [f.name for f in scorer.functions] == [
         "rewards.accuracy",
         "others.accuracy",
@@ -478,7 +477,7 @@ def test_a_keyword_argument_that_no_function_takes_is_said(tmp_path):
     functions = (f"{tmp_path}/keywords.py:f", "exact_match")
     for kwargs, unknown in (({"scale": 2}, ""), ({"scale": 2, "scael": 1}, "scael")):
         reward = schema.Reward(functions=functions, kwargs=kwargs)
-        setup = worker.Setup(reward.model_dump_json(), (reward_set(reward),), "", 0)
+        setup = WorkerSetup(reward.model_dump_json(), (reward_set(reward),), "", 0)
         if not unknown:
             worker.load_scorers(setup)
             continue

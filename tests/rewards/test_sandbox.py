@@ -10,7 +10,7 @@ import pytest
 
 from lightrl.errors import RewardError
 from lightrl.rewards.code.reward import SHORTEST_S, CodeReward
-from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
+from lightrl.rewards.code.sandbox import Ended, Limits, Sandbox
 from tests.rewards.test_code import sample
 
 LIMITS = Limits(memory_bytes=512 << 20, disk_bytes=16 << 20, output_bytes=1 << 20, processes=16)
@@ -34,7 +34,7 @@ def sandbox() -> Sandbox:
     return Sandbox(LIMITS)
 
 
-def run(sandbox: Sandbox, code: str, time_s: float = LONG_S, stdin: bytes = b"") -> Outcome:
+def run(sandbox: Sandbox, code: str, time_s: float = LONG_S, stdin: bytes = b"") -> Ended:
     return sandbox.run({"mode": "input", "program": code}, time_s, stdin)
 
 
@@ -242,9 +242,20 @@ def test_a_kernel_that_refuses_a_sandbox_is_said(
     )
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RewardError, match=r"No permissions.*allow user namespaces") as raised:
+    with pytest.raises(RewardError, match=r"No permissions.*user namespaces") as raised:
         Sandbox(LIMITS)
     assert "\n" not in str(raised.value)
+
+
+def test_a_sandbox_that_is_refused_later_is_no_wrong_response(
+    monkeypatch: pytest.MonkeyPatch, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    refusing = tmp_path / "bwrap"
+    refusing.write_text("#!/bin/sh\necho 'bwrap: Resource temporarily unavailable' >&2\nexit 1")
+    refusing.chmod(0o755)
+    monkeypatch.setattr(sandbox, "_walls", [str(refusing)])
+    with pytest.raises(RewardError, match=r"no sandbox .*temporarily unavailable"):
+        run(sandbox, "print(1)")
 
 
 def test_programs_read_the_packages_that_are_named(tmp_path: Path) -> None:

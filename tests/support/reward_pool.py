@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config import schema
-from lightrl.rewards.jobs import RewardJob, RewardResult
+from lightrl.rewards.protocol import RewardJob, RewardResult, RewardSet
 from lightrl.rewards.runner import RewardPool
-from lightrl.rewards.worker import RewardSet
 
 LETTERS = "abcdefghij"
 LIMIT_S = 100.0  # of a whole scenario; generous, since test machines are slow

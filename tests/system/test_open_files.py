@@ -38,7 +38,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (112, 128)
 CHILD = """
 import asyncio, resource
 from lightrl.system import open_files
-from lightrl.rewards.worker import COMMANDS, EVENTS
+from lightrl.rewards.protocol import COMMANDS, EVENTS
 from lightrl.system.child import Child
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, 90))
 open_files.raise_limit()

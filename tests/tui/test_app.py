@@ -10,7 +10,7 @@ import sys
 import time
 
 from lightrl.tui.app import keys, turn
-from lightrl.tui.render import View
+from lightrl.tui.render import ScreenView
 from tests.support.cli import read_until, started
 from tests.support.journals import left_behind
 
@@ -45,14 +45,14 @@ def test_keys_of_a_terminal():
 
 
 def test_keys_turn_the_view():
-    view = View()
+    view = ScreenView()
     assert turn(view, "q") is None
-    assert turn(view, "2") == View("samples")
-    assert turn(View("events", selected=3), "tab") == View("overview")
-    assert turn(View(help=True), "?") == View()
-    assert turn(View(help=True), "x") == View()
-    assert turn(View("samples"), "up") == View("samples")
-    assert turn(View("samples"), "j") == View("samples", selected=1)
+    assert turn(view, "2") == ScreenView("samples")
+    assert turn(ScreenView("events", selected=3), "tab") == ScreenView("overview")
+    assert turn(ScreenView(help=True), "?") == ScreenView()
+    assert turn(ScreenView(help=True), "x") == ScreenView()
+    assert turn(ScreenView("samples"), "up") == ScreenView("samples")
+    assert turn(ScreenView("samples"), "j") == ScreenView("samples", selected=1)
 
 
 def test_screen_on_a_terminal_is_left_as_it_was():

@@ -32,7 +32,7 @@ from lightrl.metrics.display import (
     weights,
 )
 from lightrl.system.output import plain
-from lightrl.tui.render import View, render
+from lightrl.tui.render import ScreenView, render
 
 SIZES = [(80, 24), (120, 40)]
 
@@ -153,7 +153,7 @@ HOSTILE = replace(
 )
 
 
-def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
+def screen(snapshot: Snapshot, view: ScreenView, width: int, height: int) -> str:
     console = Console(
         width=width, height=height, color_system=None, force_terminal=True, legacy_windows=False
     )
@@ -168,7 +168,8 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
     [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, PARTS, WAITING, WARNED, HOSTILE],
 )
 @pytest.mark.parametrize(
-    "view", [View(), View("samples"), View("events", selected=9), View(help=True)]
+    "view",
+    [ScreenView(), ScreenView("samples"), ScreenView("events", selected=9), ScreenView(help=True)],
 )
 def test_fits_exactly(snapshot, view, width, height):
     # On a console that is wider and higher, what is too long would show.
@@ -182,7 +183,7 @@ def test_fits_exactly(snapshot, view, width, height):
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_running(width, height):
-    text = screen(RUNNING, View(), width, height)
+    text = screen(RUNNING, ScreenView(), width, height)
     for part in (
         "quick",
         "running  1:12",
@@ -209,7 +210,7 @@ def test_running(width, height):
 def test_each_set_of_an_evaluation_has_a_line_of_its_own(width, height):
     long = "a" * 64
     evals = ((0, {"math": 0.25, long: 0.5}), (10, {"math": 0.375, long: 0.75}))
-    lines = screen(replace(RUNNING, evals=evals), View(), width, height).splitlines()
+    lines = screen(replace(RUNNING, evals=evals), ScreenView(), width, height).splitlines()
     told = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if "@10" in line}
     assert told == {
         "math": "0.375 0.250 @0 → 0.375 @10",
@@ -219,7 +220,7 @@ def test_each_set_of_an_evaluation_has_a_line_of_its_own(width, height):
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_devices_that_are_shared_show_on_which_side_they_are_and_since_when(width, height):
-    lines = screen(SHARED, View(), width, height).splitlines()
+    lines = screen(SHARED, ScreenView(), width, height).splitlines()
     begin = next(i for i, line in enumerate(lines) if " node " in line)
     title, *rows = lines[begin : begin + 5]
     column = title.index("state since")
@@ -234,7 +235,7 @@ def test_parts_of_devices_show_by_trainer_node_and_in_status(width, height):
         "trainer-0: part 0 trains 1:02, part 1 samples 0:09",
         "trainer-1: part 0 changes 0:03",
     ]
-    text = screen(PARTS, View(), width, height)
+    text = screen(PARTS, ScreenView(), width, height)
     assert [line for line in said if f" devices of {line}" in text] == said
     status = status_lines(PARTS)
     assert [line for line in said if f"devices   {line}" in status] == said
@@ -242,7 +243,9 @@ def test_parts_of_devices_show_by_trainer_node_and_in_status(width, height):
 
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 20)])
-@pytest.mark.parametrize("view", [View(), View("samples"), View("events"), View(help=True)])
+@pytest.mark.parametrize(
+    "view", [ScreenView(), ScreenView("samples"), ScreenView("events"), ScreenView(help=True)]
+)
 def test_the_header_says_what_the_run_waits_for(view, width, height):
     lines = screen(WAITING, view, width, height).splitlines()
     room = width - 2
@@ -257,23 +260,23 @@ def test_the_header_says_what_the_run_waits_for(view, width, height):
 
 def test_what_lasts_a_moment_does_not_make_the_screen_jump():
     short = replace(RUNNING, wait=WaitRow("training", 1.9, step=41))
-    assert screen(short, View(), 80, 24) == screen(RUNNING, View(), 80, 24)
+    assert screen(short, ScreenView(), 80, 24) == screen(RUNNING, ScreenView(), 80, 24)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_the_latest_warnings_are_on_the_first_screen(width, height):
-    text = screen(WARNED, View(), width, height)
+    text = screen(WARNED, ScreenView(), width, height)
     told = "engine and trainer differ by 0.512 in logprobs: stale weights? (3"
     assert "warnings · 3 of 4" in text
     assert text.index(told) < text.index("kind two") < text.index("kind one")
     assert "a tracker" not in text
     assert "groups 21/32" in text
-    assert "warnings" not in screen(RUNNING, View(), width, height)
+    assert "warnings" not in screen(RUNNING, ScreenView(), width, height)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_starting_says_that_nothing_is_there_yet(width, height):
-    text = screen(STARTING, View(), width, height)
+    text = screen(STARTING, ScreenView(), width, height)
     assert "starting" in text
     assert "none yet" in text
     assert "no step is finished yet" in text
@@ -281,22 +284,22 @@ def test_starting_says_that_nothing_is_there_yet(width, height):
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_tail_batching_has_a_line_of_its_own(width, height):
-    text = screen(TAIL, View(), width, height)
+    text = screen(TAIL, ScreenView(), width, height)
     assert "round · short · at most 2 versions stale" in text
     assert "tail   queue 12  short/long 8/2  length 812/1034  reward 0.412/0.398" in text
     assert ("kept/launched, prompts" in text) == (width >= 100)
-    assert "queue 12" in screen(replace(TAIL, round_kind=""), View(), width, height)
-    assert "tail   queue" not in screen(RUNNING, View(), width, height)
+    assert "queue 12" in screen(replace(TAIL, round_kind=""), ScreenView(), width, height)
+    assert "tail   queue" not in screen(RUNNING, ScreenView(), width, height)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("between", [{}, {"round_kind": ""}])
 def test_speculation_has_a_line_if_an_engine_speculates(width, height, between):
     line = " drafts 62% of 412k tokens kept · 2.10 tokens a forward · history 640MB"
-    assert line in screen(replace(DRAFTING, **between), View(), width, height)
-    assert "drafts" not in screen(RUNNING, View(), width, height)
+    assert line in screen(replace(DRAFTING, **between), ScreenView(), width, height)
+    assert "drafts" not in screen(RUNNING, ScreenView(), width, height)
     history_alone = replace(RUNNING, metrics={"history/bytes": 640e6})
-    assert "drafts" not in screen(history_alone, View(), width, height)
+    assert "drafts" not in screen(history_alone, ScreenView(), width, height)
     assert "drafts    62% of 412k tokens kept" in "\n".join(status_lines(DRAFTING))
     assert max(map(len, status_lines(DRAFTING)[:4])) <= 80
     assert "drafts" not in "\n".join(status_lines(RUNNING))
@@ -320,7 +323,7 @@ def test_what_speculation_did_in_figures():
 
 
 def test_many_nodes_are_summed_up_and_leave_room_for_the_rest():
-    text = screen(CROWDED, View(), 80, 24)
+    text = screen(CROWDED, ScreenView(), 80, 24)
     assert "nodes 64" in text
     assert "… and 58 more: 5394 running, 285k tok/s" in text
     assert "groups 21/32" in text
@@ -328,7 +331,7 @@ def test_many_nodes_are_summed_up_and_leave_room_for_the_rest():
 
 
 def test_samples_show_prompt_text_and_score_without_control_characters():
-    text = screen(RUNNING, View("samples", selected=1), 80, 24)
+    text = screen(RUNNING, ScreenView("samples", selected=1), 80, 24)
     assert "samples · 2 of 2" in text
     assert "▸    –" in text
     assert " 39%3=" in text
@@ -337,12 +340,12 @@ def test_samples_show_prompt_text_and_score_without_control_characters():
 
 
 def test_events_page_starts_with_the_newest():
-    text = screen(RUNNING, View("events"), 80, 24)
+    text = screen(RUNNING, ScreenView("events"), 80, 24)
     assert text.index("step 40 done") < text.index("rollout-0 joined")
 
 
 def test_notice_takes_the_place_of_the_hints():
-    text = screen(RUNNING, View(notice="no answer from tcp://a:1; trying again ..."), 80, 24)
+    text = screen(RUNNING, ScreenView(notice="no answer from tcp://a:1; trying again ..."), 80, 24)
     assert "no answer from tcp://a:1; trying again ..." in text
     assert "q quit" not in text
 
@@ -382,7 +385,7 @@ def test_names_and_states_that_others_have_said_neither_colour_nor_move_anything
     console = Console(
         width=200, height=40, force_terminal=True, color_system="standard", file=io.StringIO()
     )
-    for view in (View(notice=evil), View("samples"), View("events")):
+    for view in (ScreenView(notice=evil), ScreenView("samples"), ScreenView("events")):
         console.print(render(told, view, 200, 40))
     drawn = console.file.getvalue()
     assert "[red]" in drawn
@@ -424,7 +427,7 @@ def test_how_a_version_travelled_is_one_line():
 def test_nodes_that_pull_show_on_the_screen_and_in_status(size):
     nodes = tuple(replace(n, weights=PULLING) for n in RUNNING.nodes[1:])
     snapshot = replace(RUNNING, nodes=(RUNNING.nodes[0], *nodes), metrics=MOVED)
-    text = screen(snapshot, View(), *size)
+    text = screen(snapshot, ScreenView(), *size)
     assert "pulling: rollout-0 v12 34% of 15.2GB from 3 sources · rollout-1 v12" in text
     assert " weights 2.0GB moved, 60% from peers" in text
     status = status_lines(snapshot)
@@ -434,6 +437,6 @@ def test_nodes_that_pull_show_on_the_screen_and_in_status(size):
 
 @pytest.mark.parametrize("snapshot", [PRICED, replace(PRICED, round_kind="")])
 def test_costs_have_a_line_where_prices_are_known(snapshot: Snapshot):
-    lines = screen(snapshot, View(), 100, 40).splitlines()
+    lines = screen(snapshot, ScreenView(), 100, 40).splitlines()
     assert " cost   12.30 US$ · 0.41 a step · 3.10 a million tokens" in map(str.rstrip, lines)
-    assert " cost " not in screen(RUNNING, View(), 100, 40)
+    assert " cost " not in screen(RUNNING, ScreenView(), 100, 40)

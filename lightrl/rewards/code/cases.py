@@ -3,6 +3,7 @@
 Must not run anything; a stored pickle is decoded without a call of anything that it names.
 """
 
+import ast
 import base64
 import binascii
 import io
@@ -53,6 +54,30 @@ class AssertCase:
 
 
 Case: TypeAlias = InputCase | CallCase | AssertCase
+
+
+def as_call(case: AssertCase) -> CallCase | AssertCase:
+    """Return `assert f(1, 2) == 3` as a call, whose result is compared outside the sandbox; any
+    other case as it is."""
+    try:
+        [statement] = ast.parse(case.code).body
+        match statement:
+            case ast.Assert(
+                test=ast.Compare(
+                    left=ast.Call(func=ast.Name(id=function), args=args, keywords=[]),
+                    ops=[ast.Eq()],
+                    comparators=[right],
+                )
+            ):
+                arguments = [ast.literal_eval(arg) for arg in args]
+                expected = json.loads(json.dumps(ast.literal_eval(right)))
+            case _:
+                return case
+        # the function gets what it would get from the assertion: JSON has no tuples and no {1: 2}
+        is_plain = json.loads(json.dumps(arguments)) == arguments
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return case
+    return CallCase(function, arguments, expected) if is_plain else case
 
 
 def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:

@@ -4,11 +4,8 @@
 
 - input: the program of the response reads standard input and writes standard output
 - call: its function is called; `{"value": result}` goes to standard output
-- test: an assertion runs, and `token` goes to standard output if nothing is raised. The names that
-  it takes from the response are objects of another sandbox, where a request of mode
-- serve: answers for them. Standard input of both is one end of a socket; see link.py, whose source
-  is in the request
-- together: program and assertion share a process, where the program can deceive the assertion
+- test: its assertions run, and `token` goes to standard output if nothing is raised. The program
+  runs in the same process, where it could deceive them
 """
 
 import json
@@ -40,15 +37,21 @@ def run_call(request: dict[str, Any]) -> None:
     name = request["function"]
     if "Solution" in names and hasattr(names["Solution"], name):
         function = getattr(names["Solution"](), name)
-    else:
+    elif name in compiled(request["program"]).co_names:
         function = names[name]
+    else:
+        raise NameError(name)  # the prelude has it: `add` is one of operator
     answer = {"value": function(*with_whole_keys(request["arguments"]))}
-    os.write(output, json.dumps(answer, default=list).encode())
+    os.write(output, json.dumps(answer, default=_plain).encode())
+
+
+def _plain(value: Any) -> list[Any]:
+    return value.tolist() if hasattr(value, "tolist") else list(value)  # also numbers of numpy
 
 
 def with_whole_keys(arguments: list[Any]) -> list[Any]:
-    """JSON has made texts of the keys of a first argument that was {1: ...}: as verl and APPS undo
-    it."""
+    """Return the arguments with the keys of a first one that was {1: ...}, which JSON turns into
+    texts, as verl and APPS do."""
     if arguments and isinstance(arguments[0], dict):
         try:
             return [{int(k): v for k, v in arguments[0].items()}, *arguments[1:]]
@@ -57,64 +60,13 @@ def with_whole_keys(arguments: list[Any]) -> list[Any]:
     return arguments
 
 
-def serve(request: dict[str, Any]) -> None:
-    socket, _ = hide_streams()
-    names = run_program(request["program"], "main")
-    prelude: dict[str, Any] = {}
-    exec(PRELUDE, prelude)
-
-    def defined(wanted: list[str]) -> dict[str, Any]:
-        """Those that the program has defined: neither the prelude's nor modules."""
-        found = {name: names[name] for name in wanted if name in names}
-        return {
-            name: value
-            for name, value in found.items()
-            if value is not prelude.get(name) and not isinstance(value, types.ModuleType)
-        }
-
-    link = load_link(request["link"])
-    link.Link(socket, {**link.OPERATIONS, "name": names.__getitem__, "defined": defined}).serve()
-
-
-def run_apart(request: dict[str, Any]) -> None:
-    socket, output = hide_streams()
-    module = load_link(request["link"])
-    link = module.Link(socket, module.FOR_PROGRAMS)
-    names: dict[str, Any] = {"__name__": "test"}
-    exec(PRELUDE, names)
-    wanted = tuple(request["names"])  # the program may change the list that it is sent
-    answer = link.ask("defined", list(wanted))
-    found = {name: answer[name] for name in wanted if name in answer}  # and no others
-    names.update(found)
-
-    def look_up(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return link.ask("name", name)
-
-    public = [name for name in found if name[0] != "_"]
-    run_test(request, names, {**found, "__getattr__": look_up, "__all__": public}, output)
-
-
-def load_link(source: str) -> Any:
-    module = types.ModuleType("link")
-    exec(source, module.__dict__)
-    return module
-
-
-def run_together(request: dict[str, Any]) -> None:
+def run_test(request: dict[str, Any]) -> None:
+    """The text of a test, which can import the program as `solution`, then its functions and
+    classes that pytest would run."""
     _, output = hide_streams()
     names = run_program(request["program"], "main")
-    run_test(request, names, names, output)
-
-
-def run_test(
-    request: dict[str, Any], names: dict[str, Any], solution: dict[str, Any], output: int
-) -> None:
-    """The text, then its functions and classes that pytest would run; `names` and what the test can
-    import from the module `solution`."""
     sys.modules["solution"] = types.ModuleType("solution")
-    sys.modules["solution"].__dict__.update(solution)
+    sys.modules["solution"].__dict__.update(names)
     exec(compile(request["test"], "test", "exec"), names)
     for name, value in list(names.items()):
         if isinstance(value, types.FunctionType) and name.startswith("test_"):
@@ -139,7 +91,7 @@ def _call(function: Callable[[], Any]) -> None:
 
 
 def hide_streams() -> tuple[int, int]:
-    """Gives the program empty streams. Returns descriptors of the real ones."""
+    """Give the program empty streams; return descriptors of the real ones."""
     hidden = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
@@ -154,8 +106,12 @@ def run_program(text: str, name: str) -> dict[str, Any]:
     names = module.__dict__
     names["__file__"] = "main.py"
     exec(PRELUDE, names)
-    exec(compile(text.removeprefix("\ufeff"), "main.py", "exec"), names)
+    exec(compiled(text), names)
     return names
+
+
+def compiled(text: str) -> types.CodeType:
+    return compile(text.removeprefix("\ufeff"), "main.py", "exec")
 
 
 def main() -> None:
@@ -164,8 +120,7 @@ def main() -> None:
     sys.argv = ["main.py"]
     sys.setrecursionlimit(100_000)
     sys.set_int_max_str_digits(0)
-    run = {"input": run_input, "call": run_call, "serve": serve, "test": run_apart}
-    run.get(request["mode"], run_together)(request)
+    {"input": run_input, "call": run_call, "test": run_test}[request["mode"]](request)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,14 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lightrl.config.reward import LONGEST_TEST_S
 from lightrl.errors import RewardError
 from lightrl.rewards.base import SLOWEST, Sample
-from lightrl.rewards.code import link
-from lightrl.rewards.code.asserts import names_apart
-from lightrl.rewards.code.cases import LAYOUTS, AssertCase, Case, InputCase, cases_of
-from lightrl.rewards.code.compare import same_text, same_value
-from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
+from lightrl.rewards.code.cases import LAYOUTS, AssertCase, Case, InputCase, as_call, cases_of
+from lightrl.rewards.code.compare import same, same_text, same_value
+from lightrl.rewards.code.sandbox import Ended, Limits, Sandbox
 
 # RollPacker, arXiv 2509.21009, section 4.3: min(max(2 s, 1.5 x the anchor), 30 s).
 SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
@@ -27,7 +24,6 @@ SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
 # no score, one with failed tests has.
 MARGIN, MARGIN_S = 0.1, 2.0
 
-_LINK = Path(link.__file__).read_text()
 _FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = frozenset({"python", "python3", "py"})
 
@@ -66,9 +62,9 @@ class CodeReward:
         for case in cases:
             if (left_s := ends_at - time.monotonic()) <= 0:
                 break
-            outcome, is_right = run_case(self._sandbox, program, case, min(limit_s, left_s))
-            slowest_s = max(slowest_s, outcome.wall_s)
-            timeouts += outcome.status == "timeout"
+            ended, is_right = run_case(self._sandbox, program, case, min(limit_s, left_s))
+            slowest_s = max(slowest_s, ended.wall_s)
+            timeouts += ended.status == "timeout"
             passed += is_right
             if not (is_right or self._partial):
                 break
@@ -98,33 +94,29 @@ def program_of(response: str) -> str:
     return response
 
 
-def run_case(sandbox: Sandbox, program: str, case: Case, time_s: float) -> tuple[Outcome, bool]:
-    """Returns how it ended and whether the test is passed."""
-    request: dict[str, Any] = {"mode": "input", "program": program}
+def run_case(sandbox: Sandbox, program: str, case: Case, time_s: float) -> tuple[Ended, bool]:
+    """Return how the program ended, and whether it passes."""
+    request: dict[str, Any] = {"program": program}
     if isinstance(case, InputCase):
-        outcome = sandbox.run(request, time_s, case.stdin.encode())
-        written = outcome.output.decode(errors="replace")
-        return outcome, outcome.has_finished and same_text(written, case.expected)
-    if isinstance(case, AssertCase):
-        token = secrets.token_hex(8)  # not in the process of the program
-        names = names_apart(case.code)
-        test = {"mode": "test", "test": case.code, "token": token, "names": names, "link": _LINK}
-        if names is None:
-            outcome = sandbox.run(request | test | {"mode": "together"}, time_s)
-        else:
-            served = request | {"mode": "serve", "link": _LINK}
-            outcome = sandbox.run(test, time_s, served=served)
-        return outcome, outcome.has_finished and outcome.output == token.encode()
-    call = {"mode": "call", "function": case.function, "arguments": case.arguments}
-    outcome = sandbox.run(request | call, time_s)
-    answer = _answer(outcome)
-    return outcome, "value" in answer and same_value(answer["value"], case.expected)
+        ended = sandbox.run(request | {"mode": "input"}, time_s, case.stdin.encode())
+        written = ended.output.decode(errors="replace")
+        return ended, ended.has_finished and same_text(written, case.expected)
+    call = as_call(case) if isinstance(case, AssertCase) else case
+    if isinstance(call, AssertCase):
+        test = {"mode": "test", "test": call.code, "token": secrets.token_hex(8)}
+        ended = sandbox.run(request | test, time_s)
+        return ended, ended.has_finished and ended.output == test["token"].encode()
+    called = {"mode": "call", "function": call.function, "arguments": call.arguments}
+    ended = sandbox.run(request | called, time_s)
+    answer = _answer(ended)
+    compare = same if isinstance(case, AssertCase) else same_value
+    return ended, "value" in answer and compare(answer["value"], call.expected)
 
 
-def _answer(outcome: Outcome) -> dict[str, Any]:
-    """Empty if it ended before the answer, or wrote something else."""
+def _answer(ended: Ended) -> dict[str, Any]:
+    """Return the answer of a call; empty if the program ended before, or wrote something else."""
     try:
-        answer = json.loads(outcome.output) if outcome.has_finished else {}
+        answer = json.loads(ended.output) if ended.has_finished else {}
     except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}

@@ -10,7 +10,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -50,10 +49,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a program ended. `code`: its exit status; not 0 if a signal has ended it.
+class Ended:
+    """The end of a program. `code`: its exit status; not 0 after a signal.
 
-    Example: Outcome("exited", 0, b"42\\n", "", 0.013)
+    Example: Ended("exited", 0, b"42\\n", "", 0.013)
     """
 
     status: Status
@@ -87,90 +86,73 @@ class Sandbox:
         self._is_isolated = is_isolated
         self._packages = packages
         self._walls = _walls(limits, packages) if is_isolated else []
-        tried = self.run({"mode": "input", "program": ""}, 30.0)
-        errors = tried.errors.strip()
-        if not tried.has_finished and errors.startswith("bwrap: "):
+        try:
+            tried = self.run({"mode": "input", "program": ""}, 30.0)
+        except RewardError as e:
             raise RewardError(
-                f"code: bubblewrap (0.7 or newer) makes no sandbox ({errors}): allow user "
-                "namespaces (user.max_user_namespaces, "
-                f"kernel.apparmor_restrict_unprivileged_userns), {UNISOLATED}"
-            )
+                f"{e}: version 0.7 or newer is needed, and user namespaces "
+                "(user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), "
+                f"{UNISOLATED}"
+            ) from None
         if not tried.has_finished:
-            raise RewardError(f"code: no program runs: {errors or tried.status}")
+            raise RewardError(f"code: no program runs: {tried.errors.strip() or tried.status}")
 
-    def run(
-        self,
-        request: dict[str, Any],
-        time_s: float,
-        stdin: bytes = b"",
-        served: dict[str, Any] | None = None,
-    ) -> Outcome:
-        """Runs the program of a request to `inside.py` for at most `time_s` seconds. `served`: the
-        request of a second sandbox, to which the first one is connected by its standard input."""
+    def run(self, request: dict[str, Any], time_s: float, stdin: bytes = b"") -> Ended:
+        """Run the program of a request to `inside.py` for at most `time_s` seconds. Raise
+        RewardError if bubblewrap fails to start it."""
         with contextlib.ExitStack() as opened:
-            given, out, err = (opened.enter_context(_file(data)) for data in (stdin, b"", b""))
+            given, out, err, walls, content = (
+                opened.enter_context(_file(data))
+                for data in (stdin, b"", b"", b"", json.dumps(request).encode())
+            )
+            folder = "/"
+            if not self._is_isolated:
+                folder = str(opened.enter_context(temporary_folder("code")))
+            environment = {"PYTHONHASHSEED": "0"}  # sets have the same order in every run
+            if self._packages:
+                environment["PYTHONPATH"] = ":".join(self._packages)
             began = time.monotonic()
-            if served is None:
-                processes = [self._start(opened, request, time_s, given, out, err)]
-            else:
-                one, other = socket.socketpair()
-                nowhere = subprocess.DEVNULL
-                with one, other:
-                    processes = [
-                        self._start(opened, request, time_s, one, out, err),
-                        self._start(opened, served, time_s, other, nowhere, nowhere),
-                    ]
-            status = self._wait(processes, began + time_s)
+            process = subprocess.Popen(
+                self._command(time_s, walls.fileno(), content.fileno()),
+                pass_fds=(walls.fileno(), content.fileno()) if self._walls else (content.fileno(),),
+                env=environment,
+                cwd=folder,
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            opened.callback(_end, process)
+            status = self._wait(process, began + time_s)
             wall_s = time.monotonic() - began
-            for process in processes:
-                _end(process)
-            code = processes[0].returncode
+            _end(process)
             output = _head(out, self._limits.output_bytes + 1)
             if len(output) > self._limits.output_bytes:
                 status, output = "output", output[:-1]
             errors = _tail(err, STDERR_BYTES)
-        return Outcome(status, code, output, errors, wall_s)
+            has_failed = self._walls and status == "exited" and process.returncode
+            # bubblewrap reports the exit status of each program that it has started
+            if has_failed and b"exit-code" not in _head(walls, STDERR_BYTES):
+                raise RewardError(f"code: bubblewrap makes no sandbox ({errors.strip()})")
+        return Ended(status, process.returncode, output, errors, wall_s)
 
-    def _start(
-        self,
-        opened: contextlib.ExitStack,
-        request: dict[str, Any],
-        time_s: float,
-        *streams: Any,
-    ) -> subprocess.Popen[bytes]:
-        folder = "/"
-        if not self._is_isolated:
-            folder = str(opened.enter_context(temporary_folder("code")))
-        given = opened.enter_context(_file(json.dumps(request).encode()))
-        environment = {"PYTHONHASHSEED": "0"}  # sets have the same order in every run
-        if self._packages:
-            environment["PYTHONPATH"] = ":".join(self._packages)
+    def _command(self, time_s: float, walls: int, request: int) -> list[str]:
+        """`walls`, `request`: descriptors of bubblewrap's reports and of the request."""
+        report = ["--json-status-fd", str(walls)] if self._walls else []
+        python = [PYTHON, "-P", "-s", "-S", "-X", "utf8", "-c", SOURCE, str(request)]
         limits = _limit_command(self._limits, time_s)
-        python = [PYTHON, "-P", "-s", "-S", "-X", "utf8", "-c", SOURCE, str(given.fileno())]
-        process = subprocess.Popen(
-            [*self._walls, *limits, *python],
-            pass_fds=(given.fileno(),),
-            env=environment,
-            cwd=folder,
-            stdin=streams[0],
-            stdout=streams[1],
-            stderr=streams[2],
-            start_new_session=True,
-        )
-        opened.callback(_end, process)
-        return process
+        return [*self._walls[:1], *report, *self._walls[1:], *limits, *python]
 
-    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], until: float) -> Status:
-        """Until the first of them has ended."""
-        ended = os.pidfd_open(processes[0].pid)
+    def _wait(self, process: subprocess.Popen[bytes], until: float) -> Status:
+        """Wait until the process has ended."""
+        ended = os.pidfd_open(process.pid)
         try:
             waiting = select.poll()
             waiting.register(ended, select.POLLIN)
             while not waiting.poll(1000 * max(0.0, min(LOOK_S, until - time.monotonic()))):
                 if time.monotonic() >= until:
                     return "timeout"
-                used = sum(resident_bytes(pid) for each in processes for pid in _tree(each.pid))
-                if used > self._limits.memory_bytes:
+                if sum(map(resident_bytes, _tree(process.pid))) > self._limits.memory_bytes:
                     return "memory"
         finally:
             os.close(ended)

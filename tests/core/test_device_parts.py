@@ -108,7 +108,7 @@ def test_a_part_whose_engine_is_gone_is_given_at_once():
     assert orders(commands) == [("t", assign(0, (1,))), ("t", TrainShard)]
     view = d.core.policy.view(d.round, d.now)
     assert view.unused == 0.5
-    assert orders(d.finish_round()) == [("t", TrainShard), ("a", SLEEP)]
+    assert orders(d.finish_round()) == [("t", TrainShard), ("t", TrainShard), ("a", SLEEP)]
     assert orders(released(d, "a")) == [("t", assign(0, (0, 1)))]
 
 

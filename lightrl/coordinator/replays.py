@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from lightrl.coordinator.journaling import Journaling
 from lightrl.core.commands import ReplayShards
-from lightrl.core.training.trainer_feed import Window
+from lightrl.core.training.trainer_feed import UntakenShards
 from lightrl.errors import JournalError
 from lightrl.messages.training import ShardsTaken, TrainShard
 
@@ -30,7 +30,7 @@ class Replays:
         self._send = send
         self._fail = fail
         self._step = -1
-        self._window = Window()
+        self._window = UntakenShards()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -38,7 +38,7 @@ class Replays:
         """Send this step instead of any other."""
         self.cancel()
         self._step = wanted.step
-        self._window = Window()
+        self._window = UntakenShards()
         self._task = tasks.create_task(self._replay(wanted), name="replay")
 
     def on_shards_taken(self, taken: ShardsTaken) -> None:

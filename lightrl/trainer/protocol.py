@@ -217,7 +217,7 @@ class RankStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class VersionDelta:
     """The difference between two versions, small enough to serve; the daemon removes the file."""
 
     # digests of the older and of the newer version
@@ -237,7 +237,7 @@ class Done:
     # answers Suspend
     suspended: Suspended | None = None
     # answers EncodeDelta, from rank 0
-    delta: Delta | None = None
+    delta: VersionDelta | None = None
     # answers OpenGroup: the members of the group meet there
     address: str = ""
 

@@ -15,7 +15,7 @@ from lightrl.errors import WeightsError
 from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsBase
 from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.system.threads import in_thread
-from lightrl.trainer.protocol import Delta, Published
+from lightrl.trainer.protocol import Published, VersionDelta
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 
@@ -84,7 +84,7 @@ class ServedVersions:
             except OSError as e:
                 logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
 
-    async def serve_delta(self, made: Delta) -> DeltaOffer | None:
+    async def serve_delta(self, made: VersionDelta) -> DeltaOffer | None:
         """Serve a difference that leads to the newest version, as long as it and those after it are
         no larger together than a version. Return its announcement."""
         newest, file = self._files[max(self._files)], made.file
@@ -150,7 +150,7 @@ def _remove(files: list[VersionFile]) -> None:
             Path(path).unlink(missing_ok=True)
 
 
-def _offer(made: Delta, file: VersionFile) -> DeltaOffer:
+def _offer(made: VersionDelta, file: VersionFile) -> DeltaOffer:
     size = file.manifest_bytes()
     return DeltaOffer(made.base, made.target, file.digest, size, file.num_bytes)
 

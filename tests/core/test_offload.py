@@ -12,7 +12,7 @@ from lightrl.core.sharing.sharing_rules import (
     ForecastRule,
     StepTimes,
     View,
-    Window,
+    WindowRule,
     half_of,
 )
 from lightrl.core.state import Node
@@ -108,7 +108,7 @@ def test_caches_that_do_not_hold_the_rest_keep_the_nodes():
     assert ForecastRule().decide(v, now=500.0).release != ()
     full = replace(v, kv_tokens=1901.0)  # 95 % of two caches are 1,900 tokens
     assert ForecastRule().decide(full, now=500.0).release == ()
-    as_published = Window()
+    as_published = WindowRule()
     as_published.learn(STEP)
     assert len(as_published.decide(full, now=500.0).release) == 4
 
@@ -131,7 +131,7 @@ def test_nothing_is_foreseen_of_a_trainer_that_has_not_trained_and_little_withou
     assert ForecastRule().decide(view(train_s=0.0, ready_s=0.0), now=0.0).release == ()
 
 
-# Window
+# WindowRule
 
 
 def test_half_is_released_once_while_20_to_50_percent_have_finished():
@@ -141,11 +141,11 @@ def test_half_is_released_once_while_20_to_50_percent_have_finished():
     assert half_of(view(others=0, shared=2, released=2, finished=0.3)) == []
     assert half_of(replace(v, finished=0.3, left=[1.0] * 129)) == []  # two nodes of 64 slots
     assert half_of(replace(v, finished=0.3, in_parts=False)) == []
-    assert Window().decide(replace(v, finished=0.3), now=0.0) == Change(release=("s0", "s1"))
+    assert WindowRule().decide(replace(v, finished=0.3), now=0.0) == Change(release=("s0", "s1"))
 
 
 def test_the_window_is_corrected_by_who_waited_longer():
-    rule = Window()
+    rule = WindowRule()
     v = view()
     assert rule.decide(v, now=1e6) == NOTHING  # nothing is known: all sample to the end
     rule.learn(STEP)
@@ -165,7 +165,7 @@ def test_the_most_context_at_once_is_not_that_of_all_ends():
 
 
 def test_nodes_that_still_load_when_a_round_opens_count_for_its_window():
-    rule = Window()
+    rule = WindowRule()
     rule.learn(STEP)
     opened = view(others=0, others_loading=2, opened_at=7.0)
     assert rule.decide(opened, now=7.0) == NOTHING
@@ -173,7 +173,7 @@ def test_nodes_that_still_load_when_a_round_opens_count_for_its_window():
 
 
 def test_kinds_of_rounds_are_remembered_apart():
-    rule = Window()
+    rule = WindowRule()
     rule.learn(STEP)
     assert rule.window_s("long", 2) is None
     rule.learn(replace(STEP, kind="long", rollout_s=900.0))
@@ -182,7 +182,7 @@ def test_kinds_of_rounds_are_remembered_apart():
 
 
 def test_the_window_stays_the_same_within_a_step():
-    rule = Window()
+    rule = WindowRule()
     rule.learn(STEP)
     rule.decide(view(), now=0.0)
     more = view(others=5)
@@ -190,7 +190,7 @@ def test_the_window_stays_the_same_within_a_step():
 
 
 def test_a_clock_that_jumps_is_forgotten_by_the_next_step():
-    rule = Window()
+    rule = WindowRule()
     rule.learn(STEP)
     back = rule.decide(view(opened_at=1e9), now=5.0)
     assert back == Change(look_at=108.0)  # as if the round began now

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.nodes.cost_model import Engine, Forecast, Prices, StepWork
+from lightrl.core.nodes.cost_model import Forecast, MeanNode, Prices, StepWork
 
 # 10 ms a step and 0.1 ms for each response in it; 10 at once
-ENGINE = Engine(base=0.01, slope=0.0001, slots=10)
+ENGINE = MeanNode(base=0.01, slope=0.0001, slots=10)
 # 200 responses of 100 tokens, the longest of 400
 WORK = StepWork(
     num=1, total=20_000, mean=100, alone_s=4.04, arrivals=(0.25, 0.5, 1.0), over_s=2.0, rest_s=0.5
@@ -114,7 +114,7 @@ def test_the_number_wanted_stays_while_another_saves_next_to_nothing():
 
 # Devices that sample and train in turns: 100 engine-seconds of sampling, 20 s of training
 
-FLUID = Engine(base=0.0, slope=0.01, slots=10)
+FLUID = MeanNode(base=0.0, slope=0.01, slots=10)
 TURNS = StepWork(1, total=10_000, mean=100, arrivals=(0.0, 1.0), train_s=20.0)
 
 

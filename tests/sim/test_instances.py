@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from lightrl.core.sharing.sharing_rules import StepTimes, View, Window
+from lightrl.core.sharing.sharing_rules import StepTimes, View, WindowRule
 from lightrl.core.state import Node
 from lightrl.sim.inputs.scenario import Scenario, Switches
 from lightrl.sim.inputs.traces import TraceEvent
@@ -40,7 +40,7 @@ def test_a_window_that_is_held_ends_when_it_should():
 
 
 def test_a_settled_window_is_the_mean_of_what_was_learned():
-    rule, same = Settled(steps=3), Window()
+    rule, same = Settled(steps=3), WindowRule()
     learned: list[float] = []
     for k, waited_s in enumerate((0.0, 30.0, 60.0)):
         for r in (rule, same):

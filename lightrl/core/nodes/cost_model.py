@@ -67,7 +67,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class MeanNode:
     """The mean rollout node: seconds of an engine step with B responses are base + slope * B."""
 
     base: float
@@ -97,12 +97,12 @@ class StepWork:
     # without overlap
     rest_s: float = 0.0
 
-    def shared_s(self, engine: Engine, nodes: float) -> float:
+    def shared_s(self, engine: MeanNode, nodes: float) -> float:
         """Return the seconds of the work that `nodes` > 0 nodes share evenly."""
         share = self.total / nodes
         return engine.base * max(share / engine.slots, self.mean) + engine.slope * share
 
-    def rollout_s(self, engine: Engine, nodes: float) -> float:
+    def rollout_s(self, engine: MeanNode, nodes: float) -> float:
         return max(self.alone_s, self.shared_s(engine, nodes) + self.over_s)
 
     def trained_s(self, rollout_s: float) -> float:
@@ -112,7 +112,7 @@ class StepWork:
             x * rollout_s + (1 - k / num) * self.train_s for k, x in enumerate(self.arrivals)
         )
 
-    def in_turns_s(self, engine: Engine, nodes: float, shared: int, leave: bool) -> float:
+    def in_turns_s(self, engine: MeanNode, nodes: float, shared: int, leave: bool) -> float:
         """Return the same if `shared` of all nodes also train. `leave`: these nodes leave before
         the rollout is over, if others continue."""
         together_s = self.rollout_s(engine, nodes)
@@ -128,7 +128,7 @@ class StepWork:
         # With that window the result equals window + train; without one it is at least train.
         return self.trained_s(alone_s - faster * max(0.0, window_s))
 
-    def step_s(self, engine: Engine, nodes: float, shared: int = 0, leave: bool = True) -> float:
+    def step_s(self, engine: MeanNode, nodes: float, shared: int = 0, leave: bool = True) -> float:
         """Return the seconds of a step with `nodes` nodes, of which `shared` also train."""
         if nodes <= 0:
             return math.inf
@@ -146,7 +146,7 @@ class Observed:
     # by kind of round
     kinds: dict[str, StepWork] = field(default_factory=dict[str, StepWork])
     # None before the first step is sampled
-    engine: Engine | None = None
+    engine: MeanNode | None = None
     # preemptible nodes
     wanted: int | None = None
     # node seconds in the run
@@ -172,7 +172,7 @@ class Outcome:
 class Forecast:
     """Forecast for the current fleet with any number of preemptible nodes."""
 
-    engine: Engine
+    engine: MeanNode
     # by kind of round
     kinds: Mapping[str, StepWork]
     # reserved nodes that sample; all reserved nodes that are paid for, including train-only ones

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from lightrl.core.commands import Outbox, Scale
-from lightrl.core.nodes.cost_model import Engine, Forecast, Observed, StepWork
+from lightrl.core.nodes.cost_model import Forecast, MeanNode, Observed, StepWork
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses.placement import LengthForecast, outlook
 from lightrl.core.settings import Settings
@@ -171,7 +171,7 @@ class Scaling:
         # A round passes all batch sizes up to the capacity: use the line over them. The curve at
         # the largest batch alone overestimates the gain of one more node by 14 %.
         base, slope = fmean(n.speed.base for n in known), fmean(n.speed.slope for n in known)
-        self.learned.engine = Engine(base, slope, max(1.0, fmean(n.slots for n in known)))
+        self.learned.engine = MeanNode(base, slope, max(1.0, fmean(n.slots for n in known)))
 
     # How many nodes
 

@@ -19,7 +19,14 @@ from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds import mini_batches
 from lightrl.core.settings import Settings
 from lightrl.core.sharing.round_outlook import rest_of
-from lightrl.core.sharing.sharing_rules import ForecastRule, Never, Rule, StepTimes, View, Window
+from lightrl.core.sharing.sharing_rules import (
+    ForecastRule,
+    Never,
+    Rule,
+    StepTimes,
+    View,
+    WindowRule,
+)
 from lightrl.core.state import Round, RoundKind, RoundState
 
 # Pause between decisions, which then use about 1 % of the time (60 ms at 10,000 responses on 1,000
@@ -61,7 +68,7 @@ class _Step:
 
 
 def rule_of(settings: Settings) -> Rule:
-    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": ForecastRule, "window": Window}
+    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": ForecastRule, "window": WindowRule}
     return rules[settings.offload]()
 
 
@@ -224,12 +231,16 @@ class SharingPolicy:
 
     def memory(self) -> SharingMemory:
         known = SharingMemory(self._switch_s, replace(self._training), dict(self._longest))
-        return replace(known, window=self.rule.memory()) if isinstance(self.rule, Window) else known
+        return (
+            replace(known, window=self.rule.memory())
+            if isinstance(self.rule, WindowRule)
+            else known
+        )
 
     def recall(self, known: SharingMemory) -> None:
         self._switch_s, self._training = known.switch_s, replace(known.training)
         self._longest = dict(known.longest)
-        if isinstance(self.rule, Window):
+        if isinstance(self.rule, WindowRule):
             self.rule.recall(known.window)
 
     # The view of the rule

@@ -171,7 +171,7 @@ ETA = 3.0  # as in the authors' code
 CONSTANT = 0.05  # of the current nodes: the most that their mean differs in a quiet step
 
 
-class Window:
+class WindowRule:
     """The rule "window": all shared nodes sample for T_seed seconds of each step, then train.
 
     RLBoost's algorithm 1 (arXiv 2510.19225). After each step

@@ -24,7 +24,7 @@ MAX_UNWRITTEN = 2
 MAX_UNTAKEN_TOKENS = 1 << 22  # about 32 MiB, enough for a trainer with many ranks
 
 
-class Window:
+class UntakenShards:
     """The shards of a step that were sent and that the trainer has not taken.
 
     A shard larger than MAX_UNTAKEN_TOKENS is sent alone."""
@@ -59,7 +59,7 @@ class TrainerFeed:
         self._fleet = fleet
         self._table = table
         self._outbox = outbox
-        self._window = Window()
+        self._window = UntakenShards()
         self._num_left = 0  # shards of `trained_step` that are durable and were sent
         self._owes_replay = False  # due once the devices are free
 
@@ -94,7 +94,7 @@ class TrainerFeed:
         round = self._table.training
         if self.trained_step is None or self._fleet.trainer is None:
             return
-        self._window, self._num_left = Window(), 0
+        self._window, self._num_left = UntakenShards(), 0
         self.is_replaying = False
         self._owes_replay = self.is_behind
         if self._owes_replay:

@@ -46,9 +46,9 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Members:
     """The members: (incarnation, rank of its first worker) by name. The trainer has rank 0.
-    Example: Group({"rollout-0": (17, 1)}, 2, "gloo")"""
+    Example: Members({"rollout-0": (17, 1)}, 2, "gloo")"""
 
     members: dict[str, tuple[int, int]]
     world: int
@@ -60,7 +60,7 @@ class Broadcasts:
         self, settings: Settings, nodes: dict[str, Node], sources: WeightSources, outbox: Outbox
     ) -> None:
         self.phase = Phase.NONE
-        self.group: Group | None = None  # None if and only if the phase is NONE
+        self.group: Members | None = None  # None if and only if the phase is NONE
         self.name = ""  # of the group; "" until it is opened
         self.receiving: set[str] = set()  # members that do not have the version
         self.num_groups = 0
@@ -257,10 +257,10 @@ def _backend(trainer: Node, members: Sequence[Node]) -> Backend:
     return "nccl" if is_cuda else "gloo"
 
 
-def _group_of(trainer: Node, members: Sequence[Node]) -> Group | None:
+def _group_of(trainer: Node, members: Sequence[Node]) -> Members | None:
     """Return the group of these members; None if there are none."""
     world, ranks = 1, dict[str, tuple[int, int]]()
     for member in members:
         ranks[member.name] = member.incarnation, world
         world += member.num_workers
-    return Group(ranks, world, _backend(trainer, members)) if members else None
+    return Members(ranks, world, _backend(trainer, members)) if members else None

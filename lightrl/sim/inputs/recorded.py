@@ -17,8 +17,7 @@ from lightrl.errors import SimError
 from lightrl.history import lengths
 from lightrl.metrics import sinks
 from lightrl.metrics.speeds import Decoded, NodeSpeeds, Start, StepSpeeds
-from lightrl.sim.inputs.curve import Curve
-from lightrl.sim.inputs.hardware import MIN_STEP_S, EngineProfile, SimTraining, SimTransfer
+from lightrl.sim.inputs.hardware import MIN_STEP_S, Curve, EngineProfile, SimTraining, SimTransfer
 from lightrl.sim.inputs.nodes import SPOT, NodeChange, NodeChanges, NodeSpec
 from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.inputs.workload import (

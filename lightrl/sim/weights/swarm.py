@@ -30,7 +30,7 @@ class Parcel(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class SimPull:
     """Parcels on their way to one node, in this order, with their bytes."""
 
     parcels: deque[tuple[Parcel, float]]
@@ -63,7 +63,7 @@ class FluidSwarm:
         self.sent = 0.0
         self._sender, self._relay, self._receiver = sender, relay, receiver
         self._relays = relays
-        self._pulls: dict[str, Pull] = {}  # by node
+        self._pulls: dict[str, SimPull] = {}  # by node
         self._held: set[tuple[str, Parcel]] = set()  # by nodes other than the trainer
         self._sent_rate = 0.0
         self._catches_up_s = math.inf  # until a node has as much as those ahead of it
@@ -75,13 +75,13 @@ class FluidSwarm:
         self._held.add((node, parcel))
         self._share()
 
-    def pull(self, now: float, node: str, parcels: Iterable[tuple[Parcel, float]]) -> Pull:
+    def pull(self, now: float, node: str, parcels: Iterable[tuple[Parcel, float]]) -> SimPull:
         """Start a pull instead of an earlier one; what has arrived of the same parcel counts."""
         self._move(now)
         before, queue = self._pulls.get(node), deque(parcels)
         parcel, size = queue[0]
         left = before.left if before is not None and before.parcel == parcel else size
-        pull = self._pulls[node] = Pull(queue, left)
+        pull = self._pulls[node] = SimPull(queue, left)
         self._share()
         return pull
 
@@ -113,10 +113,10 @@ class FluidSwarm:
         ends = (pull.left / pull.rate for pull in self._pulls.values() if pull.rate > 0)
         return self._now + min(min(ends, default=math.inf), self._catches_up_s)
 
-    def advance(self, now: float) -> list[tuple[str, Pull]]:
+    def advance(self, now: float) -> list[tuple[str, SimPull]]:
         """Return the nodes whose pulls are complete."""
         self._move(now)
-        done: list[tuple[str, Pull]] = []
+        done: list[tuple[str, SimPull]] = []
         for node, pull in list(self._pulls.items()):
             if pull.left > COMPLETE * pull.size:
                 continue
@@ -142,7 +142,7 @@ class FluidSwarm:
 
     def _share(self) -> None:
         """Set all rates."""
-        groups: dict[tuple[Parcel, str], list[Pull]] = {}
+        groups: dict[tuple[Parcel, str], list[SimPull]] = {}
         for node, pull in self._pulls.items():
             groups.setdefault((pull.parcel, "" if self._relays else node), []).append(pull)
         num_held = dict.fromkeys(groups, 0)
@@ -154,7 +154,7 @@ class FluidSwarm:
         for key, group in groups.items():
             self._share_in(group, num_held[key] * self._relay, line)
 
-    def _share_in(self, group: list[Pull], held: float, line: float) -> None:
+    def _share_in(self, group: list[SimPull], held: float, line: float) -> None:
         """Set the rates of pulls of one parcel. Bytes per second: `held` of the nodes that hold all
         of it, which send in place of the trainer; `line` of the trainer."""
         new = held or line

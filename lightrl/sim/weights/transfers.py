@@ -20,9 +20,9 @@ from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.fleet.messages import TRAINER, digest_of, publication, version_of
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.weights.broadcast import Broadcast
-from lightrl.sim.weights.swarm import FluidSwarm, Parcel, Pull
+from lightrl.sim.weights.swarm import FluidSwarm, Parcel, SimPull
 
-NOTHING = Pull(deque(), 0.0)  # of a version that is not pulled
+NOTHING = SimPull(deque(), 0.0)  # of a version that is not pulled
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Inbound:
     began_at: float
     # of the broadcast; "" = it is pulled
     group: str = ""
-    pull: Pull = NOTHING
+    pull: SimPull = NOTHING
     pull_s: float = 0.0
 
 
@@ -182,7 +182,7 @@ class Transfers:
                 self._pulled(self._inbound[node], pull)
         self._plan()
 
-    def _pulled(self, inbound: _Inbound, pull: Pull) -> None:
+    def _pulled(self, inbound: _Inbound, pull: SimPull) -> None:
         inbound.pull_s = self._world.now - inbound.began_at
         self._world.outcome.weights.add_pull(
             inbound.pull_s, pull.num_bytes, pull.peer_bytes, pull.delta_bytes

@@ -27,7 +27,6 @@ from lightrl.trainer.model import attention
 from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
-    Delta,
     Done,
     EncodeDelta,
     LeaveBroadcast,
@@ -46,6 +45,7 @@ from lightrl.trainer.protocol import (
     Suspend,
     Suspended,
     Update,
+    VersionDelta,
 )
 from lightrl.trainer.rank import canary
 from lightrl.trainer.rank.main import Report, finished, require_step, reuse_memory, serve
@@ -209,12 +209,12 @@ class Rank:
         finally:
             publisher.close()
 
-    def _publish_delta(self) -> Delta | None:
+    def _publish_delta(self) -> VersionDelta | None:
         made = self._publisher.publish_delta()
         if made is None or self.file is None or made[1] is None:
             return None
         base, delta = made
-        return Delta(base.digest, self.file.digest, delta)
+        return VersionDelta(base.digest, self.file.digest, delta)
 
     def _new_publisher(self, folder: Path) -> Publisher:
         """Ranks of other nodes send their rows to those of the first."""

@@ -5,7 +5,7 @@ Owns what RLBoost's rows need beside `core/sharing/sharing_rules.py`; they are n
 
 from statistics import fmean
 
-from lightrl.core.sharing.sharing_rules import NOTHING, Change, StepTimes, View, Window
+from lightrl.core.sharing.sharing_rules import NOTHING, Change, StepTimes, View, WindowRule
 
 
 class NoWindow:
@@ -42,7 +42,7 @@ class Settled:
     held. Learning on, the window swings with the work of single steps."""
 
     def __init__(self, steps: int) -> None:
-        self._learning = Window()
+        self._learning = WindowRule()
         self._steps = steps
         self._learned: list[float] = []
         self._num = 0

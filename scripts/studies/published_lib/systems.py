@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lightrl.core.settings import Tail
-from lightrl.core.sharing.sharing_rules import Rule, Window
+from lightrl.core.sharing.sharing_rules import Rule, WindowRule
 from lightrl.sim.inputs.scenario import Switches
 from lightrl.sim.inputs.traces import TraceEvent, always_there
 from scripts.studies.published_lib.published import (
@@ -149,7 +149,7 @@ def with_instances() -> dict[str, System]:
         name = f"{_at(SHORT_LIMIT)}+ {count} preemptible"
         rows.append(_boosted(name, instances=count, limit=SHORT_LIMIT))
     for name, remembers in (("with memory", True), ("without memory", False)):
-        rule = partial(Window, remembers=remembers)
+        rule = partial(WindowRule, remembers=remembers)
         row = _boosted(f"changing: {name}", rule=rule, trace=_numbers(), rounds=STEPS_WITH_NUMBERS)
         rows.append(replace(row, start_s=START_S))
     for name, switches in (

@@ -21,7 +21,7 @@ from lightrl.core.settings import Settings
 from lightrl.core.sharing.round_outlook import rest_of
 from lightrl.core.sharing.sharing_rules import (
     ForecastRule,
-    Never,
+    OffRule,
     Rule,
     StepTimes,
     View,
@@ -68,7 +68,7 @@ class _Step:
 
 
 def rule_of(settings: Settings) -> Rule:
-    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": ForecastRule, "window": WindowRule}
+    rules: dict[str, type[Rule]] = {"off": OffRule, "foreseen": ForecastRule, "window": WindowRule}
     return rules[settings.offload]()
 
 

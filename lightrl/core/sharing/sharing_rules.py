@@ -142,7 +142,7 @@ class Rule(Protocol):
     def learn(self, step: StepTimes) -> None: ...
 
 
-class Never:
+class OffRule:
     """The rule "off": sides change only between steps."""
 
     def decide(self, view: View, now: float) -> Change:

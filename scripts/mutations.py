@@ -251,7 +251,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("_is_valid", "return", without(2), "a response that was queued again is placed twice"),
     ],
     ("core.responses.placement", "core/test_placement.py"): [
-        ("assign", "if 4", operator("<="), "a node gets one response more than it has slots"),
+        ("assign", "compare 4", operator("<="), "a node gets one response more than it has slots"),
     ],
     (
         "core.responses.arrivals",

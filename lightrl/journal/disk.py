@@ -25,7 +25,7 @@ from lightrl.system import files, framing
 
 FOLDER = "journal"  # in the run directory
 MAGIC = b"lightrl\n"
-FORMAT = 3
+FORMAT = 4
 HEADER = struct.Struct("<8sIIQ")  # magic, format, records of the base, bytes of the base
 CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size

@@ -32,7 +32,7 @@ NEWS: list[LogEntry] = [
     ResponseScored("p@0#0", 1, 1.0),
 ]
 WRITTEN = bytes.fromhex(
-    "6c69676874726c0a03000000040000002503000000000000c8be0dd3870200005a22af5d92a7526573756d65"
+    "6c69676874726c0a04000000040000002503000000000000bd46f42e870200005a22af5d92a7526573756d65"
     "64de0011a47374657000a96e756d5f647261776e00a5737061726590a86c6173745f63757400a96576616c75"
     "61746564c0a776657273696f6ec0a76469676573747380a863616e617269657380a96e756d5f627974657300"
     "ae6d616e69666573745f627974657300a462617365c0a8636f756e74657273de0010aa6e6f6465735f6c6f73"
@@ -75,7 +75,7 @@ def test_a_segment_has_the_bytes_that_it_always_had(tmp_path: Path):
 
 
 def test_a_segment_of_another_format_is_refused_in_one_line(tmp_path: Path):
-    older = WRITTEN.replace(b"lightrl\x0a\x03", b"lightrl\x0a\x01", 1)
+    older = WRITTEN.replace(b"lightrl\x0a\x04", b"lightrl\x0a\x01", 1)
     (tmp_path / "00000001_step_0.log").write_bytes(older)
-    with pytest.raises(JournalError, match="has format 1, but this LightRL reads format 3"):
+    with pytest.raises(JournalError, match="has format 1, but this LightRL reads format 4"):
         newest(tmp_path, LOG)

@@ -162,8 +162,6 @@ class Response:
     queued_as: int = 0
     # placements so far; messages about an older one are ignored
     attempt: int = 0
-    # the attempt of its newest tokens
-    token_attempt: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     # policy version of its newest token
@@ -181,13 +179,6 @@ class Response:
         check_edge(self.id, self.state, to)
         self.state = to
         self.node = node
-
-    @property
-    def has_history(self) -> bool:
-        """Whether its prompt has earlier responses: of an earlier epoch, of a round that
-        deferred its group, or of a sibling."""
-        group = self.group
-        return group.prompt.epoch > 0 or group.attempts > 0 or bool(group.finishers)
 
     @property
     def context(self) -> int:

@@ -153,6 +153,8 @@ class Worker:
             self._taken_since = None
         else:
             self._admitted.clear()
+        if event is ConnectionEvent.CONNECTION_LOST:
+            self._taken_since = None
 
     def _on_break(self) -> None:
         """Send nothing until the next welcome: messages may be lost in both directions."""

@@ -220,6 +220,11 @@ def _held(shape: Shape, how: Training) -> Iterator[Item]:
         yield _on_host("gradients, parked in the middle of a step", parked_gradients(shape, how))
 
 
+def loading_bytes(shape: Shape) -> int:
+    """Return the bytes of the host that rank 0 needs while it loads a model, for all ranks."""
+    return MASTER * shape.num_parameters
+
+
 def _trained(shape: Shape, how: Training) -> int:
     return how.adapters or shape.num_parameters
 

@@ -27,6 +27,7 @@ FILE_NAME = "history.bin"
 RESPONSE_BYTES = 32  # of a response beside its tokens, about
 SLACK_BYTES = 8 << 20  # a file is not rewritten for less
 PIECE_BYTES = 4 << 20  # of one write, about
+MAX_WAITING_BYTES = 256 << 20  # not written yet; a slower disk is given up
 MAX_DAMAGED = 64  # records skipped: after a wrong length all that follows is noise
 
 
@@ -60,6 +61,7 @@ class SavedHistory:
         self._given_up = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._newest: Future[None] | None = None  # write
+        self._waiting: list[tuple[Future[None], int]] = []  # writes, and their bytes
 
     def begin(self) -> None:
         """Remove the file of an earlier run in this directory."""
@@ -112,10 +114,17 @@ class SavedHistory:
     ) -> None:
         if self._given_up:
             return
+        size = _size(answers)
+        self._waiting = [(work, n) for work, n in self._waiting if not work.done()]
+        if self._waiting and sum(n for _, n in self._waiting) + size > MAX_WAITING_BYTES:
+            self._give_up("the disk is too slow")
+            return
         try:
             self._newest = self._thread.submit(write, answers)
         except RuntimeError as e:  # no thread can be started
             self._give_up(str(e))
+            return
+        self._waiting.append((self._newest, size))
 
     # In the thread
 

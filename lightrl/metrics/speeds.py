@@ -72,7 +72,7 @@ class NodeSpeeds:
 
     slots: int
     preemptible: bool = False
-    # by size of batch: see `core.speed.size_of`
+    # by size of batch: see `chunk_window.size_of`
     decoded: dict[int, Decoded] = field(default_factory=dict[int, Decoded])
     starts: list[Start] = field(default_factory=list[Start])
     # of each version: from its offer until it was served

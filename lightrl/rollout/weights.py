@@ -228,12 +228,13 @@ class NodeWeights:
     async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | Announced | None:
         """None if another version was offered before this one was here, or this one has come by
         broadcast. A running pull is finished all the same if deltas lead from its version to the
-        newer one, which are published a moment later."""
+        newer one; they are published a moment later, so it continues DELTA_WAIT_S without them."""
         fetch = self._announce(offer) if offer.group else self._fetch(offer)
         fetching = self._fetching = asyncio.create_task(fetch, name="fetch weights")
-        limit_s = None
+        useless_at: float | None = None  # without deltas until then the version is of no use
         try:
             while True:
+                limit_s = None if useless_at is None else max(0.0, useless_at - time.monotonic())
                 newer = asyncio.create_task(self._is_offered.wait(), name="newer weights")
                 try:
                     first = asyncio.FIRST_COMPLETED
@@ -248,7 +249,7 @@ class NodeWeights:
                     return None
                 self._is_offered.clear()
                 is_used = are_same(offer, self.wanted) or leads_from(offer.digest, self.wanted)
-                limit_s = None if is_used else DELTA_WAIT_S
+                useless_at = None if is_used else useless_at or time.monotonic() + DELTA_WAIT_S
         except asyncio.CancelledError:
             if fetching.done() and not fetching.cancelled() and fetching.exception() is None:
                 self._put(fetching.result())  # `close` gives it back
@@ -263,8 +264,8 @@ class NodeWeights:
         pull, held = self._pull, self._held_versions()
         if not are_same(newer, offer):
             is_pull = not (offer.group or newer.group or offer.base or self._uses_deltas)
-            chain = find_chain(newer, newer.num_bytes, held)
-            return is_pull and self._settings.delta == "auto" and chain is None
+            # the deltas of a node that holds a version lead from that one
+            return is_pull and self._settings.delta == "auto" and not held
         if pull is not None:
             if not self._uses_deltas and find_chain(newer, pull.missing_bytes, held) is not None:
                 return False

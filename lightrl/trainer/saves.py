@@ -88,7 +88,7 @@ class Saves:
             await asyncio.sleep(pause_s)
             await self._begin(ranks, step, is_end and self._settings.export != "never")
             await self._until(lambda: not self._is_saving)
-        return self._problem
+        return "" if self.step == step else self._problem
 
     async def exported(self) -> None:
         """Wait for a running export. Warn if ranks died before they had written it."""

@@ -73,6 +73,10 @@ def test_what_ranks_park_on_their_host_is_said_and_whether_it_has_that(config):
         QUICKSTART, [f"model.path={config.model.path}", "rollout.placement=shared", "train.ranks=2"]
     )
     assert weights_plan.room_to_park(config, machine) is None  # devices of its own
+    assert weights_plan.room_to_load(config, NO_DRIVER) is None
+    text = "rank 0 holds the whole model in float32 while it loads it, 30.5 GB; 30.0 GB are free"
+    found = weights_plan.room_to_load(config, machine, available=30_000_000_000)
+    assert found == weights_plan.Room(False, text)
     what = (
         "while engines sample, 2 ranks park 91.4 GB in memory of the host, beside 45.7 GB of "
         "versions, and 30.5 GB more within a step"

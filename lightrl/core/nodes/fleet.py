@@ -337,7 +337,7 @@ class Fleet:
 
     def report_bad_source(self, name: str, report: WeightsFailed) -> None:
         """A node received wrong bytes from a source, which it does not ask again."""
-        if self.sources.was_sent(name, report):
+        if self.sources.withdraw_bad(name, report):
             self.num_bad_sources += 1
             what = f"wrong bytes of version {report.policy_version} from {report.source}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
@@ -396,8 +396,8 @@ class Fleet:
         if node is None or published is None or node.state not in {*PULLING, *RESTING}:
             return
         if ready.policy_version != published.policy_version:  # the newer one was sent
-            if ready.digest in self.digests.get(ready.policy_version, ()) and not node.base:
-                node.base = ready.digest
+            if ready.digest in self.digests.get(ready.policy_version, ()):
+                node.base = "" if ready.broadcast_s is not None else ready.digest
                 if self.sources.deltas_for(node):
                     self._send_sources(node)
             return

@@ -168,8 +168,7 @@ class Scaling:
         known = [n for n in nodes if n.speed.num_observed]
         if not known:
             return
-        # A round passes all batch sizes up to the capacity: use the line over them. The curve at
-        # the largest batch alone overestimates the gain of one more node by 14 %.
+        # a round passes all batch sizes up to the slots
         base, slope = fmean(n.speed.base for n in known), fmean(n.speed.slope for n in known)
         self.learned.engine = MeanNode(base, slope, max(1.0, fmean(n.slots for n in known)))
 

@@ -16,6 +16,8 @@ MEMORY_STEPS = 128.0  # after which an observed step counts e times less
 # Of batches (relative, squared): with less the prior determines the slope, as contexts grow while
 # batches shrink.
 SPREAD = 0.2
+# Times the expected seconds, of at least so many steps; such observations in a row that count.
+STALL, STALL_STEPS, STALLS = 4.0, 16, 3
 LEAST_BASE = 0.05  # of a step with the mean batch
 ERROR, LEAST_ERROR = 0.1, 0.02  # relative error of a step: without observations, and at least
 
@@ -27,7 +29,7 @@ class Speed:
     that a chunk with tokens of few responses, and the next one with all, count as they should.
     """
 
-    __slots__ = ("_fit", "_prior", "base", "num_observed", "slope")
+    __slots__ = ("_fit", "_num_stalls", "_prior", "base", "num_observed", "slope")
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Speed:
     ) -> None:
         self.base, self.slope, self.num_observed = base, slope, num_observed
         self._prior = base, slope
-        self._fit = LineFit()
+        self._fit, self._num_stalls = LineFit(), 0
         seconds = PRIOR_STEPS * self.step_s(PRIOR_BATCH)
         self._fit.add(PRIOR_BATCH, seconds, 0.0, PRIOR_STEPS)
 
@@ -48,7 +50,16 @@ class Speed:
         return cls(fmean(s.base for s in known), fmean(s.slope for s in known)) if known else cls()
 
     def observe(self, batch: int, seconds: float, steps: float = 1.0) -> None:
-        """Add an observation: `seconds` for so many steps with `batch` responses."""
+        """Add an observation: `seconds` for so many steps with `batch` responses.
+
+        A single one that is far too long is a pause, as while weights are loaded; the third in a
+        row, and those after it, are of a node that has become slow.
+        """
+        longest = STALL * max(steps, STALL_STEPS) * self.step_s(batch)
+        is_stall = self.num_observed > 0 and seconds > longest
+        self._num_stalls = self._num_stalls + 1 if is_stall else 0
+        if 0 < self._num_stalls < STALLS:
+            return
         self.num_observed += 1
         self._fit.add(batch, seconds, math.exp(-steps / MEMORY_STEPS), steps)
         mean, mean_s = self._fit.means()

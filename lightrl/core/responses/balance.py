@@ -33,9 +33,9 @@ class Balance:
         self._expect = expect
 
     def plan(self, now: float, has_ended: bool) -> None:
-        """Set the deadline of the next look: soon after a node got room without waiting work, or
-        became slow. A look examines all nodes. Runs after every event."""
-        if has_ended or not self._settings.migration or not self._table.has_idle_room:
+        """Set the deadline of the next look if a node has room and no work waits. A look examines
+        all nodes. Runs after every event."""
+        if has_ended or not self._settings.migration or not self._table.has_unused_room:
             self.deadline = None
         elif self.deadline is None:
             pause_s = self._settings.look_pause * PAUSE_S
@@ -50,4 +50,4 @@ class Balance:
         nodes = [n for n in self._fleet.ready.values() if n.speed.num_observed or not n.running]
         chunk_tokens = self._settings.chunk_tokens
         self._table.generate(placement.moves(nodes, self._expect, chunk_tokens))
-        self._table.mark_idle()  # for the next look: a prediction may turn out wrong meanwhile
+        self._table.mark_unused()  # for the next look: a prediction may turn out wrong meanwhile

@@ -92,16 +92,12 @@ class ResponseTable:
         """Return nodes with room for waiting work, once after each increase of room or work."""
         if not self.queue or not (self._is_dirty or self._freed):
             return []
-        found = self.roomy()
+        ready = self._fleet.ready
+        nodes = ready.values() if self._is_dirty else self._freed.values()
+        found = [n for n in nodes if n.free > 0 and ready.get(n.name) is n]
         self._is_dirty = False
         self._freed.clear()
         return found
-
-    def roomy(self) -> list[Node]:
-        """Return the same nodes as `nodes_with_room`, any number of times."""
-        ready = self._fleet.ready
-        nodes = ready.values() if self._is_dirty else self._freed.values()
-        return [n for n in nodes if n.free > 0 and ready.get(n.name) is n]
 
     def mark_free(self, node: Node) -> None:
         """Record that a node has more room than before."""
@@ -112,17 +108,17 @@ class ResponseTable:
         self._is_dirty = True
 
     @property
-    def has_idle_room(self) -> bool:
-        """Whether a node got room while no response waits: other nodes may have too much work."""
+    def has_unused_room(self) -> bool:
+        """Whether a node has room while no response waits: other nodes may have too much work."""
         if not self._freed or self.queue or len(self._fleet.ready) < 2:
             return False
         return any(r.num_open for r in self.rounds)
 
-    def mark_idle(self) -> None:
-        """Limit idle room to the nodes that are idle while others are busy."""
+    def mark_unused(self) -> None:
+        """Limit unused room to what there is while others are busy: one may become slow."""
         nodes = self._fleet.ready.values()
         busy = any(n.running for n in nodes)
-        self._freed = {n.name: n for n in nodes if busy and not n.running}
+        self._freed = {n.name: n for n in nodes if busy and n.free > 0}
 
     # Work that runs
 

@@ -180,11 +180,14 @@ class WeightSources:
         self.assigned.pop(name, None)
         self._withdraw(name)
 
-    def was_sent(self, name: str, report: WeightsFailed) -> bool:
-        """Return whether a report is of the published version and of a source that the node was
-        sent. The node drops a bad source itself; others verify every bucket, too."""
-        is_current = report.policy_version == self.policy_version
-        return is_current and report.source in self.assigned.get(name, ())
+    def withdraw_bad(self, name: str, report: WeightsFailed) -> bool:
+        """Withdraw a source that sent this node wrong bytes. Return whether it was one of the
+        sources of the published version that the node was sent; others verify every bucket, too."""
+        sources = self.assigned.get(name, set())
+        was_sent = report.policy_version == self.policy_version and report.source in sources
+        if was_sent:
+            sources.discard(report.source)
+        return was_sent
 
     # What a node is sent
 

@@ -199,8 +199,9 @@ def _memory(launch: Launch) -> Iterator[Finding]:
         yield Finding("training", "warn", "train.engine = emulated: no model is trained")
     if (found := weights.room(config, launch.machine)) is not None:
         yield Finding("weights", "ok" if found.is_enough else "fail", found.text)
-    if (parked := weights.room_to_park(config, launch.machine)) is not None:
-        yield Finding("host memory", "ok" if parked.is_enough else "warn", parked.text)
+    for find in (weights.room_to_load, weights.room_to_park):
+        if (found := find(config, launch.machine)) is not None:
+            yield Finding("host memory", "ok" if found.is_enough else "warn", found.text)
 
 
 def _files(launch: Launch) -> Iterator[Finding]:

@@ -88,6 +88,18 @@ def room(config: Config, machine: Machine) -> Room | None:
     )
 
 
+def room_to_load(config: Config, machine: Machine, available: int | None = None) -> Room | None:
+    """Compare the memory of the host with what rank 0 needs while it loads the model; None if no
+    GPU is here or the size is unknown. `available`: see `room_to_park`."""
+    shape = memory.shape_of_folder(Path(config.model.path))
+    if shape is None or not machine.gpus or config.train.engine == "emulated":
+        return None
+    needed = memory.loading_bytes(shape)
+    free = scratch.available_memory() if available is None else available
+    what = f"rank 0 holds the whole model in float32 while it loads it, {_bytes(needed)}"
+    return Room(free >= needed, f"{what}; {_bytes(free)} are free")
+
+
 def room_to_park(config: Config, machine: Machine, available: int | None = None) -> Room | None:
     """Compare the memory of the host with what all ranks here park while engines sample; None if
     they park nothing. `available`: bytes; default: those that are free now."""

@@ -173,7 +173,7 @@ class SimTransfer:
 
     # of a version, in the dtype that engines serve
     num_bytes: NonNegativeFloat = 0.0
-    # bandwidth of a rollout node, inbound; each direction is shared fairly
+    # bandwidth of a rollout node, inbound
     receiver_bytes_per_s: PositiveFloat = 6.25e9
     # outbound; 0 = the same
     relay_bytes_per_s: NonNegativeFloat = 0.0

@@ -160,7 +160,7 @@ _INFINIBAND = 50e9  # 400 Gbit/s, of each machine of eight
 
 # Of RollPacker, section 7.1: calibrated against its figure 12 and table 2, see scripts/studies. A
 # node is an engine: one GPU for 7B, two for 14B. A token of context costs the reading of its keys
-# and values at 70 % of 3.35 TB/s. SimPrices: of H100 by the hour, 83.79 dollars for eight, 5.32 for
+# and values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars for eight, 5.32 for
 # two spot ones.
 #
 # Of RLBoost (arXiv 2510.19225), section 7: eight reserved GPUs as four engines, spot nodes of two;

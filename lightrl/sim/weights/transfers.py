@@ -2,7 +2,7 @@
 loaded.
 
 Owns which version each machine has and what the transfers took. The core decides who gets which
-version from which sources and deltas; a scenario's `Transfer` has the rates. How bytes move:
+version from which sources and deltas; a scenario's `SimTransfer` has the rates. How bytes move:
 `swarm.py`; broadcast groups: `broadcast.py`.
 """
 

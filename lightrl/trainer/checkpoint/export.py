@@ -57,11 +57,15 @@ def export(
             if name in layout.dtypes:
                 tensor.data = tensor.data.to(getattr(torch, layout.dtypes[name]))
 
+    def require_wanted() -> None:
+        if not is_wanted():
+            raise TrainerError("given up: the next checkpoint is due")
+
+    require_wanted()
     disable_progress_bar()
     module = read_model(checkpoint, cast)
     set_conversions(checkpoint, module, layout)
-    if not is_wanted():
-        raise TrainerError("given up: the next checkpoint is due")
+    require_wanted()
     with _whole(folder) as draft:
         module.save_pretrained(draft, max_shard_size=shard_bytes)
         for name in OF_A_MODEL:  # those of this release of transformers

@@ -67,13 +67,17 @@ class Saver:
         assert not isinstance(group, int)  # of a rank that is not in it
         self._group = group
         self._stager = _Stager(policy.device)
-        self._thread = ThreadPoolExecutor(1, "saver")
+        self._thread, self._exporter = (
+            ThreadPoolExecutor(1, "saver"),
+            ThreadPoolExecutor(1, "export"),
+        )
         self._work: Future[None] | None = None
-        self._is_export_unwanted = threading.Event()
+        self._export_work: Future[None] | None = None
+        self._is_unwanted = threading.Event()  # the export of the newest checkpoint
 
     @property
     def is_busy(self) -> bool:
-        return self._work is not None and not self._work.done()
+        return any(work and not work.done() for work in (self._work, self._export_work))
 
     def wait(self) -> None:
         """Wait for a running save."""
@@ -83,11 +87,11 @@ class Saver:
     def begin(self, path: Path, saved: SavedStep, has_export: bool) -> None:
         """Copy the state for the checkpoint `path` (.../step_N), and write it in the thread.
 
-        A collective. Waits for the checkpoint before, whose export is cancelled.
+        A collective. Waits for the checkpoint before, and gives up its export unless that writes.
         """
-        self._is_export_unwanted.set()
+        self._is_unwanted.set()
         self.wait()
-        self._is_export_unwanted.clear()
+        self._is_unwanted = threading.Event()
         draft = _draft(path)
         if self._first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -125,17 +129,19 @@ class Saver:
                 shutil.rmtree(draft, ignore_errors=True)
             self._report(Saved(str(path), problem or None))
             if has_export and not problem:
-                self._report(Saved(str(path), self._export(path) or None, is_export=True))
+                work = self._exporter.submit(self._export, path, self._is_unwanted)
+                self._export_work = work
 
-    def _export(self, path: Path) -> str:
-        """Export from the disk. Return why that fails, in one line."""
-        is_unwanted = self._is_export_unwanted.is_set
+    def _export(self, path: Path, is_unwanted: threading.Event) -> None:
+        """Export from the disk, in a thread of its own, for which the next save does not wait."""
+        problem, shard_bytes = None, self._settings.shard_mb * MB
         try:
-            export(path, path / EXPORT, self._settings.shard_mb * MB, lambda: not is_unwanted())
+            export(path, path / EXPORT, shard_bytes, lambda: not is_unwanted.is_set())
         except Exception as e:
             logger.exception("%s was not exported", path)
-            return first_line(e)
-        return ""
+            problem = first_line(e)
+        with contextlib.suppress(EOFError):  # the daemon is gone
+            self._report(Saved(str(path), problem, is_export=True))
 
 
 def _draft(path: Path) -> Path:

@@ -117,8 +117,8 @@ def fill(module: PreTrainedModel, whole: PreTrainedModel | None, placement: Rank
             target.to_local().copy_(value[first:end])
         else:
             target.copy_(value)
-        if name in found:
-            found.pop(name).data = torch.empty(0)
+        if (read := found.pop(public_name(name), None)) is not None:
+            read.data = torch.empty(0)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

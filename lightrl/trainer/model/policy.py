@@ -104,12 +104,12 @@ def load_policy(
         materialize(module, placement)
         is_first = placement.world == 1 or dist.get_rank() == 0
         whole = loading.read(model_dir, module) if is_first else None
-        loading.fill(module, whole, placement)
     except (LightRLError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # families raise what they like
         reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
         raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
+    loading.fill(module, whole, placement)
     way = forward.prepare(module, device)
     if note:
         way = replace(way, notes=(*way.notes, note))

@@ -177,12 +177,12 @@ class FollowerNode:
         """Kill the ranks: those that are left of a life hang in a collective."""
         if not self._life:
             return
-        self._life = ""
         for reader in self._readers:
             reader.cancel()
         for rank in self._ranks.values():
             rank.kill()
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks.values()))
+        self._life = ""
         self._readers.clear()
         self._ranks.clear()
         self.devices.lost()

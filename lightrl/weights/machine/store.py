@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "lightrl-run-"
 STALE_S = 600.0  # how long the folder of a dead run is kept, for daemons that start again
 POLL_S = 0.05  # for a lock
+STOPPED_S = 120.0  # a process that pulls for this machine without progress is not awaited longer
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 
 
@@ -97,9 +98,19 @@ class Store:
         """Wait until no other node pulls this version; the path is where to pull it to. Look with
         `find` first: the node before may have pulled it. Raises WeightsError, OSError."""
         _require_digest(digest)
-        while True:
-            if (lock := self.try_lock(digest)) is not None:
-                break
+        grown, grown_at = -1, time.monotonic()
+        while (lock := self.try_lock(digest)) is None:
+            size = sum(
+                allocated_bytes(partial_path(folder / f"{digest}.bin"))
+                for folder, _ in self._folders.values()
+            )
+            if size != grown:
+                grown, grown_at = size, time.monotonic()
+            elif time.monotonic() - grown_at > STOPPED_S:
+                raise WeightsError(
+                    f"another process of this machine pulls version {digest[:12]} and has received "
+                    f"nothing for {STOPPED_S:g} s"
+                )
             await asyncio.sleep(POLL_S)
         with lock:  # without an await at its end: a cancellation would lose the partial download
             yield await in_thread(self._place, f"{digest}.bin", num_bytes)

@@ -32,6 +32,7 @@ class PullSource:
     has: int = 0  # buckets
     getting: int = 0  # buckets on their way to it
     is_known: bool = False  # it has reported what it has
+    had_all: bool = False  # so it has dropped the version if it queues a question for it
     news_at: float = 0.0  # when it was added, or last reported a change
     num_streams: int = 0  # that ask it
     rate: float = DEFAULT_RATE  # bytes/s of the last bucket

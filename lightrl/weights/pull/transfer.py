@@ -39,6 +39,7 @@ from lightrl.weights.machine.local import (
 from lightrl.weights.pull.connection import (
     FAILURES,
     OTHER_PROTOCOL,
+    REFUSAL,
     Connection,
     Wanted,
     parse_address,
@@ -457,10 +458,12 @@ class Pull:
         """Ask for what differs from the state after so many changes; return their number now."""
         size = self._wanted.num_bytes
 
-        def note_answer() -> None:
+        def note_queued() -> None:
+            if source.had_all:
+                raise EOFError(REFUSAL)
             source.refusals = 0
 
-        async with self._asked(source, ASK_HAVE, changes, size, note_answer) as answer:
+        async with self._asked(source, ASK_HAVE, changes, size, note_queued) as answer:
             connection, sign = answer
             if sign == PART:
                 found = unpack_holdings(await connection.receive(holdings_size(size)), size)
@@ -472,6 +475,7 @@ class Pull:
         if not source.is_known or found.changes != changes:
             source.news_at = time.monotonic()
         source.has, source.getting, source.is_known = found.verified, found.getting, True
+        source.had_all |= found.verified == EVERYTHING
         self._news.set()
         return found.changes
 

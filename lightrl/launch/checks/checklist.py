@@ -2,7 +2,7 @@
 `lightrl check`.
 
 Each check is quick: no torch, no vLLM is imported. `up` and `--dry-run` stop at the first one that
-fails, `check` reports all of them. The rules of the config alone are in config/schema.py.
+fails, `check` reports all of them. The rules of the config alone are in config/rules.py.
 """
 
 import os

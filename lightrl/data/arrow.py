@@ -57,6 +57,8 @@ class TableRows:
 def parquet_table(file: Path) -> pa.Table:
     """Unpack a parquet file. Raises DataError."""
     schema = _plain(_open(file).schema_arrow)
+    if twice := [name for name in schema.names if schema.names.count(name) > 1]:
+        raise DataError(f"{file}: has several columns {twice[0]!r}")
     try:
         with tempfile.NamedTemporaryFile() as unpacked:
             with pa.ipc.new_stream(unpacked, schema) as sink:

@@ -154,27 +154,39 @@ def _without_none(value: Any) -> Any:
 
 
 def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:
-    """The row for reward workers: without columns that JSON cannot carry, as binary data.
+    """The row for reward workers: without values that JSON cannot carry, as binary data.
 
-    Raises DataError if a `needed` column is lost.
+    Raises DataError if a `needed` column loses any.
     """
     if not _obstacle(row):
         return row
-    kept = {name: value for name, value in row.items() if not _obstacle({name: value})}
-    for name in needed & row.keys() - kept.keys():
-        raise DataError(
-            f"{where}: column {name!r} holds what JSON cannot carry: {_obstacle(row[name])}"
-        )
+    kept = _carried(row)
+    for name in needed & row.keys():
+        if name not in kept or kept[name] != row[name]:
+            raise DataError(
+                f"{where}: column {name!r} holds what JSON cannot carry: {_obstacle(row[name])}"
+            )
     return kept
+
+
+def _carried(value: Any, depth: int = 8) -> Any:
+    """Without what JSON cannot carry among the values of objects; an object of nothing else is left
+    out as a whole."""
+    if not isinstance(value, dict) or not depth or not _obstacle(value):
+        return value
+    rests = {k: _carried(v, depth - 1) for k, v in value.items()}
+    return {k: v for k, v in rests.items() if (v or not value[k]) and not _obstacle({k: v})}
 
 
 def _obstacle(value: Any) -> str:
     """Why JSON cannot carry it; "" if it can."""
     try:
+        if _is_binary(value):
+            return "binary data"
         to_json(value)
     except (TypeError, ValueError, RecursionError) as e:
         return first_line(e)
-    return "binary data" if _is_binary(value) else ""
+    return ""
 
 
 def _is_binary(value: Any) -> bool:

@@ -4,6 +4,7 @@ Owns the meaning of path, subset and split. Every problem is one line with the p
 not import numpy, datasets or pyarrow before they are needed: the command line imports this module.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ DEFAULT_SPLIT = "train"
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 # What datasets raises for files that are not its own.
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+SPLITS_FILE = "dataset_dict.json"
 MISSING = "pip install 'lightrl[data]'"
 
 
@@ -217,23 +219,31 @@ def _arrow(what: str) -> Any:
 
 def _saved_folder(one: DataSet, folder: Path) -> Path | None:
     """The folder that `save_to_disk` wrote; None if it did not."""
-    if one.subset and (folder / one.subset).is_dir():
-        folder = folder / one.subset
-    marks = (folder / "state.json", folder / "dataset_dict.json")
-    return folder if any(mark.is_file() for mark in marks) else None
+    for place in (folder, folder / one.subset):
+        if any((place / name).is_file() for name in ("state.json", SPLITS_FILE)):
+            if one.subset and place == folder:
+                raise DataError(f"{folder}: save_to_disk wrote it: no subset {one.subset!r} there")
+            return place
+    return None
 
 
 def _saved_rows(one: DataSet, folder: Path, split: str) -> "Rows":
     datasets = _datasets(f"{folder}: reading it")
     try:
-        saved = datasets.load_from_disk(str(folder))
+        if (splits := folder / SPLITS_FILE).is_file():
+            there = list(map(str, json.loads(splits.read_bytes())["splits"]))
+            split = split or _default_split(one, there)
+            if split not in there:
+                raise _no_split(str(folder), split, there)
+            folder, split = folder / split, ""
+        state = json.loads((folder / "state.json").read_bytes())
+        if split and split != (own := state.get("_split")):
+            raise _no_split(str(folder), split, [str(own)] if own else [])
+        if not state["_data_files"]:
+            raise DataError(f"{folder}: contains no prompts")
+        rows = datasets.load_from_disk(str(folder))
     except DAMAGED as e:
         raise DataError(f"{folder}: is not what save_to_disk writes: {first_line(e)}") from None
-    there = list(saved) if isinstance(saved, datasets.DatasetDict) else [str(saved.split)]
-    wanted = split or _default_split(one, there)
-    if wanted not in there:
-        raise _no_split(str(folder), wanted, there)
-    rows = saved[wanted] if isinstance(saved, datasets.DatasetDict) else saved
     return _table_rows(rows, str(folder), one.prompt_key)
 
 

@@ -2,14 +2,14 @@
 metrics.jsonl: it may block for as long as a network does, and fail without an effect on the run.
 
 The file `tracker-NAME` in the run directory holds the id of the run there, with which a resumed run
-continues.
+continues, and the bytes of metrics.jsonl that are sent.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
-import math
+import os
 import re
 import secrets
 import socket
@@ -22,11 +22,11 @@ from typing import Any, TypeAlias
 
 from lightrl.config.schema import Config
 from lightrl.config.values import flat
-from lightrl.errors import first_line
+from lightrl.errors import ProtocolError, first_line
 from lightrl.log import last_line
 from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
 from lightrl.system.threads import cancel
-from lightrl.wire import Codec
+from lightrl.wire import Codec, from_json
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,6 @@ class StartTracker:
     tags: tuple[str, ...]
     # a resolved Config
     config_json: str
-    # bytes of metrics.jsonl that an earlier process has sent
-    offset: int
 
 
 COMMANDS: Codec[StartTracker] = Codec(StartTracker)
@@ -70,7 +68,7 @@ class Tracker:
     def __init__(
         self, backend: str, run_dir: Path, config: Config, report: Callable[[str], None]
     ) -> None:
-        settings, file = config.logging, run_dir / FILE_NAME
+        settings = config.logging
         self._start = StartTracker(
             backend,
             str(run_dir.resolve()),
@@ -79,7 +77,6 @@ class Tracker:
             settings.group,
             settings.tags,
             config.model_dump_json(),
-            file.stat().st_size if file.exists() else 0,
         )
         self._log = run_dir / "logs" / f"{backend}.log"
         self._report = report
@@ -127,11 +124,13 @@ def main(sock: socket.socket) -> None:
     except EOFError:
         return
     try:
-        backend = BACKENDS[start.backend](start)
+        stored = _Stored(start)
+        backend = BACKENDS[start.backend](start, stored)
         logger.info("%s: figures go to %s", start.backend, backend.place)
         try:
-            for step, record in _records(pipe, start):
+            for step, record, end in _records(pipe, start.run_dir, stored.offset):
                 backend.log(step, record)
+                stored.store_offset(end)
         finally:
             backend.close()
     except Exception as e:  # each tracker has errors of its own
@@ -139,16 +138,23 @@ def main(sock: socket.socket) -> None:
         sys.exit(f"{type(e).__name__}: {first_line(e)}")
 
 
-def _records(pipe: TrackerPipe, start: StartTracker) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield step and record of each new line of the file, until the pipe is closed."""
-    is_over, rest = False, b""
-    with open(Path(start.run_dir) / FILE_NAME, "a+b") as file:  # the daemon may not have made it
-        file.seek(start.offset)
+def _records(
+    pipe: TrackerPipe, run_dir: str, offset: int | None
+) -> Iterator[tuple[int, dict[str, float], int]]:
+    """Yield step, figures and end of each line after `offset`, or None for the end of the file,
+    until the pipe is closed."""
+    is_over = False
+    with open(Path(run_dir) / FILE_NAME, "a+b", buffering=0) as file:  # not made yet by the daemon
+        end = file.seek(0, os.SEEK_END) if offset is None else offset
         while True:
-            *lines, rest = (rest + file.read()).split(b"\n")
-            for line in filter(None, lines):
-                row = json.loads(line)
-                yield int(row["step"]), {k: math.nan if v is None else v for k, v in row.items()}
+            file.seek(end)
+            *lines, _ = file.read().split(b"\n")
+            for line in lines:
+                end += len(line) + 1
+                with contextlib.suppress(ProtocolError, KeyError):  # a piece torn by a crash
+                    record = from_json(line, dict[str, float])
+                    step = int(record.pop("step"))
+                    yield step, record, end
             if is_over:
                 return
             try:
@@ -160,10 +166,9 @@ def _records(pipe: TrackerPipe, start: StartTracker) -> Iterator[tuple[int, dict
 class Wandb:
     """Weights & Biases ignores a step that is repeated after a resume: steps only grow."""
 
-    def __init__(self, start: StartTracker) -> None:
+    def __init__(self, start: StartTracker, stored: "_Stored") -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        stored = _Id(start)
         self._run: Any = wandb.init(
             project=start.project,
             name=start.name,
@@ -184,11 +189,10 @@ class Wandb:
 
 
 class Mlflow:
-    def __init__(self, start: StartTracker) -> None:
+    def __init__(self, start: StartTracker, stored: "_Stored") -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow: Any = mlflow
-        stored = _Id(start)
         mlflow.set_experiment(start.project)
         run = mlflow.start_run(run_id=stored.id or None, run_name=start.name)
         if not stored.id:
@@ -221,13 +225,25 @@ def allowed_by_mlflow(name: str) -> str:
 BACKENDS: dict[str, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
-class _Id:
-    """The id of the run at the tracker, stored for a resumed run."""
+class _Stored:
+    """What a resumed run needs: the id of the run at the tracker, and the bytes that are sent."""
 
     def __init__(self, start: StartTracker) -> None:
         self._file = Path(start.run_dir) / f"tracker-{start.backend}"
-        self.id = self._file.read_text().strip() if self._file.exists() else ""
+        text = self._file.read_text() if self._file.exists() else " 0"
+        self.id, _, offset = text.strip("\n").partition(" ")
+        self.offset = int(offset) if offset else None  # of a file of an earlier version
 
     def store(self, new: str) -> str:
-        self._file.write_text(new)
+        self.id = new
+        self._write(0)
         return new
+
+    def store_offset(self, offset: int) -> None:
+        with contextlib.suppress(OSError):  # a full disk; some figures may be sent once more
+            self._write(offset)
+
+    def _write(self, offset: int) -> None:
+        draft = self._file.with_name(f".{self._file.name}")
+        draft.write_text(f"{self.id} {offset}")
+        os.replace(draft, self._file)

@@ -5,9 +5,12 @@ reply without a score is no score.
 """
 
 import asyncio
+import contextlib
 import random
 import re
 import socket
+from ipaddress import ip_address, ip_network
+from urllib.request import getproxies_environment, proxy_bypass
 
 import httpx
 
@@ -70,12 +73,12 @@ class JudgeReward:
             raise RewardError(f"judge: {self._url}: {_reason(e)}") from None
 
     def _new_client(self) -> httpx.AsyncClient:
-        uses_proxy = not is_here(httpx.URL(self._url).host)
+        url = httpx.URL(self._url)
+        # With a transport of its own the client does not look at the proxies at all.
+        own = httpx.AsyncHTTPTransport() if is_direct(url.host, url.port) else None
         try:
-            return httpx.AsyncClient(
-                timeout=self._timeout_s, headers=self._headers, trust_env=uses_proxy
-            )
-        except (ImportError, ValueError) as e:
+            return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers, transport=own)
+        except (ImportError, ValueError, httpx.InvalidURL) as e:
             raise RewardError(f"judge: {self._url}: proxy of the environment: {e}") from None
 
     async def __call__(self, sample: Sample) -> float | None:
@@ -117,11 +120,18 @@ class JudgeReward:
             raise _Refused(response) from None
 
 
-def is_here(host: str) -> bool:
-    """Whether it is this machine, which no proxy of the environment reaches."""
+def is_direct(host: str, port: int | None) -> bool:
+    """Whether the proxy of the environment is not used: for this machine, and hosts in no_proxy."""
     name = host.lower().rstrip(".")
-    names = ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower())
-    return name in names or name.startswith("127.") or name.endswith(".localhost")
+    is_here = name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower())
+    is_here = is_here or name.startswith("127.") or name.endswith(".localhost")
+    if is_here or proxy_bypass(f"{host}:{port}" if port else host):
+        return True
+    for network in getproxies_environment().get("no", "").split(","):
+        with contextlib.suppress(ValueError):  # names
+            if ip_address(host) in ip_network(network.strip(), strict=False):
+                return True
+    return False
 
 
 def score_of(reply: str) -> float | None:

@@ -20,6 +20,7 @@ from lightrl.rewards.score import NO_SCORE
 MAX_ROWS = 64  # of a set, to find one with an answer
 # Marks that functions of users commonly search for, in one response.
 MARKED = "<think>\n\n</think>\n\nAnswer: @\n#### @\n<answer>@</answer>\n\\boxed{@}"
+UNKNOWN = "I do not know."  # where no right response is known; functions may fail on an empty one
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class FirstRow:
     functions: tuple[str, ...]
     group_size: int
     job: RewardJob
-    # with their tokens: right ones, if the row has an answer, and ""
+    # with their tokens: right ones and "", or UNKNOWN alone for a row without an answer
     responses: "dict[str, array[int]]"
 
 
@@ -49,7 +50,7 @@ def first_rows(
         prompt = prompts[first]
         tokens = {
             text: array("i", tokenizer(text, add_special_tokens=False)["input_ids"])
-            for text in (*rights[first], "")
+            for text in ((*rights[first], "") if rights[first] else (UNKNOWN,))
         }
         job = RewardJob(f"first row {index}", 0, prompt.text, prompt.row, array("i"), "stop", index)
         yield FirstRow(one.name, one.rows.where(prompt.index), scored.functions, size, job, tokens)
@@ -90,6 +91,7 @@ class Tried:
     verdict: Literal["fail", "warn", "ok"]
     line: str
     note: str = ""
+    score: float = float("-inf")  # of a right response that is in the note
 
 
 class Trials:
@@ -115,42 +117,48 @@ class Trials:
         return await asyncio.gather(*(self._try(pool, row) for row in rows))
 
     async def _try(self, pool: RewardPool, row: FirstRow) -> Tried:
-        texts, results = list(row.responses), list[RewardResult]()
-        size = row.group_size if pool.by_group[row.job.prompts] else 1
-        for text in texts:
-            loop = asyncio.get_running_loop()
-            futures = {f"{row.job.response} #{k}": loop.create_future() for k in range(size)}
-            self._waiting |= futures
-            job = replace(row.job, tokens=row.responses[text])
-            pool.submit(*(replace(job, response=name) for name in futures))
-            results += (await asyncio.gather(*futures.values()))[:1]
-            if results[-1].failure == "timeout":  # once is enough
-                results += results[-1:] * len(texts)
+        rights, tried = list(row.responses)[:-1], list[Tried]()
+        for text in rights or row.responses:
+            pair = await self._score(pool, row, [text, ""] if rights else [text])
+            tried.append(self._concluded(row, text, pair))
+            if tried[-1].verdict == "ok" or pair[-1].failure == "timeout":  # once is enough
                 break
-        return self._concluded(row, texts, results[: len(texts)])
+        return max(tried, key=lambda t: (("fail", "warn", "ok").index(t.verdict), t.score))
 
-    def _concluded(self, row: FirstRow, texts: list[str], results: list[RewardResult]) -> Tried:
-        has_right, failures = len(texts) > 1, [result.failure for result in results]
-        scores = [float("-inf") if result.reward is None else result.reward for result in results]
-        best = scores.index(max(scores[:-1] or scores))
-        gets = f"gets {self._worth(results[best])}"
+    async def _score(self, pool: RewardPool, row: FirstRow, texts: list[str]) -> list[RewardResult]:
+        """Of the first and the last text; functions by group get both alternately in one call."""
+        size = row.group_size if pool.by_group[row.job.prompts] else 1
+        results = list[RewardResult]()
+        for call in [(texts * size)[:size]] if size > 1 else [[text] for text in texts]:
+            futures = {f"{row.job.response} #{k}": asyncio.Future() for k in range(len(call))}
+            self._waiting |= futures
+            jobs = zip(futures, call, strict=True)
+            pool.submit(*(replace(row.job, response=n, tokens=row.responses[t]) for n, t in jobs))
+            results += await asyncio.gather(*futures.values())
+            if results[-1].failure == "timeout":
+                break
+        return [results[0], results[:2][-1]]
+
+    def _concluded(self, row: FirstRow, text: str, pair: list[RewardResult]) -> Tried:
+        (right, other), has_right = pair, len(row.responses) > 1
+        gets, other_gets = (f"gets {self._worth(result)}" for result in pair)
         line = f"{row.name}: to {shortened(row.job.prompt_text)} ({row.where}) "
         if has_right:
-            line += f"the right response {shortened(texts[best])} {gets}, "
-            line += f"an empty one gets {self._worth(results[-1])}"
+            line += f"the right response {shortened(text)} {gets}, an empty one {other_gets}"
         else:
-            line += f"an empty response {gets}; the row has no right one to try"
-        if all(failures) and (has_right or failures != [NO_SCORE]):
+            line += f"the response {shortened(text)} {gets}; the row has no right one to try"
+        if right.failure and other.failure and (has_right or right.failure != NO_SCORE):
             note = f"{', '.join(row.functions)}: a response to {row.name} ({row.where}) {gets}"
             if isinstance(self._on_failure, str):
                 return Tried("fail", line, note)
             return Tried("warn", line, f"{note}; it gets reward.on_failure = {self._on_failure:g}")
-        if not has_right or scores[best] > scores[-1]:
+        scores = [float("-inf") if r.reward is None else r.reward for r in (right, other)]
+        if not has_right or scores[0] > scores[1]:
             return Tried("ok", line)
         note = f"{row.name}: a right response {gets}, no more than an empty one"
-        if (made := results[best].text).split() != texts[best].split():
+        if (made := right.text).split() != text.split():
             note += f"; the model's tokenizer makes {shortened(made)} of it"
-        return Tried("warn", line, f"{note}: do the functions want another form?")
+        return Tried("warn", line, f"{note}: do the functions want another form?", scores[0])
 
     def _worth(self, result: RewardResult) -> str:
         if result.reward is None:

@@ -35,7 +35,7 @@ STEPS, NUM_PROMPTS, SAMPLES = 2, 6, 4
 # One response of seven has no score, one of two is right: so all figures differ from 0 and 1.
 REWARD = """
 def reward(sample):
-    kind = sum(sample.response.encode()) % 7
+    kind = (1 + sum(sample.response.encode())) % 7
     return None if not kind else {"reward": float(kind % 2), "kind": kind}
 """
 

@@ -50,8 +50,16 @@ def wants(completions, solution, **columns):
 
 def best_of_four(samples):
     right = [s.response == s.answer for s in samples]
-    assert right in (4 * [True], 4 * [False]), right
+    assert right == [True, False, True, False], right
     return [float(r) for r in right]
+
+def relative(samples):
+    # to the mean of a group; only for the marked form
+    rewards = [float(s.response.endswith(f"boxed{{{s.answer}}}")) for s in samples]
+    return [r - sum(rewards) / len(rewards) for r in rewards]
+
+def first_word(sample):
+    return float(len(sample.response.split()[0]))
 
 async def slowly(prompts, completions, **columns):
     await asyncio.sleep(0.01)
@@ -293,6 +301,23 @@ def test_a_row_without_an_answer_is_scored_all_the_same(capsys, tmp_path):
     status, [(verdict, text)] = check(capsys, *data, "reward.functions=rewards.py:short")
     assert (status, verdict) == (0, "ok")
     assert text.endswith("gets 1; the row has no right one to try")
+
+
+def test_where_no_answer_is_known_a_function_need_not_take_an_empty_one(capsys, tmp_path, model):
+    data = rows(tmp_path, {"prompt": "1%2=", "answer": {"x": 1}})
+    given = (f"model.path={model}", *data, "reward.functions=rewards.py:first_word")
+    status, [(verdict, text)] = check(capsys, *given)
+    assert (status, verdict) == (0, "ok"), text
+    assert text.endswith("the response 'I do not know.' gets 1; the row has no right one to try")
+
+
+@pytest.mark.e2e
+def test_rewards_relative_to_the_group_are_no_warning(capsys, tmp_path, model):
+    data = rows(tmp_path, {"prompt": "2*3", "answer": "6"}, {"prompt": "2*4", "answer": "8"})
+    given = (f"model.path={model}", *data, "reward.functions=rewards.py:relative")
+    status, [(verdict, text)] = check(capsys, *given, "rollout.group_size=4")
+    assert (status, verdict) == (0, "ok"), text
+    assert "boxed{6}' gets 0.5, an empty one gets -0.5" in text
 
 
 def test_a_data_set_of_the_hub_that_is_out_of_reach_is_said(capsys):

@@ -158,8 +158,7 @@ def test_a_model_directory_with_code_of_its_own_is_one_line_at_once(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"lightrl: model.path = '{folder}': its model_type 'own' is defined by Python code in the "
-        "directory (auto_map), which LightRL does not run; use a model that transformers "
-        "itself knows\n"
+        "directory (auto_map), which LightRL does not run; use one that transformers has\n"
     )
     assert not (folder / "has run").exists()
 
@@ -214,4 +213,6 @@ def test_a_kind_of_model_that_transformers_has_is_taken_from_there(tmp_path):
 
 def test_an_engine_cannot_be_told_to_run_code_of_a_model(capsys):
     line = complaint(capsys, "up", QUICKSTART, "rollout.engine_args={trust_remote_code = true}")
-    assert line.startswith("rollout.engine_args: trust_remote_code: LightRL runs no code")
+    assert line.startswith(
+        "rollout.engine_args: trust_remote_code: no code of a model directory is run"
+    )

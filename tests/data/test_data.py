@@ -400,13 +400,29 @@ def test_columns_that_json_cannot_carry_are_left_out_unless_they_are_needed(tmp_
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     [prompt] = load_prompts(str(path), settings(), plain)
-    assert prompt.row == {"prompt": "ab"}
+    assert prompt.row == {"prompt": "ab", "info": {"n": 1}}
     with pytest.raises(DataError, match=r"row 1: column 'image' holds what JSON cannot carry"):
         load_prompts(str(path), settings(answer_key="image"), plain)
     [prompt] = load_prompts(
         jsonl(tmp_path, b'{"prompt": "ab", "odd": "\\ud800", "n": 1}'), settings(), plain
     )
     assert prompt.row == {"prompt": "ab", "n": 1}
+
+
+def test_binary_values_take_neither_the_id_nor_the_answer_beside_them_along(tmp_path, plain):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    extra = {"index": 7, "raw": b"x", "images": [{"bytes": b"x"}], "size": {"n": 1, "raw": b"x"}}
+    row = {"prompt": "ab", "reward_model": {"ground_truth": "3", "raw": b"x"}, "extra_info": extra}
+    path = str(tmp_path / "train.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    [prompt] = load_prompts(path, settings(), plain)
+    assert prompt.id.endswith("/7")
+    assert prompt.row["extra_info"] == {"index": 7, "size": {"n": 1}}
+    assert answer_of(prompt.row, "answer") == "3"
+    odd = b'{"prompt": "ab", "extra_info": {"index": 8, "odd": "\\ud800"}}'
+    [prompt] = load_prompts(jsonl(tmp_path, odd), settings(), plain)
+    assert (prompt.id[-2:], prompt.row["extra_info"]) == ("/8", {"index": 8})
 
 
 def test_whether_any_row_has_an_answer_is_known_once_all_have_been_looked_at(tmp_path, plain):

@@ -113,6 +113,24 @@ def test_what_save_to_disk_writes_is_read_with_its_splits(tmp_path):
     assert "is not what save_to_disk writes: " in refusal(tmp_path / "one")
 
 
+def test_what_save_to_disk_writes_may_have_no_split_rows_or_subset(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    full, empty = (datasets.Dataset.from_dict({"prompt": prompts}) for prompts in (["1"], []))
+    full.save_to_disk(tmp_path / "one")
+    empty.save_to_disk(tmp_path / "none")
+    datasets.DatasetDict({"train": full, "test": empty}).save_to_disk(tmp_path / "both")
+    assert refusal(tmp_path / "one", split="test").endswith("no split 'test'; available: none")
+    one = EvaluationSet(path=str(tmp_path / "one"), prompt_key="prompt")
+    assert open_rows(one).num_rows == 1
+    assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: contains no prompts"
+    assert rows_of(tmp_path / "both") == ["1"]
+    assert refusal(tmp_path / "both", split="test").endswith("test: contains no prompts")
+    for name in ("one", "both"):
+        line = "save_to_disk wrote it: no subset 'train' there"
+        assert refusal(tmp_path / name, subset="train").endswith(line)
+    assert rows_of(tmp_path, subset="one") == ["1"]
+
+
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
 @pytest.mark.parametrize("text", ["", "5", '{"_data_files": 5, "splits": 5}'])
 def test_a_damaged_folder_of_save_to_disk_is_one_line(tmp_path, name, text):
@@ -125,6 +143,12 @@ def test_rows_of_many_groups_and_batches_are_found_by_their_number(tmp_path):
     write(tmp_path / "a.parquet", *map(str, range(301)))
     write(tmp_path / "b.jsonl", *map(str, range(301, 303)))
     assert rows_of(tmp_path) == [str(i) for i in range(303)]
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_one_line(tmp_path):
+    table = pyarrow.table([["1"], ["2"]], names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert refusal(tmp_path / "a.parquet").endswith("a.parquet: has several columns 'prompt'")
 
 
 def test_a_parquet_file_that_was_cut_off_is_one_line(tmp_path, plain):

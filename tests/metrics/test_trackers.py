@@ -3,6 +3,7 @@ write down what they are told; and Prometheus, for real."""
 
 import asyncio
 import json
+import math
 import os
 import resource
 import urllib.request
@@ -107,13 +108,13 @@ def test_wandb_gets_everything_and_a_resumed_run_goes_on_under_its_id(tmp_path, 
     assert (given["project"], given["group"], given["tags"]) == ("p", "g", ["a", "b"])
     assert (given["resume"], model) == ("allow", "m")
     assert logged == [
-        ["log", 1, {"step": 1, "lr": 0.5}],
-        ["log", 2, {"step": 2, "lr": 0.25}],
+        ["log", 1, {"lr": 0.5}],
+        ["log", 2, {"lr": 0.25}],
     ]
     assert last == ["finish"]
     track(run, "wandb", (3, {"lr": 0.1}))
     assert book()[4][1]["id"] == given["id"]
-    assert book()[5] == ["log", 3, {"step": 3, "lr": 0.1}]
+    assert book()[5] == ["log", 3, {"lr": 0.1}]
 
 
 def test_mlflow_gets_parameters_once_and_names_that_it_allows(tmp_path, book):
@@ -122,7 +123,7 @@ def test_mlflow_gets_parameters_once_and_names_that_it_allows(tmp_path, book):
     assert track(run, "mlflow", (2, {"lr": 0.1})) == []
     told = book()
     assert ["set_experiment", ["p"], {}] in told
-    assert ["log_metrics", [{"step": 1, "eval/x/avg_at_4": 0.5}], {"step": 1}] in told
+    assert ["log_metrics", [{"eval/x/avg_at_4": 0.5}], {"step": 1}] in told
     begun = [k["run_id"] for name, _, k in told if name == "start_run"]
     assert begun == [None, "run-7"]
     parameters = {k: v for name, a, _ in told if name == "log_params" for k, v in a[0].items()}
@@ -153,6 +154,31 @@ def test_a_tracker_that_refuses_costs_one_line(tmp_path, book, monkeypatch):
     assert sinks.read(tmp_path / "run") == [{"step": 1, "lr": 0.5}]
 
 
+def test_a_resumed_run_sends_what_was_not_sent(tmp_path, book, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setenv("REFUSES", "1")
+    track(run, "wandb", (1, {"lr": 0.5}))
+    monkeypatch.delenv("REFUSES")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "l\n[]\n{"lr": 1}\n{"step": 2, "lr": null}\n{"step": 3')
+    assert track(run, "wandb", (4, {"lr": 0.1})) == []
+    first, second, third = (told for told in book() if told[0] == "log")
+    assert (first[1:], second[1], third[1:]) == ([1, {"lr": 0.5}], 2, [4, {"lr": 0.1}])
+    assert math.isnan(second[2]["lr"])
+    size = (run / "metrics.jsonl").stat().st_size
+    assert (run / "tracker-wandb").read_text().split()[1:] == [str(size)]
+
+
+def test_a_run_of_an_earlier_version_does_not_send_its_figures_again(tmp_path, book):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "lr": 0.5}\n')
+    (run / "tracker-wandb").write_text("ab12")
+    assert track(run, "wandb") == []
+    assert [told[0] for told in book()] == ["init", "finish"]
+    assert book()[0][1]["id"] == "ab12"
+
+
 async def _lacking(run: Path, told: list[str]) -> None:
     """Strangers have all descriptors when the tracker is to start, until that is said."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -177,7 +203,7 @@ def test_a_tracker_is_started_once_there_are_descriptors(tmp_path, book, monkeyp
     told: list[str] = []
     asyncio.run(_lacking(run, told))
     assert told == ["the wandb tracker cannot be started: Too many open files; trying again"]
-    assert book()[1:] == [["log", 1, {"step": 1, "lr": 0.5}], ["finish"]]
+    assert book()[1:] == [["log", 1, {"lr": 0.5}], ["finish"]]
 
 
 async def _hanging(run: Path, goes_on: Path) -> None:

@@ -1,10 +1,15 @@
 """Assertions about a program, and programs that try to deceive them."""
 
+import json
+from typing import Any
+
+import numpy as np
 import pytest
 
 from lightrl.rewards.code.cases import AssertCase, CallCase, as_call
-from lightrl.rewards.code.reward import run_case
-from lightrl.rewards.code.sandbox import Sandbox
+from lightrl.rewards.code.inside import packed, unpacked
+from lightrl.rewards.code.reward import has_returned, run_case
+from lightrl.rewards.code.sandbox import Ended, Sandbox
 from tests.rewards.test_sandbox import (
     LIMITS,
     LONG_S,
@@ -260,6 +265,13 @@ def test_a_right_program_passes(sandbox: Sandbox, what: str) -> None:
         ("def f(): return 1\nraise ValueError", "assert f() == 1"),
         ("def f() return 1", "assert f() == 1"),
         ("", "assert add(1, 2) == 3"),  # operator has it
+        ("def plus(a, b): return add(a, b)", "assert add(1, 2) == 3"),
+        ("def f(): add = 1", "assert add(1, 2) == 3"),
+        ("class Solution:\n    def f(self): return 3", "assert f() == 3"),
+        (
+            "class TestF:\n    def test_f(self): pass\ndef f(a): return a",
+            "from solution import f\n\nclass TestF:\n    def test_f(self): assert f(1) == 2",
+        ),
     ],
 )
 def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> None:
@@ -269,10 +281,11 @@ def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> 
 @pytest.mark.parametrize(
     ("test", "call"),
     [
-        ("\nassert f(1, [2]) == (3, 4)", CallCase("f", [1, [2]], [3, 4])),
-        ("assert f((1, 2)) == 3", None),  # JSON would make a list of it
-        ("assert f({1: 2}) == 3", None),
-        ("assert f(1) == {2}", None),
+        ("\nassert f(1, [2]) == (3, 4)", CallCase("f", [1, [2]], (3, 4), True)),
+        ("assert f({1: (2,)}) == {2}", CallCase("f", [{1: (2,)}], {2}, True)),
+        ("assert f(...) == 3", None),
+        ("assert f(1) == ...", None),
+        ("assert f(1) == 1 + 2j", None),
         ("assert f(x) == 3", None),
         ("assert f(1) != 3", None),
         ("x = 1\nassert f(1) == 3", None),
@@ -281,3 +294,101 @@ def test_a_wrong_program_does_not(sandbox: Sandbox, program: str, test: str) -> 
 )
 def test_an_assertion_that_is_a_call(test: str, call: CallCase | None) -> None:
     assert as_call(AssertCase(test)) == (call or AssertCase(test))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected", "is_right"),
+    [
+        ("map(abs, [1])", "[1]", False),
+        ("zip([1], [2])", "[(1, 2)]", False),
+        ("{1}", "[1]", False),
+        ("{1: 2}.keys()", "[1]", False),
+        ("{1: 2}.keys()", "{1}", True),
+        ("[1]", "(1,)", False),
+        ("(1,)", "(1,)", True),
+        ("[(1, {2}), b'x', None]", "[(1, {2}), b'x', None]", True),
+        ("{'1': 2}", "{1: 2}", False),
+        ("{1: 2}", "{1.0: 2}", True),
+        ("Counter('aab')", "{'a': 2, 'b': 1}", True),
+        ("frozenset([1])", "{1}", True),
+        ("set()", "[]", False),
+        ("1000001.0", "1000000", False),
+        ("0.1 + 0.2", "0.3", False),
+        ("True", "1", True),
+        ("float('nan')", "3", False),
+        ("float('inf')", "1e999", True),
+        ("1 + 2j", "1 + 2j", True),
+        ("1 + 2j", "1", False),
+        ("1 + 0j", "1", True),
+        ("__import__('decimal').Decimal('1.5')", "1.5", True),
+        ("__import__('decimal').Decimal('0.1')", "0.1", False),
+        ("__import__('decimal').Decimal(10**30)", "1" + 30 * "0", True),
+        ("[__import__('fractions').Fraction(1, 2)]", "[0.5]", True),
+        ("__import__('fractions').Fraction(1, 3)", "0.3333333333333333", False),
+        ("f", "3", False),
+    ],
+)
+def test_a_result_equals_a_literal_as_in_python(
+    sandbox: Sandbox, body: str, expected: str, is_right: bool
+) -> None:
+    assert passes(sandbox, f"def f(): return {body}", f"assert f() == {expected}") is is_right
+
+
+@pytest.mark.parametrize("number", [np.int64(2**60 + 1), np.float32(0.5), np.bool_(True)])
+def test_numbers_of_numpy_are_numbers(number: Any) -> None:
+    assert unpacked(packed([number])) == [number.item()]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        ["frozenset", [i * (2**61 - 1) for i in range(200_000)]],  # of one hash: slow as a set
+        *([], ["exec", ["1"]], ["set", [["list", []]]], ["list", 3], {"list": [3]}, [[], []]),
+        *(
+            ["dict", [1, 2]],
+            ["bytes", [-1]],
+            ["bytes", "ab"],
+            {"a": 1},
+            "3",
+            [1],
+            ["set"],
+            10**4000,
+        ),
+    ],
+)
+def test_no_answer_of_a_program_does_harm(returned: Any) -> None:
+    ended = Ended("exited", 0, json.dumps({"value": returned}).encode(), "", 0.1)
+    assert not has_returned(ended, {3}, is_exact=True)
+    assert not has_returned(ended, [[[3]]], is_exact=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(a): return a[1, 2] == {2} and a[1]", "assert f({1: 3, (1, 2): {2}}) == 3"),
+        ("def f(d): return d['1']", "assert f({'1': 3}) == 3"),
+        ("class Solution:\n    def f(self): return 4\ndef f(): return 3", "assert f() == 3"),
+        ("import atexit, os\natexit.register(os._exit, 3)\ndef f(): return 3", "assert f() == 3"),
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=[99]).start()\n"
+            "def f(): return 3",
+            "assert f() == 3",
+        ),
+        ("def g():\n    global f\n    f = lambda: 3\ng()", "assert f() == 3"),
+        ("globals()['f'] = lambda: 3", "assert f() == 3"),
+        ("exec('def f(): return 3')", "assert f() == 3"),
+        ("from math import *", "assert gcd(6, 9) == 3"),
+        ("gcd = math.gcd", "assert gcd(6, 9) == 3"),
+        ("from math import gcd", "assert gcd(6, 9) == 3"),
+        ("add = add", "assert add(1, 2) == 3"),
+        (
+            "class TestF:\n    def test_f(self): assert 0\ndef f(): return 3",
+            "import os\nassert f()",
+        ),
+    ],
+)
+def test_a_program_has_its_function_and_is_all_that_counts(
+    sandbox: Sandbox, program: str, test: str
+) -> None:
+    outcome, is_right = run_case(sandbox, program, AssertCase(test), LONG_S)
+    assert is_right, outcome.errors

@@ -171,6 +171,10 @@ def test_a_row_of_another_project(
             "class Solution: pass\ndef f(a): return a",
             {"fn_name": "f", **{k: ["1"] for k in ("inputs", "outputs")}},
         ),
+        (
+            "class Solution:\n    def gcd(self, a): return gcd(a, 4)\nprint(gcd(2, 4))",
+            {"fn_name": "gcd", "inputs": ["6"], "outputs": ["2"]},
+        ),
         # Keys that were whole numbers before they were JSON, as verl undoes it.
         ("def f(d): return d[1]", {"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [2]}),
         ("def f(d): return d['a']", {"fn_name": "f", "inputs": [[{"a": 2}]], "outputs": [2]}),

@@ -223,6 +223,9 @@ def test_a_field_that_nobody_fills_is_refused() -> None:
         ("http://judge.example.com:8000/v1", "judge.example.com:8000", True),
         ("http://judge.example.com/v1", "other.com", False),
         ("http://judge.example.com/v1", "*", True),
+        ("http://10.1.2.3:8000/v1", "example.com, 10.0.0.0/8", True),
+        ("http://11.1.2.3:8000/v1", "10.0.0.0/8", False),
+        ("http://[fd00::1]:8000/v1", "10.0.0.0/8,fd00::/8", True),
     ],
 )
 def test_which_judges_are_asked_without_a_proxy(monkeypatch, url, no_proxy, is_direct):
@@ -252,4 +255,12 @@ def test_a_proxy_that_httpx_does_not_know_is_named(monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with pytest.raises(RewardError, match=r"proxy of the environment: .*gopher"):
+        asyncio.run(judge_at("http://judge.example.com/v1").check())
+
+
+def test_a_network_that_httpx_cannot_read_is_one_line(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org,fd00::/8")
+    with pytest.raises(RewardError, match=r"proxy of the environment: .*port"):
         asyncio.run(judge_at("http://judge.example.com/v1").check())

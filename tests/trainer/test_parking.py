@@ -211,6 +211,16 @@ async def answers(ranks, kind):
     return found
 
 
+async def suspended(ranks):
+    """Wait for the answer of each rank to Suspend."""
+    found = []
+    for rank in ranks:
+        while not (isinstance(event := await rank.receive(), Done) and event.suspended):
+            pass
+        found.append(event.suspended)
+    return found
+
+
 SHARDED = {
     "late": {},
     "each": {"sync": "each"},
@@ -230,7 +240,7 @@ async def two_steps(ranks, samples, path, parks):
                     if parks:
                         rank.send(Suspend(step))
                 if parks:
-                    assert all(p.suspended.num_bytes for p in await answers(ranks, Done))
+                    assert all(p.num_bytes for p in await suspended(ranks))
             if begins:
                 for rank in ranks:
                     rank.send(ResetStep(step))
@@ -285,7 +295,7 @@ async def steps_of_copies(ranks, samples, parks):
     async def park(step):
         for rank in ranks if parks else ():
             rank.send(Suspend(step))
-        await answers(ranks if parks else (), Done)
+        await suspended(ranks if parks else ())
 
     for step in range(2):
         for begins_anew in (True, False):

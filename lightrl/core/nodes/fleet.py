@@ -341,6 +341,8 @@ class Fleet:
             self.num_bad_sources += 1
             what = f"wrong bytes of version {report.policy_version} from {report.source}"
             self._outbox.warn(f"{name}: {what}: {report.reason}")
+            if name in self.sources.waiting:
+                self._send_sources(self.nodes[name])
 
     def on_broadcast(self, name: str, status: BroadcastStatus) -> None:
         """Handle a report of the trainer or of a member about a broadcast."""
@@ -396,8 +398,10 @@ class Fleet:
         if node is None or published is None or node.state not in {*PULLING, *RESTING}:
             return
         if ready.policy_version != published.policy_version:  # the newer one was sent
-            if ready.digest in self.digests.get(ready.policy_version, ()):
+            is_newest = node.policy_version == published.policy_version
+            if ready.digest in self.digests.get(ready.policy_version, ()) and not is_newest:
                 node.base = "" if ready.broadcast_s is not None else ready.digest
+                self.sources.update(node)
                 if self.sources.deltas_for(node):
                     self._send_sources(node)
             return

@@ -6,6 +6,7 @@ Must not run anything; a stored pickle is decoded without a call of anything tha
 import ast
 import base64
 import binascii
+import contextlib
 import io
 import json
 import pickle
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from lightrl.errors import RewardError
+from lightrl.rewards.code.inside import packed
 
 LAYOUTS = (
     'a list of assertions, {"inputs": [...], "outputs": [...], "fn_name": ...} or a list of '
@@ -44,6 +46,7 @@ class CallCase:
     function: str
     arguments: list[Any]
     expected: Any
+    is_exact: bool = False  # an assertion: of a function only, and compared as Python does
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ Case: TypeAlias = InputCase | CallCase | AssertCase
 def as_call(case: AssertCase) -> CallCase | AssertCase:
     """Return `assert f(1, 2) == 3` as a call, whose result is compared outside the sandbox; any
     other case as it is."""
-    try:
+    with contextlib.suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         [statement] = ast.parse(case.code).body
         match statement:
             case ast.Assert(
@@ -70,14 +73,10 @@ def as_call(case: AssertCase) -> CallCase | AssertCase:
                 )
             ):
                 arguments = [ast.literal_eval(arg) for arg in args]
-                expected = json.loads(json.dumps(ast.literal_eval(right)))
-            case _:
-                return case
-        # the function gets what it would get from the assertion: JSON has no tuples and no {1: 2}
-        is_plain = json.loads(json.dumps(arguments)) == arguments
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return case
-    return CallCase(function, arguments, expected) if is_plain else case
+                expected = ast.literal_eval(right)
+                packed([arguments, expected])  # raises for complex numbers
+                return CallCase(function, arguments, expected, is_exact=True)
+    return case
 
 
 def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:

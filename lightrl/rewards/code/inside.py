@@ -3,16 +3,20 @@
 `python -c SOURCE DESCRIPTOR`: the descriptor holds the request, JSON with a `mode`:
 
 - input: the program of the response reads standard input and writes standard output
-- call: its function is called; `{"value": result}` goes to standard output
+- call: its function is called with `packed` arguments; `{"value": result}` goes to standard output,
+  the result `packed` if the request is `exact`
 - test: its assertions run, and `token` goes to standard output if nothing is raised. The program
   runs in the same process, where it could deceive them
 """
 
+import builtins
+import contextlib
 import json
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
+from numbers import Number
 from typing import Any
 
 # LiveCodeBench and verl put these before every program, and answers rely on it. (Their `statistics`
@@ -26,6 +30,10 @@ PRELUDE = (
     + f"import {', '.join(MODULES)}\nquit = exit\n"
 )
 
+# What has parts, and what `unpacked` makes of them.
+PARTS = {list: list, tuple: tuple, bytes: bytes, set: set, Set: frozenset, Mapping: dict}
+MAKERS = {maker.__name__: maker for maker in PARTS.values()}
+
 
 def run_input(request: dict[str, Any]) -> None:
     run_program(request["program"], "__main__")
@@ -33,16 +41,34 @@ def run_input(request: dict[str, Any]) -> None:
 
 def run_call(request: dict[str, Any]) -> None:
     _, output = hide_streams()
-    names = run_program(request["program"], "main")
-    name = request["function"]
-    if "Solution" in names and hasattr(names["Solution"], name):
-        function = getattr(names["Solution"](), name)
-    elif name in compiled(request["program"]).co_names:
-        function = names[name]
-    else:
-        raise NameError(name)  # the prelude has it: `add` is one of operator
-    answer = {"value": function(*with_whole_keys(request["arguments"]))}
-    os.write(output, json.dumps(answer, default=_plain).encode())
+    name, is_exact = request["function"], request["exact"]
+    arguments = unpacked(request["arguments"])
+    names = run_program(request["program"], "main", name)
+    is_method = not is_exact and hasattr(names.get("Solution"), name)
+    function = getattr(names["Solution"](), name) if is_method else names[name]
+    value = packed(function(*arguments)) if is_exact else function(*with_whole_keys(arguments))
+    os.write(output, json.dumps({"value": value}, default=_plain).encode())
+    os._exit(0)
+
+
+def packed(value: Any) -> Any:
+    """Return data, and what inherits from them, as JSON of which `unpacked` makes data that are
+    equal in Python. Raise TypeError for anything else. Equal data have as many commas."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    is_number = issubclass(type(value), Number) or hasattr(value, "dtype")
+    for number in (int, float) if is_number else ():
+        if number(value.real) == value:
+            return number(value.real)
+    for kind, maker in PARTS.items():
+        if isinstance(value, kind):
+            parts = value.items() if maker is dict else value
+            return [maker.__name__, [packed(part) for part in parts]]
+    raise TypeError(f"no plain data: {type(value).__name__}")
+
+
+def unpacked(value: Any) -> Any:
+    return MAKERS[value[0]](map(unpacked, value[1])) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> list[Any]:
@@ -52,11 +78,8 @@ def _plain(value: Any) -> list[Any]:
 def with_whole_keys(arguments: list[Any]) -> list[Any]:
     """Return the arguments with the keys of a first one that was {1: ...}, which JSON turns into
     texts, as verl and APPS do."""
-    if arguments and isinstance(arguments[0], dict):
-        try:
-            return [{int(k): v for k, v in arguments[0].items()}, *arguments[1:]]
-        except ValueError:
-            pass
+    with contextlib.suppress(IndexError, AttributeError, ValueError):
+        return [{int(k): v for k, v in arguments[0].items()}, *arguments[1:]]
     return arguments
 
 
@@ -67,12 +90,13 @@ def run_test(request: dict[str, Any]) -> None:
     names = run_program(request["program"], "main")
     sys.modules["solution"] = types.ModuleType("solution")
     sys.modules["solution"].__dict__.update(names)
+    before = dict(names)
     exec(compile(request["test"], "test", "exec"), names)
     for name, value in list(names.items()):
         if isinstance(value, types.FunctionType) and name.startswith("test_"):
             if value.__code__.co_filename == "test":
                 _call(value)
-        elif isinstance(value, type) and name.startswith("Test"):
+        elif name.startswith("Test") and isinstance(value, type) and value is not before.get(name):
             is_case = hasattr(value, "assertEqual")  # unittest's
             for each in [n for n in dir(value) if n.startswith("test_")]:
                 one = value(each) if is_case else value()
@@ -99,19 +123,18 @@ def hide_streams() -> tuple[int, int]:
     return hidden
 
 
-def run_program(text: str, name: str) -> dict[str, Any]:
+def run_program(text: str, name: str, function: str = "") -> dict[str, Any]:
+    """Return its names, and that of the function only if the program itself has made it."""
     with open("main.py", "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
     module = sys.modules[name] = types.ModuleType(name)
     names = module.__dict__
     names["__file__"] = "main.py"
     exec(PRELUDE, names)
-    exec(compiled(text), names)
+    if function in names:  # `add` is one of operator
+        setattr(builtins, function, names.pop(function))
+    exec(compile(text.removeprefix("\ufeff"), "main.py", "exec"), names)
     return names
-
-
-def compiled(text: str) -> types.CodeType:
-    return compile(text.removeprefix("\ufeff"), "main.py", "exec")
 
 
 def main() -> None:

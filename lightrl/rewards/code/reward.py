@@ -15,7 +15,8 @@ from lightrl.config.reward import LONGEST_TEST_S
 from lightrl.errors import RewardError
 from lightrl.rewards.base import SLOWEST, Sample
 from lightrl.rewards.code.cases import LAYOUTS, AssertCase, Case, InputCase, as_call, cases_of
-from lightrl.rewards.code.compare import same, same_text, same_value
+from lightrl.rewards.code.compare import same_text, same_value
+from lightrl.rewards.code.inside import packed, unpacked
 from lightrl.rewards.code.sandbox import Ended, Limits, Sandbox
 
 # RollPacker, arXiv 2509.21009, section 4.3: min(max(2 s, 1.5 x the anchor), 30 s).
@@ -106,17 +107,19 @@ def run_case(sandbox: Sandbox, program: str, case: Case, time_s: float) -> tuple
         test = {"mode": "test", "test": call.code, "token": secrets.token_hex(8)}
         ended = sandbox.run(request | test, time_s)
         return ended, ended.has_finished and ended.output == test["token"].encode()
-    called = {"mode": "call", "function": call.function, "arguments": call.arguments}
-    ended = sandbox.run(request | called, time_s)
-    answer = _answer(ended)
-    compare = same if isinstance(case, AssertCase) else same_value
-    return ended, "value" in answer and compare(answer["value"], call.expected)
+    called = {"mode": "call", "function": call.function, "exact": call.is_exact}
+    ended = sandbox.run(request | called | {"arguments": packed(call.arguments)}, time_s)
+    return ended, has_returned(ended, call.expected, call.is_exact)
 
 
-def _answer(ended: Ended) -> dict[str, Any]:
-    """Return the answer of a call; empty if the program ended before, or wrote something else."""
+def has_returned(ended: Ended, expected: Any, is_exact: bool) -> bool:
+    """False too if the program ended before, or wrote something else."""
     try:
-        answer = json.loads(ended.output) if ended.has_finished else {}
-    except (ValueError, RecursionError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
+        value = json.loads(ended.output if ended.has_finished else b"")["value"]
+        if not is_exact:
+            return same_value(value, expected)
+        # No program makes a larger set here than is expected.
+        is_small = ended.output.count(b",") == json.dumps(packed(expected)).count(",")
+        return is_small and bool(unpacked(value) == expected)
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return False

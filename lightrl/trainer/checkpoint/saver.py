@@ -80,7 +80,12 @@ class Saver:
         return any(work and not work.done() for work in (self._work, self._export_work))
 
     def wait(self) -> None:
-        """Wait for a running save."""
+        """Wait for a running save and its export."""
+        self._wait_for_save()
+        if self._export_work is not None:
+            self._export_work.result()
+
+    def _wait_for_save(self) -> None:
         if self._work is not None:
             self._work.result()
 
@@ -90,7 +95,7 @@ class Saver:
         A collective. Waits for the checkpoint before, and gives up its export unless that writes.
         """
         self._is_unwanted.set()
-        self.wait()
+        self._wait_for_save()
         self._is_unwanted = threading.Event()
         draft = _draft(path)
         if self._first:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl.adapters import AdapterSettings, add_adapters, public_name
+from lightrl.adapters import AdapterSettings, add_adapters, is_adapter, public_name
 from lightrl.errors import EngineError, WeightsError
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile, decode, read_encoded, require_digest
@@ -131,6 +131,23 @@ class Layouts:
         if not base:  # else digests are not the last
             self._head = encoded[: len(encoded) - len(manifest.digests)]
         return self._tensors
+
+
+class VersionLayouts:
+    """The layouts of versions for one model: all of it, or adapters beside a base."""
+
+    def __init__(self, targets: dict[str, torch.Tensor]) -> None:
+        """`targets`: as `tensor_targets` finds them."""
+        adapters = {n: t for n, t in targets.items() if is_adapter(n)}
+        self._base = Layouts({n: t for n, t in targets.items() if not is_adapter(n)})
+        self._versions = Layouts(adapters) if adapters else self._base
+
+    def read(self, file: VersionFile, base: VersionFile | None = None) -> tuple[TensorSpec, ...]:
+        """See `Layouts.read`."""
+        return self._versions.read(file, base.digest if base is not None else "")
+
+    def read_base(self, base: VersionFile) -> tuple[TensorSpec, ...]:
+        return self._base.read(base)
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

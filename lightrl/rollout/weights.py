@@ -245,7 +245,6 @@ class NodeWeights:
                     return None if fetching.cancelled() else fetching.result()
                 assert self.wanted is not None
                 if not self._is_offered.is_set() or not self._continues(offer, self.wanted):
-                    self._is_offered.set()
                     return None
                 self._is_offered.clear()
                 is_used = are_same(offer, self.wanted) or leads_from(offer.digest, self.wanted)

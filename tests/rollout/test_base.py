@@ -8,7 +8,7 @@ from pathlib import Path
 from lightrl.messages.weights import PublishWeights, WeightsBase
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
-from tests.rollout.test_weights import BUCKETS_A_S, SIZE, Node, node, until
+from tests.rollout.test_weights import BUCKETS_A_S, SIZE, Node, begun, node, until
 from tests.support.daemons import published
 from tests.support.versions import make_version, serving, source
 
@@ -37,7 +37,7 @@ def test_a_base_is_resumed_for_newer_adapters_then_held_and_relayed(tmp_path: Pa
             node("b", tmp_path / "b") as b,
         ):
             offer(a, files[0], base, trainer)
-            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            await until(lambda: begun(a))
             offer(a, files[1], base, trainer)
             fetched = await a.got(files[1])
             assert fetched.base_file is not None

@@ -16,7 +16,7 @@ from lightrl.weights.delta.file import DeltaManifest
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES, num_buckets
 from lightrl.weights.version.manifest import VersionFile
-from tests.rollout.test_weights import Node, node, until
+from tests.rollout.test_weights import Node, begun, node, until
 from tests.support.changing import (
     LARGER,
     delta_of,
@@ -74,6 +74,12 @@ def offer_to(
     offer = with_deltas(published(target, sources), *deltas)
     one.weights.offer(offer)
     return offer
+
+
+async def begin(one: Node, target: VersionFile, holder: WeightServer) -> None:
+    """It pulls the version, and has received something."""
+    offer_to(one, target, holder)
+    await until(lambda: begun(one))
 
 
 async def hold(one: Node, version: VersionFile) -> None:
@@ -241,8 +247,7 @@ def test_a_pull_starts_again_with_deltas_that_are_offered_early_and_keeps_what_i
             trainer_of(target, delta) as quick,
         ):
             await hold(a, base)
-            offer_to(a, target, slow)
-            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            await begin(a, target, slow)
             offer_to(a, target, slow, quick, deltas=(delta,))
             fetched = await a.got(target)
             assert fetched.stats.num_bytes == fetched.delta_bytes == delta.num_bytes
@@ -260,8 +265,7 @@ def test_a_pull_that_takes_longer_than_a_step_is_finished_for_the_deltas_from_it
             trainer_of(older, max_bytes_per_s=BUCKETS_A_S) as slow,
             trainer_of(newer, delta) as trainer,
         ):
-            offer_to(a, older, slow)
-            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            await begin(a, older, slow)
             offer_to(a, newer, trainer)
             await asyncio.sleep(0)
             assert a.weights.progress is not None
@@ -281,8 +285,7 @@ def test_a_pull_without_deltas_to_the_newer_version_is_cancelled(tmp_path, large
             trainer_of(larger[0], max_bytes_per_s=BUCKET_BYTES // 8) as slow,
             trainer_of(larger[1]) as trainer,
         ):
-            offer_to(a, larger[0], slow)
-            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            await begin(a, larger[0], slow)
             offer_to(a, larger[1], trainer)
             assert (await a.got(larger[1])).stats.num_bytes == larger[1].num_bytes
 
@@ -300,8 +303,7 @@ def test_a_pull_is_finished_without_deltas_that_have_half_of_its_rest(tmp_path, 
             trainer_of(target, delta, max_bytes_per_s=BUCKETS_A_S) as trainer,
         ):
             await hold(a, base)
-            offer_to(a, target, trainer)
-            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            await begin(a, target, trainer)
             large = replace(link_of(delta), num_bytes=target.num_bytes // 2)
             offer = published(target, (source(trainer, "a", 1),))
             a.weights.offer(replace(offer, deltas=(large,)))

@@ -168,12 +168,12 @@ import asyncio, sys
 import msgspec
 from pathlib import Path
 from lightrl.messages.weights import PublishWeights
-from tests.rollout.test_weights import node
+from tests.rollout.test_weights import begun, node
 
 async def main():
     async with node("a", Path(sys.argv[1])) as a:
         a.weights.offer(msgspec.json.decode(sys.argv[2], type=PublishWeights))
-        while not (a.weights.progress and a.weights.progress.num_bytes):
+        while not begun(a):
             await asyncio.sleep(0.01)
         print("begun", *a.server.addresses, a.server.secret, flush=True)
         await asyncio.sleep(600)

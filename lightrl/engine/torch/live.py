@@ -1,14 +1,13 @@
 """The tensors that the torch engine computes with, and how a version is loaded into them.
 
-Owns the check that it fits, the base of adapters, and the release of their memory while the engine
-sleeps. Imports torch.
+Owns which base of adapters is loaded, and the release of their memory while the engine sleeps.
+Imports torch.
 """
 
 import torch
 
-from lightrl.adapters import is_adapter
 from lightrl.engine.base import ReceiveWeights
-from lightrl.engine.checkpoint import Layouts, tensor_targets
+from lightrl.engine.checkpoint import VersionLayouts, tensor_targets
 from lightrl.engine.member import Member
 from lightrl.system.process import trim
 from lightrl.weights.broadcast.membership import IsUnwanted
@@ -75,20 +74,3 @@ def _return_to_system() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     trim()
-
-
-class VersionLayouts:
-    """The layouts of versions for one model: all of it, or adapters beside a base."""
-
-    def __init__(self, targets: dict[str, torch.Tensor]) -> None:
-        """`targets`: as `tensor_targets` finds them."""
-        adapters = {n: t for n, t in targets.items() if is_adapter(n)}
-        self._base = Layouts({n: t for n, t in targets.items() if not is_adapter(n)})
-        self._versions = Layouts(adapters) if adapters else self._base
-
-    def read(self, file: VersionFile, base: VersionFile | None = None) -> tuple[TensorSpec, ...]:
-        """See `Layouts.read`."""
-        return self._versions.read(file, base.digest if base is not None else "")
-
-    def read_base(self, base: VersionFile) -> tuple[TensorSpec, ...]:
-        return self._base.read(base)

@@ -83,12 +83,12 @@ class VllmEngine:
             os.environ.setdefault(BATCH_INVARIANT, "1")  # read when vLLM is imported
         with importing():
             from lightrl.engine.checkpoint import (
+                VersionLayouts,
                 build_model,
                 read_config,
                 resolve_dtype,
                 tensor_targets,
             )
-            from lightrl.engine.torch.live import VersionLayouts
 
         config = read_config(Path(spec.model_dir))
         rope_note = settle(config, spec.max_model_length)

@@ -100,10 +100,8 @@ class Store:
         _require_digest(digest)
         grown, grown_at = -1, time.monotonic()
         while (lock := self.try_lock(digest)) is None:
-            size = sum(
-                allocated_bytes(partial_path(folder / f"{digest}.bin"))
-                for folder, _ in self._folders.values()
-            )
+            parts = (partial_path(folder / f"{digest}.bin") for folder in self.folders())
+            size = sum(map(allocated_bytes, parts))
             if size != grown:
                 grown, grown_at = size, time.monotonic()
             elif time.monotonic() - grown_at > STOPPED_S:

@@ -15,16 +15,7 @@ from lightrl.errors import ProtocolError, WeightsError
 from lightrl.system.addresses import split_known
 from lightrl.system.threads import in_thread
 from lightrl.weights.pull.swarm import PullSource
-from lightrl.weights.serve.request import (
-    ALL,
-    BUSY,
-    DATA,
-    MISSING,
-    PART,
-    QUEUED,
-    SIGN_S,
-    Request,
-)
+from lightrl.weights.serve.request import ANSWERS, QUEUED, SIGN_S, Request
 
 CONNECT_LIMIT_S = 3.0
 SILENCE_S = 5 * SIGN_S  # without a byte, after which a connection is closed
@@ -88,7 +79,7 @@ class Connection:
         await self._loop.sock_sendall(self._sock, request)
         while (sign := await self.receive(1)) == QUEUED:
             on_queued()
-        if sign not in (DATA, MISSING, BUSY, ALL, PART):
+        if sign not in ANSWERS:
             raise ProtocolError(OTHER_PROTOCOL)
         return sign
 

@@ -153,7 +153,6 @@ class Pull:
         self._following: dict[PullSource, asyncio.Task[None]] = {}
         self._pulling: dict[BucketTransfer, asyncio.Task[None]] = {}
         self._news = asyncio.Event()  # something may be asked of a source now
-        self._num_missing = buckets
         self._verified_bytes = 0
         self._received = Counter[str]()  # bytes, by node
         self._trouble = ""  # the last, with the source that made it
@@ -256,7 +255,7 @@ class Pull:
                 await _to_the_end(self._make, manifest, patch, asyncio.get_running_loop())
             except (WeightsError, OSError) as e:
                 logger.warning("%s: what deltas cannot make of it is pulled: %s", self._about, e)
-        while self._num_missing:
+        while self.missing_bytes:
             self._news.clear()
             self._begin_transfers()
             await self._news.wait()
@@ -392,18 +391,18 @@ class Pull:
                 connection.close()
                 if is_new or not isinstance(e, FAILURES):
                     raise  # else it was idle for too long
+        is_kept = False
         try:
             if sign == BUSY:
                 self._note_progress()
                 self._note_pause(source)
             yield connection, sign
-            if sign != BUSY and not source.is_bad:
+            is_kept = sign != BUSY and not source.is_bad
+        finally:
+            if is_kept:
                 self._idle[source].append(connection)
-                return
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
+            else:
+                connection.close()
 
     def _receive_bucket(self, transfer: BucketTransfer, start: int, sock: socket.socket) -> bool:
         """Receive, hash and write a bucket in a thread. Return whether it is right."""
@@ -517,7 +516,6 @@ class Pull:
             start, end = bucket_range(bucket, self._wanted.num_bytes)
             self._choice.todo &= ~(1 << bucket)
             self._verified_bytes += end - start
-            self._num_missing -= 1
             if self._held is not None:
                 self._held.verified(bucket)
         self._note_progress()

@@ -34,14 +34,10 @@ class Held:
         self.is_complete = is_complete
         self.retired: asyncio.Future[None] | None = None
         self.changed = asyncio.Event()  # replaced after each change
+        self.holdings = Holdings(1, 0, 0)
         self._num_users = 0
-        self._holdings = Holdings(1, 0, 0)
         self.file, self.manifest_file = _open(file)
         self.manifest_size = os.fstat(self.manifest_file).st_size
-
-    @property
-    def holdings(self) -> Holdings:
-        return self._holdings
 
     def has(self, request: Request) -> bool:
         """Return whether there is such a range, verified or not."""
@@ -57,7 +53,7 @@ class Held:
         first = request.offset // BUCKET_BYTES
         last = (request.offset + request.size - 1) // BUCKET_BYTES
         mask = (1 << last - first + 1) - 1
-        return self._holdings.verified >> first & mask == mask
+        return self.holdings.verified >> first & mask == mask
 
     def descriptor(self, request: Request) -> int:
         assert request.what != ASK_HAVE
@@ -65,12 +61,12 @@ class Held:
 
     def getting(self, bucket: int) -> None:
         """A bucket was asked of a complete source: peers can wait for it here."""
-        self._set(self._holdings.verified, self._holdings.getting | 1 << bucket)
+        self._set(self.holdings.verified, self.holdings.getting | 1 << bucket)
 
     def verified(self, bucket: int) -> None:
         """A bucket is in the file, verified: it is served from now on."""
         bit = 1 << bucket
-        self._set(self._holdings.verified | bit, self._holdings.getting & ~bit)
+        self._set(self.holdings.verified | bit, self.holdings.getting & ~bit)
 
     def complete(self) -> None:
         """The version is complete; the file may be renamed, and is still served."""
@@ -94,7 +90,7 @@ class Held:
         return self.retired
 
     def _set(self, verified: int, getting: int) -> None:
-        self._holdings = Holdings(self._holdings.changes + 1, verified, getting)
+        self.holdings = Holdings(self.holdings.changes + 1, verified, getting)
         self._notify()
 
     def _notify(self) -> None:

@@ -34,6 +34,7 @@ MAX_TICKET_BYTES = 128
 ASK_MANIFEST, ASK_DATA, ASK_SHARED, ASK_HAVE = b"m", b"d", b"s", b"h"
 
 QUEUED, DATA, BUSY, MISSING, ALL, PART = b"q", b"d", b"b", b"n", b"a", b"p"
+ANSWERS = frozenset({DATA, BUSY, MISSING, ALL, PART})
 SIGN_S = 1.0  # between two QUEUED
 _CHANGES = struct.Struct("<Q")
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # numpy is loaded with the first delta, in a thread
 
 logger = logging.getLogger(__name__)
 
-# after a version is offered, within which deltas to it are mostly offered, too
+# from the offer of a version; the deltas to it mostly follow sooner
 DELTA_WAIT_S = 15.0
 DELTA_TIMEOUT_S = 5.0  # without a byte of a delta, after which the version is pulled instead
 

@@ -229,7 +229,7 @@ def daemon(
     parallel: ParallelOption = 0,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
-    from lightrl.config.run_file import load_config
+    from lightrl.config.run_file import CONFIG_FILE, load_config
     from lightrl.daemon.main import DaemonOptions, run
     from lightrl.daemon.parent import leave_when_stdin_closes
     from lightrl.devices.assign import Part
@@ -237,7 +237,7 @@ def daemon(
     from lightrl.launch.daemons import NOT_FINISHED, run_child
 
     def work() -> int:
-        config = load_config(run_dir / "config.toml")
+        config = load_config(run_dir / CONFIG_FILE)
         if tied:
             leave_when_stdin_closes(config.node.grace_s)
         roles = parse_roles(role)

@@ -278,7 +278,7 @@ def _to_simulate(
         more = ", or a run as --workload RUN; overrides such as rollout.slots=64 describe the nodes"
         return required_config(settings, more=more), None
     if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"--workload {run_dir}: is no run directory: it has no config.toml")
+        raise ConfigError(f"--workload {run_dir}: is no run directory: it has no {CONFIG_FILE}")
     change = " ".join(filter(None, (*overrides, fleet)))
     return load_config(run_dir / CONFIG_FILE, overrides), change
 

@@ -21,8 +21,8 @@ def settings_of(
     vocabulary: int = 1,
     stop_ids: tuple[int, ...] = (),
 ) -> Settings:
-    """What is not in the config is given; without tokens of a model there is neither vocabulary nor
-    stop. `eval_sizes`: prompts of each set to evaluate on; None = no evaluation."""
+    """Return the settings of the core. `eval_sizes`: prompts of each set to evaluate; None = no
+    evaluation. `vocabulary`, `stop_ids`: of the model; default: none, for tokens of no model."""
     r = config.rollout
     eta_prompts, eta_responses = config.round.etas
     on_failure = config.reward.on_failure

@@ -201,7 +201,7 @@ def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
             )
         )
     except Exception as e:  # the errors of the hub's HTTP library have no common base
-        raise refused(model_path, f"no such directory, and the hub says: {first_line(e)}") from e
+        raise refused(model_path, f"no such directory, and the hub reports: {first_line(e)}") from e
 
 
 class PlainTokenizer:

@@ -28,7 +28,7 @@ KeyFile = Annotated[Path | None, typer.Option("--key", metavar="FILE", help=KEY)
 ROLES = "coordinator, trainer, rollout: one daemon with these"
 RoleOption = Annotated[str, typer.Option("--role", metavar="ROLE,...", help=ROLES)]
 NameOption = Annotated[str, typer.Option("--name", help="of this node; default: HOST-PID")]
-SLOTS = "responses at once here; default: rollout.slots"
+SLOTS = "concurrent responses on this node; default: rollout.slots"
 Slots = Annotated[int, typer.Option("--slots", min=0, max=65536, show_default=False, help=SLOTS)]
 PREEMPTIBLE = "this node may be taken away at any moment: no broadcast of weights waits for it"
 Preemptible = Annotated[bool, typer.Option("--preemptible", help=PREEMPTIBLE)]

@@ -1,5 +1,5 @@
-"""Sets to evaluate on in the config: the short form, several of them, what holds where one says
-nothing, and what is refused."""
+"""Sets to evaluate on in the config: the short form, several of them, the defaults of their
+keys, and what is refused."""
 
 from pathlib import Path
 from typing import Any

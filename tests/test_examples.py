@@ -1,5 +1,5 @@
 """The configs in configs/: each can be read, fits the GPUs that it names, and has no key without
-effect; and what their README says of keys and of memory. Needs no model, data or network."""
+effect; and the keys and the memory in their README. Needs no model, data or network."""
 
 import json
 import re

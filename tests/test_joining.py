@@ -1,5 +1,5 @@
-"""How a node joins a run: nobody is told to come from elsewhere to an address that only this
-machine has."""
+"""How a node joins a run: no line names an address of this machine alone to other
+machines."""
 
 import re
 import socket

@@ -1,4 +1,4 @@
-"""The end of a test run says what this machine could not test, and what failed and why, in a line
+"""The end of a test run lists what this machine could not test, and what failed and why, in a line
 each."""
 
 import os

@@ -10,9 +10,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from lightrl.config.data import Data, DataSet, resolved
-from lightrl.config.sections import Count, Positive, Section
+from lightrl.config.sections import Count, NotNegative, Positive, Section
 
-Temperature = Annotated[float, Field(ge=0)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -21,7 +20,7 @@ class EvaluationSet(DataSet):
     """is required where there are several"""
     samples: Positive | None = None
     """responses for each prompt; default: eval.samples"""
-    temperature: Temperature | None = None
+    temperature: NotNegative | None = None
     """of sampling; 0 = greedy; default: eval.temperature"""
     top_p: TopP | None = None
     """nucleus sampling; 1 = off; default: eval.top_p"""
@@ -56,7 +55,7 @@ class Eval(Section):
     """steps between evaluations; 0 = only first and last"""
     samples: Positive = 1
     """responses for each prompt, of sets without their own"""
-    temperature: Temperature = 0.0
+    temperature: NotNegative = 0.0
     """of sampling, of sets without their own; 0 = greedy"""
     top_p: TopP = 1.0
     """nucleus sampling, of sets without their own; 1 = off"""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from lightrl.config.sections import Names, Section
+from lightrl.config.sections import Count, Names, Section
 from lightrl.config.values import one_or_many, shortened
 from lightrl.system.addresses import split_address
 
@@ -25,7 +25,7 @@ class Logging(Section):
     """of wandb and mlflow"""
     prometheus: str = ""
     """"127.0.0.1:9109": serve the newest figures there, for Prometheus; empty = no"""
-    samples: Annotated[int, Field(ge=0)] | Literal["all"] = 16
+    samples: Count | Literal["all"] = 16
     """responses of each step that are written to samples.jsonl as text; those of evaluations always
     are"""
     level: Literal["debug", "info", "warning", "error"] = "info"

@@ -52,7 +52,7 @@ class Judge(Section):
     """what is asked, with {prompt}, {response} and {answer}; it must ask for a line `Score: X`;
     empty = grade the response by the answer, from 0 to 1"""
     concurrency: Positive = 16
-    """calls under way at once, of all workers"""
+    """concurrent calls, of all workers"""
     retries: Count = 5
     """further tries of a call, after overload"""
     key_env: str = ""
@@ -73,8 +73,8 @@ class Reward(Section):
     """whose arguments your functions get; auto = by the names of their parameters; verl_sequence =
     as in its first versions, the prompt in front of the response"""
     batch: Literal["group", "response"] = "group"
-    """what functions of lists (TRL's, verl's batch form) get at once: all responses of a prompt,
-    once they have finished, or each as soon as it has"""
+    """what one call of a function of lists (TRL's, verl's batch form) gets: all responses of a
+    prompt, once they have finished, or one response, as soon as it has"""
     regex: str = ""
     """pattern of the reward "regex": its first group is compared with the answer; without a group
     it is searched for"""

@@ -34,7 +34,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Place = Annotated[str, AfterValidator(expanded)]  # a path
 Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
-Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(one_or_several)]
+Devices = Annotated[tuple[Count, ...], BeforeValidator(one_or_several)]
 
 EngineKind = Literal["auto", "vllm", "torch", "emulated"]
 TrainKind = Literal["torch", "emulated"]
@@ -79,7 +79,7 @@ class Rollout(Section):
     nodes: Count = 1
     """rollout daemons that `lightrl up` starts here"""
     slots: Positive = Field(default=64, le=MAX_SLOTS)
-    """responses that run at once on a node"""
+    """concurrent responses on a node"""
     group_size: Positive = 8
     """responses sampled for one prompt"""
     max_response_length: Positive = 1024
@@ -217,7 +217,7 @@ class Speculation(Section):
     enabled: bool = True
     """draft from earlier responses, exactly; off with run.deterministic"""
     max_window: Annotated[int, Field(ge=1, le=64)] = 16
-    """tokens drafted at once for a response, at most"""
+    """tokens drafted for one engine step of a response, at most"""
     prefer: Literal["count", "reward"] = "count"
     """which continuation to draft: the most frequent, or the best rewarded"""
     history_mb: Positive = 1024
@@ -252,9 +252,9 @@ class NodeSection(Section):
     grace_s: Seconds = 20.0
     """how long a stopping daemon waits for its children"""
     patience_s: Seconds = 600.0
-    """how long a node waits for its coordinator, and a run for its trainer, to come back; also how
-    long an engine with work may be silent, or one still start whose devices others wait for, and a
-    training rank three times as long"""
+    """how long a node waits for its coordinator, and a run for its trainer, to come back; also the
+    longest silence of an engine with work, the longest start of an engine whose devices others wait
+    for, and a third of the longest silence of a training rank"""
     weights_port: int = Field(default=0, ge=0, lt=1 << 16)
     """where the trainer node serves weights; 0 = any free port"""
 

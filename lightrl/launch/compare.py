@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightrl.client.address import relative
+from lightrl.config.run_file import CONFIG_FILE
 from lightrl.config.values import flat
 from lightrl.errors import ConfigError
 from lightrl.metrics.sinks import read
@@ -45,11 +46,11 @@ class RunResult:
 def result_of(run_dir: Path) -> RunResult:
     """Raises ConfigError, one line, for a folder that is no run's."""
     try:
-        settings = dict(flat(tomllib.loads((run_dir / "config.toml").read_text("utf-8"))))
+        settings = dict(flat(tomllib.loads((run_dir / CONFIG_FILE).read_text("utf-8"))))
     except FileNotFoundError:
-        raise ConfigError(f"{run_dir}: is no run directory: it has no config.toml") from None
+        raise ConfigError(f"{run_dir}: is no run directory: it has no {CONFIG_FILE}") from None
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{run_dir / 'config.toml'}: cannot be read: {e}") from None
+        raise ConfigError(f"{run_dir / CONFIG_FILE}: cannot be read: {e}") from None
     return RunResult(run_dir.resolve().name, settings, _figures(run_dir))
 
 

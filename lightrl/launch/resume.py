@@ -13,7 +13,7 @@ from lightrl.client.address import (
     require_weights_port,
 )
 from lightrl.client.find_run import ask, final_snapshot, is_same
-from lightrl.config.run_file import load_config
+from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.config.schema import Config
 from lightrl.config.sections import Train
 from lightrl.config.values import flat
@@ -22,7 +22,7 @@ from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER, is_in_use, segments
 from lightrl.keys import KEY_FILE, read_key, restore_keys
 from lightrl.launch.checks.files import require_files
-from lightrl.launch.folder import CONFIG_FILE, rewrite_config
+from lightrl.launch.folder import rewrite_config
 from lightrl.metrics import sinks
 from lightrl.system.output import print_lines
 from lightrl.trainer.checkpoint.checksums import find_corruption

@@ -123,9 +123,8 @@ def advice(missing: list[str]) -> str:
     names = [DISTRIBUTIONS.get(name, name) for name in missing]
     alone = [name for name in names if name in WITHOUT_DEPENDENCIES]
     others = [name for name in names if name not in WITHOUT_DEPENDENCIES]
-    downloads = [_download("", others)] * bool(others) + [_download(" --no-deps", alone)] * bool(
-        alone
-    )
+    given = (("", others), (" --no-deps", alone))
+    downloads = [_download(options, some) for options, some in given if some]
     return (
         f"not installed: {', '.join(names)}; without a network carry their wheels: "
         f"{' && '.join(downloads)}, then pip install --no-index --no-deps --target DIR *.whl and "

@@ -105,7 +105,7 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
             """no tail batching; length bias: none: every round waits for its longest response
             staleness   synchronous
             speculation from earlier epochs, at most 16 tokens at a time
-            a step's 256 fit at once""",
+            a step's 256 run concurrently""",
         ),
         (
             "round.tail_batching=both",
@@ -500,8 +500,8 @@ def test_status_of_a_finished_run_comes_from_its_directory(capsys, tmp_path):
 
 @contextlib.contextmanager
 def answering(snapshot: Snapshot) -> Iterator[tuple[str, list[Message]]]:
-    """A coordinator that only shows `snapshot`, its address, and what it is told otherwise."""
-    told: list[Message] = []
+    """A coordinator that only sends `snapshot`: its address, and the other messages it receives."""
+    received: list[Message] = []
     address = ""
     listens = threading.Event()
 
@@ -516,14 +516,14 @@ def answering(snapshot: Snapshot) -> Iterator[tuple[str, list[Message]]]:
                     if isinstance(message, Watch):
                         router.send(peer, snapshot)
                     elif not isinstance(message, ProtocolError):
-                        told.append(message)
+                        received.append(message)
 
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve())
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
     thread.start()
     assert listens.wait(90)
-    yield address, told
+    yield address, received
     loop.call_soon_threadsafe(task.cancel)
     thread.join()
     loop.close()
@@ -603,11 +603,11 @@ def test_a_run_that_is_over_has_a_cost_and_no_forecast():
 @pytest.mark.parametrize("command", [("status",), ("down",), ("drain", "rollout-0")])
 def test_another_run_at_a_stale_address_is_left_alone(capsys, tmp_path, command):
     other = Snapshot("other", str(tmp_path / "runs" / "other"), "running", 1, 3, 1, 1.0, NODES)
-    with answering(other) as (address, told):
+    with answering(other) as (address, received):
         made_run(tmp_path / "runs" / "one", address)
         line = complaint(capsys, *command, "one")
         assert line == f"runs/one: its coordinator is gone (another run answers at {address})"
-        assert told == []
+        assert received == []
 
 
 def test_a_run_whose_coordinator_was_killed(capsys, tmp_path):
@@ -620,7 +620,7 @@ def test_a_run_whose_coordinator_was_killed(capsys, tmp_path):
 
 def test_only_rollout_nodes_can_be_drained(capsys, tmp_path):
     snapshot = Snapshot("one", str(tmp_path / "runs" / "one"), "running", 1, 3, 1, 1.0, NODES)
-    with answering(snapshot) as (address, told):
+    with answering(snapshot) as (address, received):
         run_dir = made_run(tmp_path / "runs" / "one", address)
         for target in ((address, "--key", run_dir / "key"), (run_dir,)):
             line = complaint(capsys, "drain", "head", *target)
@@ -628,10 +628,10 @@ def test_only_rollout_nodes_can_be_drained(capsys, tmp_path):
             line = complaint(capsys, "drain", "trainer-0", *target)
             assert line == "trainer-0 is the trainer: lightrl down stops the run"
         assert "there are head, trainer-0, rollout-0" in complaint(capsys, "drain", "x", run_dir)
-        assert told == []
+        assert received == []
         assert lightrl("drain", "rollout-0", run_dir) == 0
         assert capsys.readouterr().out == "rollout-0 is leaving\n"
-        assert [type(m).__name__ for m in told] == ["Drain"]
+        assert [type(m).__name__ for m in received] == ["Drain"]
 
 
 def test_files_that_a_run_takes_away_at_its_end(tmp_path):

@@ -1,5 +1,4 @@
-"""GPUs as `lightrl up` and `lightrl check` see them, with an nvidia-smi that was told what to
-say."""
+"""GPUs as `lightrl up` and `lightrl check` see them, with an nvidia-smi of scripted output."""
 
 import os
 import signal
@@ -233,7 +232,7 @@ def test_the_dry_run_of_one_daemon_wants_its_own_gpus_alone(gpus: Gpus, lightrl:
     command = ("up", str(QUICKSTART), "--role", "coordinator,rollout", "--slots", "7", "--dry-run")
     done = lightrl(*command)
     assert done.returncode == 0, done.stderr
-    assert "1 daemon (auto) x 7 slots = 7 at once" in done.stdout
+    assert "1 daemon (auto) x 7 slots = 7 concurrent responses" in done.stdout
     assert "engine 0: GPU 0 (NVIDIA H100 80GB HBM3)\n" in done.stdout
     assert "rank" not in done.stdout.partition("devices     ")[2].partition("weights     ")[0]
 

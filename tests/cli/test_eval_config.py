@@ -36,7 +36,7 @@ def of(
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_can_be_evaluated_by(name: str, tmp_path: Path):
-    """Whatever it says of training, nodes and trackers; and daemons read the same config."""
+    """Whatever its keys of training, nodes and trackers are; and daemons read the same config."""
     file = CONFIGS / name
     config, own = of(file), load_config(file)
     assert [one.name for one in config.eval_sets] == [one.name for one in own.eval_sets]

@@ -337,7 +337,7 @@ def test_a_daemon_that_reads_no_data_tries_nothing(capsys):
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Says 1 where "36" is the answer of the student."""
+    """Sends 1 where "36" is the answer of the student."""
 
     status = 200
     num_calls = 0

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.config.run_file import load_config
+from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.launch.checks.initial import KEY, begun_from, settled
-from lightrl.launch.folder import CONFIG_FILE
 from lightrl.launch.resume import has_journal
 from lightrl.trainer.checkpoint.saved import SavedStep, point
 from lightrl.wire import to_json

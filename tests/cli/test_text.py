@@ -43,7 +43,7 @@ def copied_model(folder: Path, **changes: Any) -> Path:
 
 
 def foreground(tmp_path: Path, row: dict[str, Any], *overrides: str) -> str:
-    """What a coordinator says that refuses a data set of this row."""
+    """The error of a coordinator that refuses a data set of this row."""
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
     command = arguments(
         "up", str(QUICKSTART), "data.path=data.jsonl", *overrides, "--role", "coordinator"

@@ -53,7 +53,7 @@ def test_a_model_that_is_missing_is_named_with_its_key(tmp_path):
         with pytest.raises(ConfigError, match=r"model.path = '/nowhere': no such directory"):
             load("/nowhere")
         with pytest.raises(
-            ConfigError, match=r"model.path = 'no/such': no such directory, and the hub says"
+            ConfigError, match=r"model.path = 'no/such': no such directory, and the hub reports"
         ):
             load("no/such")
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
@@ -114,7 +114,7 @@ def test_weights_that_are_not_safetensors_are_refused(snapshot):
 
 def test_weights_out_of_reach_are_one_line(snapshot):
     with pytest.raises(
-        ConfigError, match="'org/other': no such directory, and the hub says"
+        ConfigError, match="'org/other': no such directory, and the hub reports"
     ) as caught:
         weights_folder("org/other")
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What a job that is told to leave makes of what Slurm says about it."""
+"""The decision of a job that has to leave, by the output of `scontrol show job`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the jobs of a run write, here without Slurm: one log, in the form that its config says."""
+"""What the jobs of a run write, here without Slurm: one log, in the form that its config sets."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""How a job hears that its node is wanted back, for each way in which Slurm may be set up."""
+"""How a job gets notice that Slurm takes its node back, for each setup of Slurm."""
 
 import sys
 from collections.abc import Iterator

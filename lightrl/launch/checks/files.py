@@ -15,6 +15,7 @@ from typing import cast
 
 from lightrl.client.address import require_free, require_other_port, require_weights_port
 from lightrl.config.data import DataSet
+from lightrl.config.run_file import CONFIG_FILE
 from lightrl.config.schema import Config
 from lightrl.config.values import VERIFIERS
 from lightrl.coordinator.descriptors import require_room
@@ -102,7 +103,7 @@ def _require_cores(config: Config, roles: Sequence[Role], cores: int) -> None:
 def require_new(config: Config) -> None:
     """Raise ConfigError if the name or a port of the run is taken."""
     if not is_new(config.run_dir):
-        is_run = (config.run_dir / "config.toml").exists()
+        is_run = (config.run_dir / CONFIG_FILE).exists()
         resume = f"resume it with `lightrl resume {config.run_dir}`, " * is_run
         raise ConfigError(
             f"run directory {config.run_dir} exists; {resume}choose another run.name or remove it"

@@ -10,11 +10,11 @@ from datetime import date
 from pathlib import Path
 
 from lightrl.client.address import relative, run_folder
+from lightrl.config.run_file import CONFIG_FILE
 from lightrl.config.schema import Config
 from lightrl.data.template import DATE
 from lightrl.errors import ConfigError, ProtocolError
 from lightrl.launch.evaluation.target import Adapters, read_table, saved_adapters
-from lightrl.launch.folder import CONFIG_FILE
 from lightrl.model_files import folder_here, is_target
 from lightrl.trainer.checkpoint.saved import (
     LAYOUT_FILE,

@@ -158,13 +158,14 @@ def _rollout(config: Config, slots: int) -> str:
         return "no daemon here: the run waits until nodes join"
     most = "step" if config.round.tail_batching == "off" else "short round"
     turns = ceil(responses / slots)
-    fit = "fit at once" if turns == 1 else f"take {turns} turns or more"
+    fit = "run concurrently" if turns == 1 else f"take {turns} turns or more"
     daemons = "daemon" if rollout.nodes == 1 else "daemons"
     cut = f", top_p {rollout.top_p:g}" * (rollout.top_p < 1)
     cut += f", top_k {rollout.top_k}" * (rollout.top_k > 0)
     return (
-        f"{rollout.nodes} {daemons} ({rollout.engine}) x {rollout.slots} slots = {slots:,} at "
-        f"once; a {most}'s {responses:,} {fit}; temperature {rollout.temperature:g}{cut}"
+        f"{rollout.nodes} {daemons} ({rollout.engine}) x {rollout.slots} slots = {slots:,} "
+        f"concurrent responses; a {most}'s {responses:,} {fit}; temperature "
+        f"{rollout.temperature:g}{cut}"
     )
 
 
@@ -234,7 +235,7 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield f"{one.name}: {_place(one)} ({_count(one)}) {config.eval_sampling(one).words}"
     times = len({0, steps, *(range(0, steps, interval) if interval else ())})
     when = f"every {interval} steps" if interval else "before the first and after the last step"
-    yield f"{'all of them at once, ' * (len(sets) > 1)}{when}: {times} times"
+    yield f"{'all sets concurrently, ' * (len(sets) > 1)}{when}: {times} times"
 
 
 def _checkpoints(config: Config) -> str:
@@ -259,7 +260,7 @@ def _batch_notes(config: Config, num_prompts: int | None, slots: int) -> Iterato
     if 0 < slots < launched_each:
         yield (
             f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: "
-            "no group runs at once; raise rollout.slots or rollout.nodes"
+            "they do not run concurrently; raise rollout.slots or rollout.nodes"
         )
 
 

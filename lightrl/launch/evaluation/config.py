@@ -10,8 +10,8 @@ from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
 from lightrl.launch.evaluation.target import EvalTarget
 
-# Sections that get their defaults: nothing is saved or paid for, everything is on-policy.
-DROPPED = ("checkpoint", "prices", "scale", "async", "round", "offload")
+# Sections that get their defaults: nothing is paid for, everything is on-policy.
+DROPPED = ("prices", "scale", "async", "round", "offload")
 
 
 def evaluation(

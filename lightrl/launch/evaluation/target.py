@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from lightrl.client.address import relative, run_folder
+from lightrl.config.run_file import CONFIG_FILE
 from lightrl.config.sections import Dtype
 from lightrl.errors import ConfigError, ProtocolError
-from lightrl.launch.folder import CONFIG_FILE
 from lightrl.model_files import ADAPTER_CONFIG, HUB_ID
 from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,

@@ -15,12 +15,12 @@ from typing import Any
 
 from lightrl.client.address import accepts, listening
 from lightrl.client.find_run import ask, final_snapshot
-from lightrl.config.run_file import load_config
+from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.config.schema import Config
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
-from lightrl.launch.folder import CONFIG_FILE, SLURM_CONFIG, SLURM_FOLDER, remove_run_dir
+from lightrl.launch.folder import SLURM_CONFIG, SLURM_FOLDER, remove_run_dir
 from lightrl.launch.resume import has_journal
 from lightrl.launch.slurm.allocation import (
     decision,
@@ -32,6 +32,7 @@ from lightrl.launch.slurm.allocation import (
 from lightrl.launch.slurm.sharing import SharingNodes, sharing
 from lightrl.log import LogSettings, configure, configure_again
 from lightrl.log import environment as log_environment
+from lightrl.metrics import sinks
 from lightrl.system.addresses import ALL_HOSTS, host_and_port, own_host
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
@@ -164,7 +165,7 @@ def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[s
     options = [f"run.bind={bind}", "--role", "coordinator,trainer", "--name", _name_of("head")]
     if has_journal(run_dir):
         return ["resume", str(run_dir), *options]
-    if os.environ.get("SLURM_RESTART_COUNT") and not (run_dir / "metrics.jsonl").exists():
+    if os.environ.get("SLURM_RESTART_COUNT") and not (run_dir / sinks.FILE_NAME).exists():
         remove_run_dir(run_dir)  # the job was killed before its first step
     return ["up", file, *overrides, *options]
 

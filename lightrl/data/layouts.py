@@ -21,8 +21,7 @@ MESSAGES = re.compile(  # that are text, also those of ShareGPT
 MAX_ID = 128  # characters
 ANSWER_COLUMNS = ("reward_model", "reward_spec", "ground_truth", "solution")
 TOOLS = "tools"  # descriptions of functions, for the chat template
-# Further columns of a prompt and its id.
-PROMPT_COLUMNS = ("question", "id", "extra_info", TOOLS)
+ID_COLUMNS = ("id", "extra_info")  # see `explicit_id`
 
 
 def prompt_column(row: Mapping[str, Any], prompt_key: str) -> str:

@@ -155,11 +155,13 @@ def _without_none(value: Any) -> Any:
 def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:
     """The row for reward workers: without values that JSON cannot carry, as binary data.
 
-    Raises DataError if a `needed` column loses any.
+    Raises DataError if a `needed` column loses any, or the row its id.
     """
     if not _obstacle(row):
         return row
     kept = _carried(row)
+    if (own := explicit_id(row)) != explicit_id(kept):
+        raise DataError(f"{where}: the id holds what JSON cannot carry: {_obstacle(own)}")
     for name in needed & row.keys():
         if name not in kept or kept[name] != row[name]:
             raise DataError(

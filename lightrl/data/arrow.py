@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lightrl.data.layouts import PROMPT_COLUMNS, prompt_column, without_nan
+from lightrl.data.layouts import ID_COLUMNS, prompt_column, without_nan
 from lightrl.data.rows import Keys, keys_of
 from lightrl.errors import DataError, first_line
 
@@ -41,7 +41,7 @@ class TableRows:
 
     def keys(self) -> Keys:
         prompt = prompt_column(dict.fromkeys(self.columns), self._prompt_key)
-        names = [name for name in (prompt, *PROMPT_COLUMNS[1:]) if name in self.columns]
+        names = [name for name in (prompt, *ID_COLUMNS) if name in self.columns]
         return keys_of(_python_rows(self._table.select(names)), self._prompt_key)
 
     def where(self, index: int) -> str:

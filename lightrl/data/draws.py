@@ -8,7 +8,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from lightrl.data.order import RowCursor, SetOrder
@@ -156,7 +155,7 @@ class _KeptRows:
 
     def skip(self, count: int) -> None:
         """Continue after `count` rows were taken."""
-        states, num_rows = self._prompts.states, len(self._prompts)
+        states = self._prompts.states
         if self._prompts.keeps_all:
             self._cursor.go_to(count)
             self.drawn_before = self._cursor.backwards()
@@ -166,5 +165,4 @@ class _KeptRows:
             drawn = [row for _, row in self._cursor.draw(min(left, SKIPPED))]
             self._prompts.prepare([row for row in drawn if states[row] == UNKNOWN])
             left -= sum(states[row] == KEPT for row in drawn)
-        kept = (row for row in self._cursor.backwards() if states[row] == KEPT)
-        self.drawn_before = islice(kept, num_rows)
+        self.drawn_before = (row for row in self._cursor.backwards() if states[row] == KEPT)

@@ -21,8 +21,7 @@ MESSAGES = re.compile(  # that are text, also those of ShareGPT
 MAX_ID = 128  # characters
 ANSWER_COLUMNS = ("reward_model", "reward_spec", "ground_truth", "solution")
 TOOLS = "tools"  # descriptions of functions, for the chat template
-# Further columns of a prompt and its id.
-PROMPT_COLUMNS = ("question", "id", "extra_info", TOOLS)
+ID_COLUMNS = ("id", "extra_info")  # see `explicit_id`
 
 
 def prompt_column(row: Mapping[str, Any], prompt_key: str) -> str:
@@ -156,11 +155,13 @@ def _without_none(value: Any) -> Any:
 def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:
     """The row for reward workers: without values that JSON cannot carry, as binary data.
 
-    Raises DataError if a `needed` column loses any.
+    Raises DataError if a `needed` column loses any, or the row its id.
     """
     if not _obstacle(row):
         return row
     kept = _carried(row)
+    if (own := explicit_id(row)) != explicit_id(kept):
+        raise DataError(f"{where}: the id holds what JSON cannot carry: {_obstacle(own)}")
     for name in needed & row.keys():
         if name not in kept or kept[name] != row[name]:
             raise DataError(

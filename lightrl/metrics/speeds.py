@@ -27,7 +27,7 @@ from lightrl.messages.weights import PublishWeights, WeightsReady
 from lightrl.metrics.chunk_window import ENOUGH_STEPS, MOST, ChunkWindow, size_of
 
 MAX_STARTS = 8  # stored of a node in a step
-DIGITS = 6  # after the point: no measurement has more, which would be half of the file
+DIGITS = 6  # after the point; more would be noise, and half of the file
 READY, LEFT, LOST = "ready", "left", "lost"
 TOKEN_BYTES = 4
 ORDERS = (Send, CloseRound)  # that begin or end something

@@ -1,5 +1,5 @@
 """What the pool gives to a reward worker and gets back: environment variables, jobs, results, and
-the messages of the pipe. Data only.
+the messages of the pipe.
 """
 
 from array import array
@@ -101,6 +101,11 @@ class WorkerSetup:
     num_steps: int
     # absolute path -> content of modules that are imported from here, see kept.py
     sources: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def named(self) -> str:
+        """The functions of all sets, in a message. Example: "math, reward.py:reward"."""
+        return ", ".join(dict.fromkeys(name for each in self.sets for name in each.functions))
 
 
 @dataclass(frozen=True, slots=True)

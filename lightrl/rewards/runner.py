@@ -70,7 +70,7 @@ class WorkerProcess:
         self.is_wanted = True  # else it does not start again
         self.jobs: dict[int, Jobs] = {}
         self.by_group: tuple[bool, ...] = ()
-        self.next_number = 0
+        self._next_number = 0
         self._setup = setup
         self._log = log
         self._report = report
@@ -93,7 +93,7 @@ class WorkerProcess:
                 ready = await _set_up(self._child, self._setup)
             except ChildDied as e:
                 if deaths.crashed() is None or not self.is_wanted:
-                    raise RewardError(f"importing {_named(self._setup)}: {e}") from None
+                    raise RewardError(f"importing {self._setup.named}: {e}") from None
                 self._report(f"{e}; starting it again")
             else:
                 self._is_ready = True
@@ -126,11 +126,16 @@ class WorkerProcess:
         held, most = len(self.jobs), self.most
         return held < most if self._is_async else held <= most // 2 < most
 
-    def send(self, batch: Sequence[Jobs]) -> None:
-        """Send the jobs that were added last to `self.jobs`."""
+    def add(self, jobs: Jobs) -> Job:
+        """Hold these jobs; return the message of them, for `send`."""
+        number = self._next_number
+        self._next_number += 1
+        self.jobs[number] = jobs
+        return _job(number, jobs)
+
+    def send(self, batch: Sequence[Job]) -> None:
         assert self._child is not None
-        first = self.next_number - len(batch)
-        self._child.send(ScoreJobs(tuple(_job(first + k, jobs) for k, jobs in enumerate(batch))))
+        self._child.send(ScoreJobs(tuple(batch)))
 
     async def next_results(self) -> list[RewardResult]:
         """The results of one job. Raises ChildDied when the worker has ended."""
@@ -305,17 +310,14 @@ class RewardPool:
         """Fill the workers evenly: one job at a time to the emptiest, then one frame to each."""
         if not self._queue:
             return
-        batches: dict[WorkerProcess, list[Jobs]] = {}
-        hungry = [(w, w.most) for w in self._workers if w.wants_more()]
+        batches: dict[WorkerProcess, list[Job]] = {}
+        ready = [(w, w.most) for w in self._workers if w.wants_more()]
         while self._queue:
-            with_room = [w for w, most in hungry if len(w.jobs) < most]
+            with_room = [w for w, most in ready if len(w.jobs) < most]
             if not with_room:
                 break
             w = min(with_room, key=lambda w: len(w.jobs))
-            jobs = self._queue.popleft()
-            w.jobs[w.next_number] = jobs
-            w.next_number += 1
-            batches.setdefault(w, []).append(jobs)
+            batches.setdefault(w, []).append(w.add(self._queue.popleft()))
         for w, batch in batches.items():
             w.send(batch)
 
@@ -347,10 +349,6 @@ def _job(number: int, jobs: Jobs) -> Job:
     return Job(number, one.prompts, one.prompt_text, row, responses, *where)
 
 
-def _named(setup: WorkerSetup) -> str:
-    return ", ".join(dict.fromkeys(name for each in setup.sets for name in each.functions))
-
-
 async def _set_up(child: RewardChild, setup: WorkerSetup) -> WorkerReady:
     """Raises ChildDied if the worker has ended; RewardError after ending one that cannot serve."""
     child.send(setup)
@@ -358,7 +356,7 @@ async def _set_up(child: RewardChild, setup: WorkerSetup) -> WorkerReady:
         async with asyncio.timeout(START_LIMIT_S):
             event = await child.receive()
     except TimeoutError:
-        reason = f"importing {_named(setup)} took longer than {START_LIMIT_S:g} s"
+        reason = f"importing {setup.named} took longer than {START_LIMIT_S:g} s"
     except ChildDied:
         await child.stop()
         raise

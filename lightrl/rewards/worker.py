@@ -59,7 +59,6 @@ def main(sock: socket.socket) -> None:
         setup = commands[0]
         if not isinstance(setup, WorkerSetup):
             raise TypeError(f"the first command is {type(setup).__name__}, not WorkerSetup")
-        named = ", ".join(dict.fromkeys(f for each in setup.sets for f in each.functions))
         kept.install(setup.sources)
         try:
             scorers = load_scorers(setup)
@@ -68,8 +67,8 @@ def main(sock: socket.socket) -> None:
             pipe.send(WorkerFailed(str(e)))
             return
         except BaseException as e:  # importing user code may raise anything, or exit
-            logger.exception("%s: cannot be imported", named)
-            pipe.send(WorkerFailed(f"{named}: cannot be imported: {one_line(e)}"))
+            logger.exception("%s: cannot be imported", setup.named)
+            pipe.send(WorkerFailed(f"{setup.named}: cannot be imported: {one_line(e)}"))
             return
         # not the thread's own loop, which functions may get, close and replace
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:

@@ -223,7 +223,7 @@ def _warnings(s: Snapshot, width: int) -> list[Text]:
 
 
 def _last_step(s: Snapshot) -> list[Text]:
-    """Return a line each: drafts, the newest version of the weights, the sizes of engines, cost."""
+    """Return a line each: drafts, weights and sizes of engines in the last step; cost so far."""
     lines = (
         ("drafts", speculation(s.metrics)),
         ("weights", weights(s.metrics)),

@@ -202,6 +202,11 @@ def test_other_prompts_ids_or_answers_are_other_data(tmp_path, plain):
         ),
         ([{"prompt": ["hi"]}], "line 1: a chat message looks like"),
         ([b'{"prompt": "\\ud800"}'], "line 1: column 'prompt' holds what JSON cannot carry"),
+        (
+            [b'{"prompt": "a", "id": "\\ud800", "extra_info": {"index": 1}}'],
+            "line 1: the id holds what JSON cannot carry",
+        ),
+        ([b'{"prompt": "a", "id": "\\ud800"}'], "line 1: the id holds what JSON cannot carry"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line_with_its_number(tmp_path, plain, rows, reason):

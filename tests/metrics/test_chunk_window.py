@@ -1,4 +1,5 @@
-"""How long a step took is told by chunks of all who run, whatever is sent between them."""
+"""The seconds of a step are measured from the chunks of all running responses, whatever an engine
+sends between them."""
 
 import random
 
@@ -10,8 +11,8 @@ STEP_S = 0.01
 
 
 def sent(seed: int, batch: int = 16, every: int = 5, share: float = 0.1) -> list[tuple[float, int]]:
-    """(seconds a step, how many ran) as told by an engine that sends what has ended at once, the
-    others every few steps. Another one takes the place of who ends."""
+    """Return (seconds of a step, mean batch) of an engine that sends a response when it ends, and
+    the others every few steps. Another response takes the place of each that ends."""
     rng = random.Random(seed)
     window, now, unsent, found = ChunkWindow(), 0.0, [0] * batch, []
     window.add(now, batch, batch, 0)
@@ -20,10 +21,10 @@ def sent(seed: int, batch: int = 16, every: int = 5, share: float = 0.1) -> list
         unsent = [tokens + 1 for tokens in unsent]
         ended = [i for i in range(batch) if rng.random() < share]
         whole = step % every == 0
-        if told := list(range(batch)) if whole else ended:
-            if took := window.add(now, batch, len(told), sum(unsent[i] for i in told)):
-                found.append((took[1], took[0]))
-            for i in told:
+        if chunk := list(range(batch)) if whole else ended:
+            if measured := window.add(now, batch, len(chunk), sum(unsent[i] for i in chunk)):
+                found.append((measured[1], measured[0]))
+            for i in chunk:
                 unsent[i] = 0
     return found
 

@@ -31,12 +31,12 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 def same_value(returned: Any, expected: Any) -> bool:
     """Both as JSON; the expected value may be in a list of one, as in APPS."""
-    return same(returned, expected) or (
-        isinstance(expected, list) and len(expected) == 1 and same(returned, expected[0])
+    return _same(returned, expected) or (
+        isinstance(expected, list) and len(expected) == 1 and _same(returned, expected[0])
     )
 
 
-def same(ours: Any, theirs: Any) -> bool:
+def _same(ours: Any, theirs: Any) -> bool:
     """Both as JSON."""
     if {float} <= {type(ours), type(theirs)} <= {float, int, bool}:
         try:
@@ -44,9 +44,9 @@ def same(ours: Any, theirs: Any) -> bool:
         except OverflowError:  # a whole number that no float comes near
             return False
     if isinstance(ours, list) and isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k]) for k in ours)
+        return ours.keys() == theirs.keys() and all(_same(ours[k], theirs[k]) for k in ours)
     return ours == theirs
 
 

@@ -101,7 +101,7 @@ class Sandbox:
         """Run the program of a request to `inside.py` for at most `time_s` seconds. Raise
         RewardError if bubblewrap fails to start it."""
         with contextlib.ExitStack() as opened:
-            given, out, err, walls, content = (
+            given, out, err, state, content = (
                 opened.enter_context(_file(data))
                 for data in (stdin, b"", b"", b"", json.dumps(request).encode())
             )
@@ -113,8 +113,8 @@ class Sandbox:
                 environment["PYTHONPATH"] = ":".join(self._packages)
             began = time.monotonic()
             process = subprocess.Popen(
-                self._command(time_s, walls.fileno(), content.fileno()),
-                pass_fds=(walls.fileno(), content.fileno()) if self._walls else (content.fileno(),),
+                self._command(time_s, state.fileno(), content.fileno()),
+                pass_fds=(state.fileno(), content.fileno()) if self._walls else (content.fileno(),),
                 env=environment,
                 cwd=folder,
                 stdin=given,
@@ -132,13 +132,13 @@ class Sandbox:
             errors = _tail(err, STDERR_BYTES)
             has_failed = self._walls and status == "exited" and process.returncode
             # bubblewrap reports the exit status of each program that it has started
-            if has_failed and b"exit-code" not in _head(walls, STDERR_BYTES):
+            if has_failed and b"exit-code" not in _head(state, STDERR_BYTES):
                 raise RewardError(f"code: bubblewrap makes no sandbox ({errors.strip()})")
         return Ended(status, process.returncode, output, errors, wall_s)
 
-    def _command(self, time_s: float, walls: int, request: int) -> list[str]:
-        """`walls`, `request`: descriptors of bubblewrap's reports and of the request."""
-        report = ["--json-status-fd", str(walls)] if self._walls else []
+    def _command(self, time_s: float, state: int, request: int) -> list[str]:
+        """`state`, `request`: descriptors of bubblewrap's reports and of the request."""
+        report = ["--json-status-fd", str(state)] if self._walls else []
         python = [PYTHON, "-P", "-s", "-S", "-X", "utf8", "-c", SOURCE, str(request)]
         limits = _limit_command(self._limits, time_s)
         return [*self._walls[:1], *report, *self._walls[1:], *limits, *python]

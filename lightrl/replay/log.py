@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightrl.config.run_file import load_config
+from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.config.schema import Config
 from lightrl.coordinator.journaling import new_records, noted, recall
 from lightrl.core.arrays import encode
@@ -191,7 +191,7 @@ def read_run(run_dir: Path, wanted: str = "") -> JournalReport:
         found = segments(run_dir / FOLDER)
         if not found:
             raise LightRLError(f"{run_dir}: has no journal")
-        report = _read(load_config(run_dir / "config.toml"), found, wanted)
+        report = _read(load_config(run_dir / CONFIG_FILE), found, wanted)
         if set(found) <= set(segments(run_dir / FOLDER)):
             return report
         # A running coordinator has removed segments that a checkpoint replaces.
@@ -215,7 +215,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     None if the run has no journal, or the journal cannot be read.
     """
     try:
-        config = load_config(run_dir / "config.toml")
+        config = load_config(run_dir / CONFIG_FILE)
         _, entries, damage = newest(run_dir / FOLDER, LOG)
         core = _new_core(config, entries)
         closed = [c.round for c in recover(core, entries, now=0.0) if isinstance(c, CloseRound)]

@@ -19,7 +19,7 @@ from pathlib import Path
 from blake3 import blake3
 
 BUCKET = 8 << 20
-PORTION = 1 << 20  # that of fetch.py
+PORTION = 1 << 20  # CHUNK_BYTES of machine/local.py
 
 
 def serve(path: str, host: str, streams: int) -> None:

@@ -16,9 +16,9 @@ from lightrl.messages.fields import (
     LongText,
     Metrics,
     Name,
+    Role,
     Word,
 )
-from lightrl.messages.nodes import Role
 from lightrl.messages.weights import WeightsProgress
 
 

@@ -93,8 +93,7 @@ class RoundScheduler:
     def _accept(self, round: Round) -> None:
         """Accept the groups that are certain to belong to the step, and send the trainer those
         whose turn it is. No group is certain while its round is still being filled."""
-        is_filling = round.state is RoundState.FILLING
-        if round.is_eval or is_filling:
+        if round.is_eval or round.state is RoundState.FILLING:
             return
         if round.state is RoundState.RUNNING:
             if not race.is_recheck_due(round):
@@ -260,10 +259,6 @@ class RoundScheduler:
     def usual_train_s(self) -> float | None:
         """The median seconds in which only training was left, of the newest steps; or None."""
         return median(self._train_s) if self._train_s else None
-
-    def training(self) -> Round | None:
-        """Return the round that is being trained."""
-        return self._table.training
 
     @property
     def is_step_done(self) -> bool:

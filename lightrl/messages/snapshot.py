@@ -58,7 +58,7 @@ class TailRow:
 
     # "prompts", "both"
     mode: str
-    # prompts put off that wait for a long round
+    # deferred prompts that wait for a long round
     queue: int
     # rounds
     num_short: int

@@ -301,9 +301,9 @@ class RoundScheduler:
     def is_handing_over(self) -> bool:
         """Whether all groups of the step are known and not all of them are sent to the trainer."""
         round = self._table.training
-        return (
-            round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
-        )
+        if round is None or round.state is not RoundState.CLOSED:
+            return False
+        return self.trainer_feed.is_owed(round)
 
     def feed_trainer(self, has_joined: bool) -> None:
         """Feed the trainer, which has reported another step, or, if it `has_joined`, its own."""

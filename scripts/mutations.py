@@ -318,7 +318,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("JournalWriter._sweep", "if 2", only(1), "the newest segment is removed"),
     ],
     ("journal.read", "journal/test_damage.py journal/test_shards.py"): [
-        ("_recut", "assign 7", drop, "a step is trained again by other replicas"),
+        ("recut", "keyword replica", give(0), "a step is trained again by other replicas"),
     ],
     ("journal.merge", "journal/test_merge.py"): [
         ("_Items._spans", "assign 7", drop, "tokens sent twice are restored twice"),

@@ -157,7 +157,7 @@ class Journaling:
         sent, portions = await retry_on_resource_limit(
             lambda: in_thread(read.shards, self._folder, read.LOG, step), what, warn
         )
-        for part in read.recut(sent, portions, sum(len(shard.groups) for shard in sent)):
+        for part in read.recut(sent, portions):
             yield part
 
     @property

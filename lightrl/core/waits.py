@@ -101,7 +101,7 @@ def decide(core: Coordinator, scoring: Scoring) -> Wait | None:
         return _end(core)
     if (away := _trainer_away(core)) is not None:
         return away
-    round = core.steps.training()
+    round = core.table.training
     if round is not None and round.state is RoundState.CLOSED and not core.steps.is_step_done:
         samples_ahead = core.table.num_running or core.table.queue.has_waiting
         return None if samples_ahead else _training(core, round)

@@ -5,9 +5,9 @@ lines that report losses, or to a JournalError.
 """
 
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
@@ -25,7 +25,7 @@ from lightrl.journal import disk
 from lightrl.journal.codec import LOG, LogCodec
 from lightrl.journal.disk import Segment, segments
 from lightrl.journal.merge import merge
-from lightrl.messages.training import TrainGroup, TrainShard
+from lightrl.messages.training import TrainShard
 from lightrl.system import framing
 from lightrl.wire import MAX_FRAME_BYTES, Codec
 
@@ -220,40 +220,26 @@ def _missing(found: Sequence[TrainShard]) -> str:
     return ""
 
 
-def recut(
-    sent: Iterable[TrainShard], portions: StepPortions, num_groups: int
-) -> Iterator[TrainShard]:
-    """Yield the groups of one step in the portions in which the trainer accumulated them.
+def recut(sent: Sequence[TrainShard], portions: StepPortions) -> list[TrainShard]:
+    """Return the groups of one step in the portions in which the trainer accumulated them.
 
-    Training them again gives the same bits. Raises JournalError, before anything is read, if the
-    portions do not add up to `num_groups` groups.
+    Training them again gives the same bits. Raises JournalError if the portions do not add up to
+    the groups.
     """
+    groups = [group for shard in sent for group in shard.groups]
     sizes, replicas = portions
-    if sum(sizes) != num_groups or any(n <= 0 for n in sizes):
-        raise JournalError(f"{num_groups} groups do not fit portions {list(sizes)}")
+    if sum(sizes) != len(groups) or any(n <= 0 for n in sizes):
+        raise JournalError(f"{len(groups)} groups do not fit portions {list(sizes)}")
     if replicas and (len(replicas) != len(sizes) or min(replicas) < 0):
         raise JournalError(f"{len(sizes)} portions do not fit replicas {list(replicas)}")
-    if not sizes:  # a step without groups has a last shard, too
-        sizes = (0,)
-    return _recut(sent, sizes, replicas or (0,) * len(sizes), num_groups)
-
-
-def _recut(
-    sent: Iterable[TrainShard], sizes: Sequence[int], replicas: Sequence[int], num_groups: int
-) -> Iterator[TrainShard]:
-    waiting: deque[TrainGroup] = deque()
-    shards = iter(sent)
-    shard = next(shards)
-    waiting.extend(shard.groups)
-    for index, (count, replica) in enumerate(zip(sizes, replicas, strict=True)):
-        while len(waiting) < count:
-            shard = next(shards)
-            waiting.extend(shard.groups)
-        part = tuple(waiting.popleft() for _ in range(count))
-        cut = replace(shard, index=index, groups=part, last=False, num_groups=0, alone=True)
-        cut = replace(cut, replica=replica)
-        is_last = index == len(sizes) - 1
-        yield replace(cut, last=True, num_groups=num_groups) if is_last else cut
+    sizes = sizes or (0,)  # a step without groups has a last shard, too
+    part = replace(sent[0], last=False, num_groups=0, alone=True)
+    parts: list[TrainShard] = []
+    rows = zip(sizes, accumulate(sizes), replicas or (0,) * len(sizes), strict=True)
+    for index, (size, end, replica) in enumerate(rows):
+        cut = tuple(groups[end - size : end])
+        parts.append(replace(part, index=index, groups=cut, replica=replica))
+    return [*parts[:-1], replace(parts[-1], last=True, num_groups=len(groups))]
 
 
 def trim(folder: Path, used: Segment) -> list[str]:

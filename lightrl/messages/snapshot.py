@@ -16,9 +16,9 @@ from lightrl.messages.fields import (
     LongText,
     Metrics,
     Name,
+    Role,
     Word,
 )
-from lightrl.messages.nodes import Role
 from lightrl.messages.weights import WeightsProgress
 
 
@@ -58,7 +58,7 @@ class TailRow:
 
     # "prompts", "both"
     mode: str
-    # prompts put off that wait for a long round
+    # deferred prompts that wait for a long round
     queue: int
     # rounds
     num_short: int

@@ -128,7 +128,7 @@ class UnauthenticatedPeers:
         surplus = len(self._waiting) - self._most() if len(self._waiting) > LEAST else 0
         if surplus > 0:
             if not self._may_be_read_soon():
-                for descriptor in list(self._to_close(surplus)):
+                for descriptor in self._to_close(surplus):
                     self._shut(descriptor)
             self._check_soon()
 
@@ -163,16 +163,16 @@ class UnauthenticatedPeers:
         others = limit - len(self._waiting) if used is None else used - len(self._waiting)
         return min(MOST, max(LEAST, (limit - others) // 2))
 
-    def _to_close(self, count: int) -> Iterator[int]:
-        """Yield up to `count` connections: the oldest of the address with the most connections. The
-        next check closes those of the next address."""
+    def _to_close(self, count: int) -> list[int]:
+        """Return up to `count` connections: the oldest of the address with the most connections.
+        The next check closes those of the next address."""
         of_address: dict[str, list[int]] = {}
         for descriptor, connection in self._waiting.items():
             if self._clock - connection.since < PATIENCE_S:
                 break
             connection.address = connection.address or self._address(descriptor)
             of_address.setdefault(connection.address, []).append(descriptor)
-        yield from max(of_address.values(), key=len, default=[])[:count]
+        return max(of_address.values(), key=len, default=[])[:count]
 
     def _address(self, descriptor: int) -> str:
         with contextlib.suppress(OSError), self._borrowed(descriptor) as sock:

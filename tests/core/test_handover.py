@@ -514,7 +514,7 @@ def test_whether_the_rest_fits_is_known_from_what_the_others_say_of_their_caches
     assert view.fits([d.core.fleet.nodes["b"]]) == fits
 
 
-def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
+def test_figures_of_a_resumed_round_are_finite():
     d, _ = shared("a")
     metrics = {"timing_s/forward_backward": 3.0}
     for step in range(2):

@@ -539,7 +539,7 @@ class World:
 
     def publish_early(self) -> None:
         """A trainer says that it has trained what it has not been sent yet."""
-        round, published = self.core.steps.training(), self.core.fleet.published
+        round, published = self.core.table.training, self.core.fleet.published
         is_open = round is not None and round.state != "closed"
         if is_open and round.step == self.core.trainer_feed.trained_step:
             self.feed(lambda: self.driver.publish(round.step + 1))

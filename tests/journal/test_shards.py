@@ -99,7 +99,7 @@ def test_a_torn_end_does_no_harm_but_damage_before_it_does(tmp_path):
 
 
 def test_groups_are_cut_as_they_were_accumulated():
-    parts = list(recut([A.shard, B.shard, C.shard], StepPortions((1, 3, 1)), 5))
+    parts = recut([A.shard, B.shard, C.shard], StepPortions((1, 3, 1)))
     assert [[g.group for g in p.groups] for p in parts] == [["a"], ["b", "c", "d"], ["e"]]
     assert [(p.step, p.index, p.policy_version, p.alone) for p in parts] == [
         (2, k, 2, True) for k in range(3)
@@ -108,23 +108,23 @@ def test_groups_are_cut_as_they_were_accumulated():
 
 
 def test_a_step_without_groups_has_one_shard_that_ends_it():
-    [part] = recut([shard(4, 0, [], last=True)], StepPortions(), 0)
+    [part] = recut([shard(4, 0, [], last=True)], StepPortions())
     assert (part.step, part.index, part.groups, part.last, part.num_groups) == (4, 0, (), True, 0)
 
 
 @pytest.mark.parametrize("portions", [(), (4,), (6,), (5, 0), (6, -1)])
 def test_portions_that_do_not_fit_are_refused(portions):
     with pytest.raises(JournalError, match="5 groups do not fit portions"):
-        recut([A.shard, B.shard, C.shard], StepPortions(portions), 5)
+        recut([A.shard, B.shard, C.shard], StepPortions(portions))
 
 
 def test_each_goes_to_the_replica_that_accumulated_it():
     sent = [A.shard, B.shard, C.shard]
-    assert [p.replica for p in recut(sent, StepPortions((1, 3, 1), (2, 0, 1)), 5)] == [2, 0, 1]
-    assert [p.replica for p in recut(sent, StepPortions((1, 3, 1)), 5)] == [0, 0, 0]
+    assert [p.replica for p in recut(sent, StepPortions((1, 3, 1), (2, 0, 1)))] == [2, 0, 1]
+    assert [p.replica for p in recut(sent, StepPortions((1, 3, 1)))] == [0, 0, 0]
     for replicas in [(0,), (0, 1, 0, 1), (0, -1, 0)]:
         with pytest.raises(JournalError, match="3 portions do not fit replicas"):
-            recut(sent, StepPortions((1, 3, 1), replicas), 5)
+            recut(sent, StepPortions((1, 3, 1), replicas))
 
 
 def test_tokens_between_are_not_even_decoded(tmp_path):
@@ -139,7 +139,7 @@ def test_a_loss_mask_comes_back_with_its_tokens_and_old_journals_have_none(tmp_p
     group = TrainGroup("a", b"", (trained,))
     sent = ShardSent(TrainShard(2, 0, 2, (group,), last=True, num_groups=1))
     found, portions = read(tmp_path, [sent, VersionPublished(3, "d3", (1,))])
-    [again] = recut(found, portions, 1)
+    [again] = recut(found, portions)
     assert again.groups == (group,)
     fields = msgspec.to_builtins(trained, builtin_types=(bytes,))
     del fields["loss_mask"]

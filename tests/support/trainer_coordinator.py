@@ -107,7 +107,7 @@ class Coordinator:
         if step + 1 not in self.portions:
             return shards
         known = StepPortions(self.portions[step + 1], self.replicas[step + 1])
-        return list(recut(shards, known, len(self.groups)))
+        return recut(shards, known)
 
     def hand_over(self, shard):
         if self.parts is not None:

@@ -3,8 +3,8 @@
 Owns the forecast and the choice of the number. Pure functions of learned values; scaling.py learns
 the values.
 
-A round samples R responses of S engine steps in all (tokens, unless engines draft), the longest of
-L. An engine step of the fleet's mean node takes base + slope * B seconds with B responses, as in
+A round samples R responses of S engine steps in all (each token counts as one), the longest of L.
+An engine step of the fleet's mean node takes base + slope * B seconds with B responses, as in
 `placement`. With m nodes that share the work evenly
 
     shared(m)  = base * max(S / (m * slots), S / R) + slope * S / m                seconds

@@ -93,8 +93,7 @@ class RoundScheduler:
     def _accept(self, round: Round) -> None:
         """Accept the groups that are certain to belong to the step, and send the trainer those
         whose turn it is. No group is certain while its round is still being filled."""
-        is_filling = round.state is RoundState.FILLING
-        if round.is_eval or is_filling:
+        if round.is_eval or round.state is RoundState.FILLING:
             return
         if round.state is RoundState.RUNNING:
             if not race.is_recheck_due(round):
@@ -261,10 +260,6 @@ class RoundScheduler:
         """The median seconds in which only training was left, of the newest steps; or None."""
         return median(self._train_s) if self._train_s else None
 
-    def training(self) -> Round | None:
-        """Return the round that is being trained."""
-        return self._table.training
-
     @property
     def is_step_done(self) -> bool:
         """Whether the step is over: its round closed and trained, its version published. Nodes may
@@ -306,9 +301,9 @@ class RoundScheduler:
     def is_handing_over(self) -> bool:
         """Whether all groups of the step are known and not all of them are sent to the trainer."""
         round = self._table.training
-        return (
-            round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
-        )
+        if round is None or round.state is not RoundState.CLOSED:
+            return False
+        return self.trainer_feed.is_owed(round)
 
     def feed_trainer(self, has_joined: bool) -> None:
         """Feed the trainer, which has reported another step, or, if it `has_joined`, its own."""

@@ -146,7 +146,7 @@ class Colocation:
 
     def _begin_step(self, now: float) -> None:
         """Begin a step when its round opens; start-up and evaluations belong to no step."""
-        training = self._steps.training()
+        training = self._table.training
         if training is not None and training is not self._begun:
             self._begun = training
             self._times.close(now)
@@ -179,7 +179,7 @@ class Colocation:
     def _see(self) -> object:
         """Return the state that determines orders; a round is identified by its step."""
         round, published, feed = self._table.round, self._fleet.published, self._feed
-        devices, training = self._devices, self._steps.training()
+        devices, training = self._devices, self._table.training
         return (
             devices.num_moves,
             frozenset(devices.parked),
@@ -216,7 +216,7 @@ class Colocation:
     def _wanted(self) -> frozenset[str]:
         """Return the nodes whose devices should train."""
         all_names, no_names = frozenset(self._devices.nodes), frozenset[str]()
-        round, training = self._table.round, self._steps.training()
+        round, training = self._table.round, self._table.training
         published = self._fleet.published
         if self._shutdown.has_begun or self._feed.is_replaying:
             return all_names
@@ -238,7 +238,7 @@ class Colocation:
         the ranks take the devices again. A step that is trained again ends by itself. The leader is
         ordered first: once it is suspended, the others have received all its messages to their
         ranks."""
-        training, feed, devices = self._steps.training(), self._feed, self._devices
+        training, feed, devices = self._table.training, self._feed, self._devices
         if feed.trained_step is None or feed.is_replaying:
             return
         if training is not None and not feed.has_left(training):

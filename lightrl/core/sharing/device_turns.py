@@ -46,7 +46,7 @@ class DeviceTurns:
         self._send(node, active=True)
 
     def repeat(self, node: Node) -> None:
-        """Order to sleep again a node that has reconnected: the first may be lost."""
+        """Repeat the order to sleep to a node that has reconnected: the first may be lost."""
         if node.state is NodeState.RELEASING:
             self._send(node, active=False)
 

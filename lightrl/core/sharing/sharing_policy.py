@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightrl.core.log_entries import SharingMemory
+from lightrl.core.log_entries import SharingMemory, WindowMemory
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.nodes.line_fit import LineFit
 from lightrl.core.nodes.scaling import TRAIN_METRICS
@@ -230,12 +230,8 @@ class SharingPolicy:
     # What outlives the coordinator
 
     def memory(self) -> SharingMemory:
-        known = SharingMemory(self._switch_s, replace(self._training), dict(self._longest))
-        return (
-            replace(known, window=self.rule.memory())
-            if isinstance(self.rule, WindowRule)
-            else known
-        )
+        window = self.rule.memory() if isinstance(self.rule, WindowRule) else WindowMemory()
+        return SharingMemory(self._switch_s, replace(self._training), dict(self._longest), window)
 
     def recall(self, known: SharingMemory) -> None:
         self._switch_s, self._training = known.switch_s, replace(known.training)

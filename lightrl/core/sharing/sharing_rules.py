@@ -50,7 +50,7 @@ class View:
     ready_s: float
     # seconds from a decision until the devices work on the other side
     switch_s: float
-    # engine steps left of each unfinished response, fewest first
+    # tokens left of each unfinished response, fewest first
     left: Sequence[float]
     # peak of the context of all until they end, in tokens
     kv_tokens: float = 0.0
@@ -182,8 +182,8 @@ class WindowRule:
 
     State is kept by kind of round, as short and long rounds differ several times over. The first
     window of a kind is its whole round. As published, caches of the other nodes are not checked.
-    The published cap of preemptible nodes is `Scaling.decide`. Without other nodes half of the
-    devices are released, see `half_of`.
+    `Scaling.decide` limits the preemptible nodes, instead of the published cap. Without other nodes
+    half of the devices are released, see `half_of`.
     """
 
     def __init__(self, remembers: bool = True) -> None:

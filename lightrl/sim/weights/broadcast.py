@@ -36,7 +36,7 @@ class Broadcast:
         self._swarm = swarm
         self._plan = plan
         self._received = received
-        self._path: tuple[str, ...] = ()  # of the newest group, the trainer first
+        self._joined: tuple[str, ...] = ()  # of the newest group, the trainer first
         self._order: VersionTaken | None = None  # being carried out
         self._group = ""  # to which it sends
         self._began_at = 0.0
@@ -53,23 +53,22 @@ class Broadcast:
         if order.group:
             self._send(message, order.group)
             return
-        self._path = (TRAINER,)
+        self._joined = (TRAINER,)
         status = BroadcastStatus(version, f"group-{version}", f"{TRAINER}:1")
         world = self._world
         world.at(world.now, lambda: world.feed(MessageArrived(TRAINER, status)))
 
     def join(self, machine: SimMachine, group: BroadcastGroup) -> None:
-        """Members join in the order of their ranks, after the trainer; the last one completes the
-        group."""
-        if machine.spec.name in self._path:
+        """Members join after the trainer; the last one completes the group."""
+        if machine.spec.name in self._joined:
             return
-        self._path = (*self._path, machine.spec.name)
+        self._joined = (*self._joined, machine.spec.name)
         order, world = self._order, self._world
-        if order is not None and len(self._path) == group.world:
+        if order is not None and len(self._joined) == group.world:
             world.at(world.now + self._transfer.form_s, lambda: self._send(order, group.name))
 
     def lose(self, name: str) -> None:
-        if name in self._path:
+        if name in self._joined:
             self._stop()
 
     def sent(self) -> None:
@@ -87,7 +86,7 @@ class Broadcast:
 
     def _send(self, order: VersionTaken, group: str) -> None:
         machines = self._world.machines
-        is_there = all(machines[name].present for name in self._path[1:])  # else one is lost soon
+        is_there = all(machines[name].present for name in self._joined[1:])  # else one is lost soon
         if order is self._order and is_there:
             self._began_at, self._group = self._world.now, group
             sent = Parcel(order.policy_version, BROADCAST), self._transfer.num_bytes

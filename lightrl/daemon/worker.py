@@ -89,7 +89,7 @@ class Worker:
         self._admitted = asyncio.Event()  # set in that state only
         self._last_hello = self._hello  # that was sent, and when
         self._hello_at = 0.0
-        self._taken_since: float | None = None  # another process has this name
+        self._taken_since: float | None = None  # another process has this name; None unless JOINING
         self._received_at = 0.0
         self._config: Config | None = None  # of the first welcome
         # A drain may start in every state and changes none of them.
@@ -150,10 +150,9 @@ class Worker:
         self._state = next_state(EDGES, self._state, event)
         if self._state is ConnectionState.ADMITTED:
             self._admitted.set()
-            self._taken_since = None
         else:
             self._admitted.clear()
-        if event is ConnectionEvent.CONNECTION_LOST:
+        if self._state is not ConnectionState.JOINING:
             self._taken_since = None
 
     def _on_break(self) -> None:

@@ -60,8 +60,7 @@ class SavedHistory:
         self._num_bytes = 0  # of the file when all is written, about
         self._given_up = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
-        self._newest: Future[None] | None = None  # write
-        self._waiting: list[tuple[Future[None], int]] = []  # writes, and their bytes
+        self._waiting: list[tuple[Future[None], int]] = []  # writes, and bytes held for them
 
     def begin(self) -> None:
         """Remove the file of an earlier run in this directory."""
@@ -88,43 +87,41 @@ class SavedHistory:
 
     def append(self, answers: list[PromptAnswers]) -> None:
         """Queue the answers of a closed round; does not block."""
-        self._num_bytes += _size(answers)
+        size = _size(answers)
+        self._num_bytes += size
         live = self._history.num_bytes + RESPONSE_BYTES * self._history.num_responses
         if self._num_bytes > 2 * live + self._slack_bytes:
             self._rewrite()
         else:
-            self._submit(self._append, answers)
+            self._submit(self._append, answers, size)
 
     def close(self) -> None:
         """Wait until all records are written or dropped."""
         self._thread.shutdown()
         self._file.close()
-        if self._newest is not None:
-            self._newest.result()  # raises errors other than those of the disk
+        for write, _ in self._waiting:
+            write.result()  # raises errors other than those of the disk
 
     def _rewrite(self) -> None:
         if self._given_up:
             return
         everything = list(self._history.all())
         self._num_bytes = _size(everything)
-        self._submit(self._replace, everything)
+        self._submit(self._replace, everything, 0)  # it shares its tokens with the history
 
     def _submit(
-        self, write: Callable[[list[PromptAnswers]], None], answers: list[PromptAnswers]
+        self, write: Callable[[list[PromptAnswers]], None], answers: list[PromptAnswers], size: int
     ) -> None:
         if self._given_up:
             return
-        size = _size(answers)
         self._waiting = [(work, n) for work, n in self._waiting if not work.done()]
         if self._waiting and sum(n for _, n in self._waiting) + size > MAX_WAITING_BYTES:
             self._give_up("the disk is too slow")
             return
         try:
-            self._newest = self._thread.submit(write, answers)
+            self._waiting.append((self._thread.submit(write, answers), size))
         except RuntimeError as e:  # no thread can be started
             self._give_up(str(e))
-            return
-        self._waiting.append((self._newest, size))
 
     # In the thread
 

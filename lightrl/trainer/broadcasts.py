@@ -126,7 +126,7 @@ class BroadcastOrders:
         except WeightsError as e:
             reason = str(e).removeprefix("broadcast: ")
             logger.warning("no broadcast: %s", reason)
-            if reason != GONE:  # an order of a coordinator that no longer waits for it
+            if reason != GONE:  # else the order is of a coordinator that no longer waits for it
                 self._refuse(order, reason, group)
             return False
         return True

@@ -125,7 +125,7 @@ class NodeDevices:
         return self.are_away
 
     def on_event(self, rank: int, event: RankEvent) -> None:
-        """A rank of this node, by its number in it, has sent an event."""
+        """A rank of this node has sent an event."""
         if not isinstance(event, RankStarted | StepFinished | Done) or event.suspended is None:
             return
         self._suspended[rank] = event.suspended

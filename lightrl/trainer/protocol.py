@@ -23,7 +23,7 @@ RANK_TARGET = "lightrl.trainer.rank.rank:main"
 EMULATED_TARGET = "lightrl.trainer.rank.emulated:main"
 EVALUATED_TARGET = "lightrl.trainer.rank.evaluated:main"
 
-MAX_BATCHES = 8  # of one command: a rank without an answer for long counts as hung
+MAX_BATCHES = 8  # micro-batches of one command: a rank without an answer for long counts as hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +244,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class StillAlive:
-    """The rank is alive: it has computed MAX_BATCHES more of a long
-    command. No answer.
-    Example: StillAlive(4)."""
+    """The rank is alive: it has computed MAX_BATCHES micro-batches more of a long command. No
+    answer. Example: StillAlive(4)."""
 
     step: int
 

@@ -104,8 +104,8 @@ class Ranks:
 
     async def start(self, step: int) -> None:
         """Start all from the checkpoint of `step`; 0 = from what the run begins with. Raises
-        RanksLost if a process cannot be created, TrainerError if the folder of checkpoints cannot
-        be written."""
+        RanksLost if a process cannot be created or a node is missing, TrainerError if the folder of
+        checkpoints cannot be written."""
         starts = self._starts(step)
         if self._devices is not None:
             self._devices.starting(step)

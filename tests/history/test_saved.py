@@ -3,12 +3,13 @@ meanwhile."""
 
 import subprocess
 import sys
+import threading
 from array import array
 from pathlib import Path
 
 import pytest
 
-from lightrl.history.saved import FILE_NAME, SavedHistory, read
+from lightrl.history.saved import FILE_NAME, SavedHistory, _size, read
 from lightrl.history.store import History, PastResponse, PromptAnswers
 
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
@@ -143,6 +144,28 @@ def test_the_file_is_written_anew_before_it_holds_more_than_twice_what_lives(tmp
     live = 2 * (102 * 4 + 150)
     assert max(sizes) < 2 * live + 500 + live
     assert [f.name for f in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_only_rounds_that_wait_for_a_slow_disk_are_counted(tmp_path, monkeypatch):
+    """Not the whole history, which is in memory anyway."""
+    round = [answered("a")]
+    told: list[str] = []
+    may_write = threading.Event()
+    history = History()
+    saved = SavedHistory(tmp_path, history, told.append)
+    saved._thread.submit(may_write.wait)
+    monkeypatch.setattr("lightrl.history.saved.MAX_WAITING_BYTES", 2 * _size(round))
+    try:
+        for _ in range(2):
+            history.learn(round)
+            saved.append(round)
+        saved._rewrite()
+        assert not told
+        saved.append(round)
+        assert ["the disk is too slow" in line for line in told] == [True]
+    finally:
+        may_write.set()
+        saved.close()
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")

@@ -156,6 +156,21 @@ def test_files_that_cannot_be_linked_are_copied(tmp_path, monkeypatch, number):
     assert find_corruption(source) == ""
 
 
+def test_on_a_full_disk_nothing_is_left_and_a_later_try_may_succeed(tmp_path, monkeypatch):
+    source = emulated_checkpoint(tmp_path)
+
+    def refuse(number, *_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "link", partial(refuse, errno.EXDEV))
+        full.setattr(shutil, "copyfile", partial(refuse, errno.ENOSPC))
+        with pytest.raises(OSError, match="No space left"):
+            take_over(source, tmp_path / "checkpoints", find_corruption)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert find_corruption(take_over(source, tmp_path / "checkpoints", find_corruption)) == ""
+
+
 def emulated_checkpoint(tmp_path: Path, step: int = 2, with_digests: bool = True) -> Path:
     source = tmp_path / "other" / f"step_{step}"
     (source / "state").mkdir(parents=True)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.adapters import public_name
-from lightrl.errors import ProtocolError, TrainerError
+from lightrl.errors import ProtocolError, TrainerError, first_line
 from lightrl.trainer.checkpoint.layout import Layout
 from lightrl.trainer.checkpoint.saved import MODEL, STATE, SavedStep, read_step
 from lightrl.trainer.model.loading import build
@@ -77,7 +77,7 @@ def restore(
     try:
         load_state(state, checkpoint_id=path / STATE, no_dist=world == 1)
     except (*PROBLEMS, CheckpointException) as e:
-        raise TrainerError(f"{path}: cannot be restored: {first_line(e)}") from e
+        raise TrainerError(f"{path}: cannot be restored: {reason_of(e)}") from e
     # tensors were read in place; the rest of an optimizer's state follows from the config
     return saved
 
@@ -99,7 +99,7 @@ def read_model(checkpoint: Path, cast: Callable[[PreTrainedModel], None]) -> Pre
         module.tie_weights()
         load_state({"model": module.state_dict()}, checkpoint_id=checkpoint / STATE, no_dist=True)
     except (Exception, CheckpointException) as e:
-        raise TrainerError(f"{checkpoint}: cannot be read: {first_line(e)}") from e
+        raise TrainerError(f"{checkpoint}: cannot be read: {reason_of(e)}") from e
     return module
 
 
@@ -114,12 +114,12 @@ def read_adapters(checkpoint: Path, layout: Layout) -> dict[str, Tensor]:
         }
         load_state({"model": state}, storage_reader=reader, no_dist=True)
     except (*PROBLEMS, EOFError, KeyError, CheckpointException) as e:
-        raise TrainerError(f"{checkpoint}: cannot be read: {first_line(e)}") from e
+        raise TrainerError(f"{checkpoint}: cannot be read: {reason_of(e)}") from e
     return {public_name(name): tensor for name, tensor in state.items()}
 
 
-def first_line(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """First line of its message; with several ranks, of the first error."""
     if isinstance(error, CheckpointException):
         error = next((problem for problem, _ in error.failures.values()), error)
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

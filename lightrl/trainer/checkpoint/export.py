@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from lightrl.adapters import PREFIX
-from lightrl.errors import TrainerError
+from lightrl.errors import TrainerError, first_line
 from lightrl.model_files import (
     ADAPTER_CONFIG,
     ADAPTERS,
@@ -120,7 +120,7 @@ def _whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         if number := re.search(r"\(os error (\d+)\)", str(e)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from e
-        raise TrainerError(f"{folder}: {str(e).splitlines()[0]}") from e
+        raise TrainerError(f"{folder}: {first_line(e)}") from e
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

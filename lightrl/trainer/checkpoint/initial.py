@@ -100,20 +100,19 @@ def take_over(source: Path, checkpoints: Path, find_corruption: Callable[[Path],
 
 def _link(source: Path, draft: Path) -> None:
     """Link all of it but exports; copy what cannot be linked. Raises OSError."""
+    draft.mkdir()
+    for file in (source / STEP_FILE, *sorted(source.rglob("*"))):
+        place = file.relative_to(source)
+        link, first = draft / place, place.parts[0]
+        if first == EXPORT or first.startswith(".") or file.is_dir() or link.exists():
+            continue
+        link.parent.mkdir(parents=True, exist_ok=True)
+        _link_file(file.resolve(), link)
 
-    def others(folder: str, names: list[str]) -> set[str]:
-        at_top = Path(folder) == source
-        return {name for name in names if at_top and (name == EXPORT or name.startswith("."))}
 
+def _link_file(file: Path, link: Path) -> None:
     try:
-        shutil.copytree(source, draft, ignore=others, copy_function=_link_file)
-    except shutil.Error as e:  # (from, to, why) of each file
-        raise OSError(errno.ENOENT, str(e.args[0][0][2])) from None
-
-
-def _link_file(file: str, link: str) -> None:
-    try:
-        os.link(os.path.realpath(file), link)
+        os.link(file, link)
     except OSError as e:
         if e.errno not in NO_LINK:
             raise

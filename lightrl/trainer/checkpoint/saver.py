@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from lightrl.config.sections import Checkpoint
 from lightrl.system import files
 from lightrl.trainer.checkpoint.checksums import with_checksums
-from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of
+from lightrl.trainer.checkpoint.contents import View, as_it_is, reason_of, state_of
 from lightrl.trainer.checkpoint.export import export
 from lightrl.trainer.checkpoint.layout import describe, write_description
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
@@ -67,10 +67,8 @@ class Saver:
         assert not isinstance(group, int)  # of a rank that is not in it
         self._group = group
         self._stager = _Stager(policy.device)
-        self._thread, self._exporter = (
-            ThreadPoolExecutor(1, "saver"),
-            ThreadPoolExecutor(1, "export"),
-        )
+        self._thread = ThreadPoolExecutor(1, "saver")
+        self._exporter = ThreadPoolExecutor(1, "export")
         self._work: Future[None] | None = None
         self._export_work: Future[None] | None = None
         self._is_unwanted = threading.Event()  # the export of the newest checkpoint
@@ -125,7 +123,7 @@ class Saver:
                 (draft / STEP_FILE).write_bytes(to_json(with_checksums(saved, draft)))
                 put_in_place(draft, path, settings.keep_last, settings.keep_every)
         except (Exception, CheckpointException) as e:
-            problem = first_line(e)
+            problem = reason_of(e)
             logger.exception("%s was not saved", path)
         if not self._first:
             return
@@ -134,8 +132,7 @@ class Saver:
                 shutil.rmtree(draft, ignore_errors=True)
             self._report(Saved(str(path), problem or None))
             if has_export and not problem:
-                work = self._exporter.submit(self._export, path, self._is_unwanted)
-                self._export_work = work
+                self._export_work = self._exporter.submit(self._export, path, self._is_unwanted)
 
     def _export(self, path: Path, is_unwanted: threading.Event) -> None:
         """Export from the disk, in a thread of its own, for which the next save does not wait."""
@@ -144,7 +141,7 @@ class Saver:
             export(path, path / EXPORT, shard_bytes, lambda: not is_unwanted.is_set())
         except Exception as e:
             logger.exception("%s was not exported", path)
-            problem = first_line(e)
+            problem = reason_of(e)
         with contextlib.suppress(EOFError):  # the daemon is gone
             self._report(Saved(str(path), problem, is_export=True))
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lightrl.devices.memory import SCORED_VALUES
+from lightrl.errors import first_line
 from lightrl.trainer.model import attention
 from lightrl.trainer.model.collate import Batch, collate
 from lightrl.trainer.model.rows import put_rows, take_rows
@@ -134,7 +135,7 @@ def _attempt() -> Iterator[list[str]]:
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # noqa: BLE001 - code of families differs
-        problems.append((str(e).strip().splitlines() or [type(e).__name__])[0])
+        problems.append(first_line(e))
 
 
 def _differences(found: Tensor, expected: Tensor, batch: Batch) -> list[str]:

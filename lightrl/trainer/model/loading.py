@@ -107,8 +107,8 @@ def fill(module: PreTrainedModel, whole: PreTrainedModel | None, placement: Rank
         elif whole is not None:
             value = found[public_name(name)].detach()
         else:
-            is_parameter = isinstance(target, nn.Parameter)
-            value = torch.empty(shape, dtype=torch.float32 if is_parameter else target.dtype)
+            dtype = torch.float32 if isinstance(target, nn.Parameter) else target.dtype
+            value = torch.empty(shape, dtype=dtype, device=placement.device)
         if placement.world > 1 and not is_adapter(name):
             value = value.to(placement.device).contiguous()
             dist.broadcast(value, 0)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.adapters import AdapterSettings, add_adapters, is_adapter, public_name
-from lightrl.errors import LightRLError, TrainerError
+from lightrl.errors import LightRLError, TrainerError, first_line
 from lightrl.rope import settle
 from lightrl.trainer.model import forward, loading
 from lightrl.trainer.model.collate import Batch
@@ -106,9 +106,8 @@ def load_policy(
         whole = loading.read(model_dir, module) if is_first else None
     except (LightRLError, torch.OutOfMemoryError):
         raise
-    except Exception as e:  # families raise what they like
-        reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
-        raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
+    except Exception as e:  # code of families differs
+        raise TrainerError(f"{model_dir}: cannot be loaded: {first_line(e)}") from e
     loading.fill(module, whole, placement)
     way = forward.prepare(module, device)
     if note:

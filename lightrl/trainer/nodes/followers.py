@@ -32,7 +32,7 @@ class RanksLost(TrainerError):
 @dataclass(frozen=True, slots=True)
 class RankFrame:
     """The content of each TrainerRelay: a command for this rank, or an event of it, encoded for its
-    pipe. "" ends all ranks of this life on the node.
+    pipe. An empty frame ends all ranks of this life on the node.
 
     A life is the time from one start of all ranks to their end: frames of another one are dropped.
     """

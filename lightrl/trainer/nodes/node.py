@@ -68,7 +68,7 @@ class FollowerNode:
         self._life = ""  # of the ranks here; "" = none
         self._ranks: dict[int, Rank] = {}
         self._readers: list[asyncio.Task[None]] = []
-        # of the leader, which is named; None: leave when the present life ends
+        # with the names of their leaders; None: leave when the present life ends
         self._frames: asyncio.Queue[tuple[str, RankFrame] | None] = asyncio.Queue()
 
     def set_leader(self, leader: str) -> None:

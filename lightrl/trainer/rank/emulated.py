@@ -21,7 +21,7 @@ from typing import assert_never
 
 from lightrl.config.schema import Config
 from lightrl.emulation import arguments, logprobs
-from lightrl.errors import ProtocolError, TrainerError
+from lightrl.errors import ProtocolError, TrainerError, first_line
 from lightrl.messages.weights import Canary
 from lightrl.system import files
 from lightrl.trainer.batch import trainable
@@ -163,7 +163,7 @@ class EmulatedRank:
         if self._ended is not None:
             self._add(self._ended)
             self._ended = None
-        for samples in command.batches:  # whatever came at a time
+        for samples in command.batches:  # the digest is that of any division into commands
             self._add(Accumulate(0, (samples,)))
         num_tokens = sum(
             num_trained(s.token_ids, s.loss_mask)
@@ -225,13 +225,13 @@ class EmulatedRank:
         last, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
         place = f"{self.start.rendezvous}.{self._num_exchanges}"
         files.write_whole(Path(f"{place}.{self.start.rank}"), text.encode())
-        all_R = [Path(f"{place}.{rank}") for rank in range(self.start.world)]
-        while not all(path.exists() for path in all_R):
+        paths_R = [Path(f"{place}.{rank}") for rank in range(self.start.world)]
+        while not all(path.exists() for path in paths_R):
             time.sleep(LOOK_S)
-        texts = [path.read_text() for path in all_R]
+        texts_R = [path.read_text() for path in paths_R]
         # all have read the one before
         Path(f"{self.start.rendezvous}.{last}.{self.start.rank}").unlink(missing_ok=True)
-        return texts
+        return texts_R
 
     def _suspend(self) -> Suspended | None:
         """Free the device, if it is shared, in `park_ms` unless it is free."""
@@ -289,7 +289,7 @@ class EmulatedRank:
             put_in_place(draft, path, keep.keep_last, keep.keep_every)
         except OSError as e:
             shutil.rmtree(draft, ignore_errors=True)
-            yield Saved(str(path), str(e).splitlines()[0])
+            yield Saved(str(path), first_line(e))
             return
         yield Saved(str(path))
         if export:

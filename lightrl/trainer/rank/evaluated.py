@@ -105,7 +105,8 @@ def _hf_config(model_dir: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as e:
-        raise TrainerError(f"{model_dir}: cannot be read: {' '.join(str(e).split())}") from e
+        reason = " ".join(str(e).split()) or type(e).__name__  # it may need several lines
+        raise TrainerError(f"{model_dir}: cannot be read: {reason}") from e
 
 
 def _of_checkpoint(checkpoint: Path, served: torch.dtype) -> list[Shard]:

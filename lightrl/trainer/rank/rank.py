@@ -211,7 +211,7 @@ class Rank:
 
     def _publish_delta(self) -> VersionDelta | None:
         made = self._publisher.publish_delta()
-        if made is None or self.file is None or made[1] is None:
+        if made is None or self.file is None:
             return None
         base, delta = made
         return VersionDelta(base.digest, self.file.digest, delta)

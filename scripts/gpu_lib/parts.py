@@ -75,7 +75,7 @@ PARTS = (
         "torch engine: coupled sampling in bfloat16 and float32, memory",
         "test_torch_engine.py",
         ENGINE,
-        150,
+        300,
     ),
     tests(
         "engine/contract",
@@ -89,7 +89,7 @@ PARTS = (
         "one rank: the step and checkpoints against CPU, memory",
         "test_trainer.py",
         CHILD,
-        150,
+        240,
     ),
     tests(
         "trainer/packing",
@@ -234,6 +234,13 @@ PARTS = (
         400,
     ),
     measured("speed/spec", "history speculation off and on", "speed_spec", CHILD, 240),
+    measured(
+        "speed/common-prefix",
+        "how far the same noise repeats a response of 4,096 tokens",
+        "common_prefix 0.5b",
+        (*CHILD, "vllm"),
+        300,
+    ),
 )
 
 

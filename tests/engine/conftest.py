@@ -31,6 +31,7 @@ from lightrl.messages.load import Load
 from lightrl.messages.responses import Abort, Generate, ResponseRequest, Sampling, TokenChunk
 from lightrl.messages.weights import Canary
 from lightrl.system.child import ChildDied
+from lightrl.weights.canary import tolerance
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
@@ -123,6 +124,7 @@ class EngineClient:
     ) -> None:
         self._runner = runner
         self.kind = spec.kind
+        self.canary_limit = tolerance(spec.canary, spec.dtype)
         self.tiny = tiny
         self.child = runner.run(start_engine(spec, threads=1, log=log))
         self.outcomes: dict[str, Outcome] = {}

@@ -24,7 +24,7 @@ GIB = 1 << 30
 def policy(device, tmp_path_factory):
     folder, shape = tmp_path_factory.mktemp("packing") / "model", shape_for("0.5b")
     make_model(folder, shape, device, deviation=CALM)
-    return load_policy(folder, torch.device(device))
+    return load_policy(folder, torch.device(device, 0))
 
 
 def samples_of(lengths, vocabulary):

@@ -68,7 +68,8 @@ class Model(Section):
     path: str
     """HF model directory or hub id"""
     dtype: Dtype = "auto"
-    """of the engines and of what is published for them; auto = as stored on CPU, bfloat16 on GPU"""
+    """of the engines and of what is published for them; auto = bfloat16 on GPU; on CPU as stored,
+    float32 if the CPU has no instructions for bfloat16"""
 
     lora: Lora = Lora()
 

@@ -1,12 +1,15 @@
 """How much GPU memory a training rank and an engine need, and what a version of the weights weighs:
 arithmetic on the model's config.
 
-Owns the estimates, which are for planning: who shares a GPU gets what others leave. Pure; the files
-of a model directory are read by `shape_of_folder` alone. Must not import torch.
+Owns the estimates, which are for planning: who shares a GPU gets what others leave. Pure, but for
+`shape_of_folder`, which reads a model directory, and `has_bfloat16_instructions`. Must not import
+torch.
 """
 
+import functools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -121,10 +124,32 @@ def version_size(shape: Shape, stored: bytes, dtype: str, on_gpu: bool) -> Versi
     """`stored`: the model's config.json; `dtype`: `model.dtype`; `on_gpu`: of the training ranks.
     Without torch, what `weights.version.tensors.served_dtype` decides there."""
     if dtype == "auto":
-        config = _parsed(stored) or {}
-        named = "bfloat16" if on_gpu else config.get("dtype") or config.get("torch_dtype")
-        dtype = named if named in BYTES_OF else "float32"
+        dtype = "bfloat16" if on_gpu else cpu_dtype(stored_dtype(stored))
     return VersionSize(shape.num_parameters * BYTES_OF[dtype], dtype)
+
+
+def stored_dtype(stored: bytes) -> str:
+    """Return the dtype that a model's config.json names; "" if it names none."""
+    config = _parsed(stored) or {}
+    return str(config.get("dtype") or config.get("torch_dtype") or "")
+
+
+def cpu_dtype(stored: str) -> str:
+    """Return the dtype that a model of dtype `stored` computes in on this machine's CPU."""
+    if stored not in BYTES_OF or (stored == "bfloat16" and not has_bfloat16_instructions()):
+        return "float32"
+    return stored
+
+
+@functools.cache
+def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the CPU multiplies in bfloat16. Without that, vLLM makes a few tokens a
+    second. True where it cannot be read."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return True
+    return bool(re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M))
 
 
 def activation_bytes(shape: Shape, checkpointing: bool) -> int:

@@ -13,6 +13,7 @@ from lightrl.daemon.weights import version_bytes
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.driver import NO_DRIVER, Gpu
+from lightrl.devices.memory import has_bfloat16_instructions
 from lightrl.launch.checks import weights as weights_plan
 from lightrl.launch.checks.notes import device_notes
 from lightrl.weights.machine import scratch
@@ -31,6 +32,11 @@ CONFIG = {
     "vocab_size": 152064,
     "dtype": "bfloat16",
 }
+
+
+@pytest.fixture(autouse=True)
+def cpu_with_bfloat16(monkeypatch):
+    monkeypatch.setattr(memory, "has_bfloat16_instructions", lambda: True)
 
 
 @pytest.fixture
@@ -164,6 +170,37 @@ def test_check_and_daemon_and_rank_mean_the_same_dtype(
     known = getattr(torch, stored) if stored in memory.BYTES_OF else None
     served = served_dtype(asked, SimpleNamespace(dtype=known), "cuda" if on_gpu else "cpu")
     assert size.dtype == dtype_name(served)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ("auto", "model.dtype = auto is float32: this CPU has no instructions for bfloat16"),
+        ("bfloat16", "model.dtype = bfloat16 is slow: this CPU has no instructions for it"),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(config, monkeypatch, asked, line):
+    model = config.model.model_copy(update={"dtype": asked})
+    config = config.model_copy(update={"model": model})
+    on_gpu = replace(NO_DRIVER, gpus=(Gpu(0, "GPU-0", "H100", 1 << 36, 1 << 36),))
+    assert not any(line in found for found in weights_plan.describe(config, NO_DRIVER))
+    monkeypatch.setattr(memory, "has_bfloat16_instructions", lambda: False)
+    assert any(line in found for found in weights_plan.describe(config, NO_DRIVER))
+    assert not any(line in found for found in weights_plan.describe(config, on_gpu))
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx512f", False),
+        ("Features\t: fp asimd bf16", True),  # arm64
+        ("model name\t: bf16", False),
+    ],
+)
+def test_instructions_are_read_from_the_flags_of_the_cpu(tmp_path, flags, has):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nbugs\t\t:\n")
+    assert has_bfloat16_instructions(tmp_path / "cpuinfo") is has
 
 
 def test_nothing_is_said_where_nothing_is_known(config):

@@ -132,7 +132,7 @@ def test_a_base_in_bfloat16_stays_that_and_its_adapters_are_float32(
     new_rank, samples, save_model, tmp_path
 ):
     folder = save_model(tmp_path / "bf16", torch.bfloat16)
-    rank = new_rank(folder, model={**LORA, "path": str(folder)})
+    rank = new_rank(folder, model={**LORA, "path": str(folder), "dtype": "bfloat16"})
     module = rank.learner.policy.module
     kinds = {p.requires_grad: p.dtype for p in module.parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}

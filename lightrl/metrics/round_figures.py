@@ -8,7 +8,7 @@ import math
 import statistics
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from lightrl.core.rounds.race import MIN_COMPARED, has_zero_std
 from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages.snapshot import SampleText
-from lightrl.metrics.evaluation import Evaluated, Scores, scores_line
+from lightrl.metrics.evaluation import Scores, scores_line
 
 HISTOGRAM_BINS = 12
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
@@ -51,22 +51,6 @@ def scoring_figures(scorings: Sequence[ScoringTime]) -> dict[str, float]:
         "reward/timeouts": float(sum(s.failure == "timeout" for s in scorings)),
         "reward/score_s": mean([s.seconds for s in scorings]),
     }
-
-
-def evaluated(round: Round, source_of: Callable[[str], str]) -> list[Evaluated]:
-    """Return the responses of an evaluation. `source_of`: the `data_source` of a prompt."""
-    return [
-        Evaluated(
-            set=g.set,
-            prompt=g.prompt.id,
-            source=source_of(g.prompt.id),
-            reward=r.reward,
-            num_tokens=len(r.tokens),
-            is_clipped=r.finish_reason == "length",
-        )
-        for g in round.groups.values()
-        for r in g.responses
-    ]
 
 
 def step_figures(round: Round) -> dict[str, float]:

@@ -31,7 +31,6 @@ from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_s
 from lightrl.metrics.round_figures import (
     ScoringTime,
     digest_responses,
-    evaluated,
     figure_name,
     histogram,
     mean,
@@ -163,9 +162,10 @@ class Records:
     def close_eval(self, round: Round, source_of: Callable[[str], str]) -> dict[str, float]:
         """Return the record of an evaluation. `source_of`: the `data_source` of a prompt, "" =
         none."""
-        responses = evaluated(round, source_of)
-        self.evals.append((round.step, eval_scores(responses)))
-        return eval_figures(responses) | {"eval/seconds": round.closed_at - round.opened_at}
+        groups = round.groups.values()
+        self.evals.append((round.step, eval_scores(groups)))
+        seconds = {"eval/seconds": round.closed_at - round.opened_at}
+        return eval_figures(groups, source_of) | seconds
 
     def close_round(self, round: Round, core: Coordinator, history: dict[str, float]) -> None:
         """`history`: the figures of the store of earlier responses."""

@@ -25,6 +25,7 @@ from lightrl.core.state import (
 )
 from lightrl.log import WARNING
 from lightrl.messages.fields import MAX_EVALS
+from lightrl.messages.load import Drafting
 from lightrl.messages.snapshot import SampleText, Snapshot, TailRow, WarningRow
 from lightrl.metrics.cost_and_nodes import NodeRows, cost_figures, cost_row, turns_figures
 from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_score
@@ -75,7 +76,7 @@ class RecordsNote:
     num_prompts: int
     # prompts of each set to evaluate on
     eval_sizes: dict[str, int]
-    speculation: Totals
+    drafting: Drafting
     weights: Totals
     warnings: tuple[WarningRow, ...]
 
@@ -224,7 +225,7 @@ class Records:
             "step": float(done.step + 1),
             **closed.figures,
             **self.speculation.figures(),
-            **self.weights.figures(),
+            **self.weights.figures(done.metrics.get("weights/publish_s")),
             **done.metrics,
             "timing_s/step": seconds,
             "timing_s/rollout": done.rollout_s,
@@ -269,7 +270,7 @@ class Records:
                 sorted(self._bias_steps),
                 settings.num_prompts,
                 sizes,
-                self.speculation.totals,
+                self.speculation.total,
                 self.weights.totals,
                 self._warnings.rows(),
             )
@@ -286,8 +287,7 @@ class Records:
         for record in steps:
             if "reward/mean" in record:
                 self._show(record)
-        # they count the shown steps already
-        self.speculation.totals, self.weights.totals = note.speculation, note.weights
+        self.speculation.total, self.weights.totals = note.drafting, note.weights
         self._warnings.recall(note.warnings)
         self._bias_steps = set(note.bias_steps)
         self._num_migrations = core.table.counters.migrations
@@ -298,8 +298,6 @@ class Records:
         self._seconds.append(record["timing_s/step"])
         self._metrics = record
         self._num_tokens = int(record.get("num_tokens_total", 0))
-        self.speculation.count(record)
-        self.weights.count(record)
 
     # Summary and snapshots
 

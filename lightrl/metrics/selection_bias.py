@@ -143,8 +143,6 @@ class BiasState:
     put_off: dict[str, dict[int, ResponseOutcome]] = field(
         default_factory=dict[str, dict[int, ResponseOutcome]]
     )
-    # prompt -> the step that first deferred it
-    since: dict[str, int] = field(default_factory=dict[str, int])
     # as often as they were sampled
     tokens: int = 0
     untrained_tokens: int = 0
@@ -190,7 +188,8 @@ class Bias:
         for name, num in restarts.items():
             state.restarts[name] = state.restarts.get(name, 0) + num
         state.num_rounds[round.kind] = state.num_rounds.get(round.kind, 0) + 1
-        waits = self._wait_steps(round, backlog)
+        since = [one.since for one in (*round.groups.values(), *backlog.deferred)]
+        waits = max([0, *(round.step - step for step in since)])
         state.max_wait_steps = max(state.max_wait_steps, waits)
         return {
             **own.figures(self._limit),
@@ -213,17 +212,6 @@ class Bias:
             "aborted_tokens": float(state.untrained_tokens),
             "aborted_share": state.untrained_tokens / max(1, state.tokens),
         }
-
-    def _wait_steps(self, round: Round, backlog: Backlog) -> int:
-        """Return the most steps for which a prompt of this round, or of the queue, has been
-        deferred."""
-        since = self.state.since
-        since |= {_key(p.prompt): p.since for p in backlog.deferred}
-        steps = [round.step - step for step in since.values()]
-        for group in round.groups.values():
-            if group.state is not GroupState.DEFERRED:
-                since.pop(_key(group.prompt), None)
-        return max([0, *steps])
 
 
 def _key(prompt: DrawnPrompt) -> str:

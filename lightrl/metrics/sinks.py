@@ -7,7 +7,6 @@ Must not import a tracker that is not configured.
 import asyncio
 import importlib.util
 import io
-import math
 import os
 import re
 import socket
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
@@ -25,8 +24,6 @@ from lightrl.system.append_file import AppendFile, read_rows
 from lightrl.wire import to_json
 
 _NOT_IN_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_:]")
-
-_Row: TypeAlias = dict[str, float | None]
 
 
 def require_installed(backends: Sequence[str]) -> None:
@@ -94,13 +91,12 @@ def read(
     counts. A torn last line is left out. Values that were not finite are NaN.
     """
     records: dict[int, dict[str, float]] = {}
-    for row in read_rows(run_dir / FILE_NAME, _Row):
-        values = {k: math.nan if v is None else v for k, v in row.items()}
+    for values in read_rows(run_dir / FILE_NAME, dict[str, float]):
         if "step" not in values or values["step"] > until:
             continue
         step = values["step"] = int(values["step"])
         before = records.get(step, {}) if _is_evaluation(values) else {}
-        records[step] = {**before, **values}
+        records[step] = before | values
         if len(records) > newest:
             del records[min(records)]
     return [records[step] for step in sorted(records)]

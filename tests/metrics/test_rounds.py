@@ -21,6 +21,7 @@ from lightrl.core.state import (
     DrawnPrompt,
     Group,
     GroupState,
+    HeldResponse,
     Response,
     Round,
     RoundKind,
@@ -122,6 +123,8 @@ LONG = closed(
     },
     step=1,
 )
+HELD = (HeldResponse(b"\7\0\0\0" * 3, b"", (), "stop", 0.5), HeldResponse(b"\7\0\0\0" * 5))
+LONG.groups["c@0"].held = HELD
 
 
 @pytest.mark.parametrize(
@@ -237,7 +240,9 @@ def test_prompts_only_is_without_bias_once_all_that_was_put_off_is_trained():
     bias.add(closed("short", {"a": (A, [(2, "stop", 1.0), (4, "stop", 0.0)])} | put_off), backlog)
     now = bias.figures()
     assert now["kept_length"] == 3.0 < now["launched_length"] < now["launched_length_km"]
-    bias.add(closed("flush", {"c": (A, [(3, "stop", 0.5), (10, "length", 0.0)])}, step=1), backlog)
+    flush = closed("flush", {"c": (A, [(3, "stop", 0.5), (10, "length", 0.0)])}, step=1)
+    flush.groups["c@0"].held = HELD
+    bias.add(flush, backlog)
     end = bias.figures()
     assert end["kept_length"] == end["launched_length"] == 4.75
     assert end["launched_length_km"] == pytest.approx(4.75)

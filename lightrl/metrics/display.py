@@ -131,12 +131,12 @@ def sizes(metrics: Mapping[str, float]) -> str:
         return ""
     now = metrics.get("planner/next_parallel", size)
     devices = f"{now:.0f} device{'s' if now != 1 else ''} an engine"
-    before = f", {size:.0f} in the last round" if size != now else ""
-    preempted = f"{count(metrics.get('planner/preemptions', 0.0))} KV preemptions in it"
-    if not before:
-        preempted = preempted.replace("in it", "in the last round")
+    preempted = f"{count(metrics.get('planner/preemptions', 0.0))} KV preemptions in"
+    last = "the last round"
+    if size != now:
+        devices, last = f"{devices}, {size:.0f} in {last}", "it"
     switches = metrics.get("planner/switches", 0.0)
-    return f"{devices}{before} · {preempted} · {switches:.0f} change{'s' if switches != 1 else ''}"
+    return f"{devices} · {preempted} {last} · {switches:.0f} change{'s' if switches != 1 else ''}"
 
 
 def cost(row: CostRow | None) -> str:

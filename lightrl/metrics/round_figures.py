@@ -117,15 +117,19 @@ def foresight_figures(round: Round) -> dict[str, float]:
     A group with aborted responses would have run longer: where it is shorter than predicted, that
     is no error.
     """
-    groups = [g for g in round.groups.values() if any(r.tokens for r in g.responses)]
-    foreseen = [g for g in groups if g.foreseen_tokens is not None]
-    lengths = [mean([len(r.tokens) for r in g.responses]) for g in foreseen]
-    predicted = [g.foreseen_tokens or 0.0 for g in foreseen]
-    errors: list[float] = []
-    for group, expected, length in zip(foreseen, predicted, lengths, strict=True):
-        whole = all(r.finish_reason is not None for r in group.responses)
-        errors.append(abs(length - expected) if whole else max(0.0, length - expected))
-    num, num_foreseen = (sum(len(g.responses) for g in some) for some in (groups, foreseen))
+    num = num_foreseen = 0
+    predicted, lengths, errors = [], [], []
+    for group in round.groups.values():
+        if not any(r.tokens for r in group.responses):
+            continue
+        num += len(group.responses)
+        if (expected := group.foreseen_tokens) is not None:
+            num_foreseen += len(group.responses)
+            length = mean([len(r.tokens) for r in group.responses])
+            is_whole = all(r.finish_reason is not None for r in group.responses)
+            errors.append(abs(length - expected) if is_whole else max(0.0, length - expected))
+            predicted.append(expected)
+            lengths.append(length)
     figures = {"foresight/coverage": num_foreseen / num if num else 0.0}
     if errors:
         figures["foresight/mean_abs_error_tokens"] = mean(errors)
@@ -140,17 +144,14 @@ def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
     Example: rank_correlation([1, 5, 9], [10, 70, 30]) == 0.5
     """
-    if len(xs) < 2 or len(set(xs)) < 2 or len(set(ys)) < 2:
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
         return None
     return statistics.correlation(_ranks(xs), _ranks(ys))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    first: dict[float, int] = {}
-    for rank, value in enumerate(sorted(values)):
-        first.setdefault(value, rank)
-    counts = Counter(values)
-    return [first[v] + (counts[v] - 1) / 2 for v in values]
+    _, order, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - counts / 2)[order].tolist()
 
 
 def digest_responses(step: int, responses: Iterable[Response]) -> bytes:

@@ -120,11 +120,8 @@ class Records:
         # of the responses of open rounds
         self._reward_figures: dict[str, dict[str, float]] = {}
         self._scorings: dict[str, ScoringTime] = {}
-        self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._records: deque[dict[str, float]] = deque(maxlen=HISTORY_STEPS)  # the newest last
         self._histogram: tuple[tuple[int, int], ...] = ()
-        self._metrics: dict[str, float] = {}
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
         self._warnings = Warnings()
         self._samples: deque[SampleText] = deque(maxlen=NUM_SAMPLES)
@@ -241,7 +238,7 @@ class Records:
         }
         self._digest = in_thread(self._hashing, _chain, self._digest, closed.digest)
         self._histogram = closed.histogram
-        self._show(record)
+        self._records.append(record)
         return record
 
     @property
@@ -284,20 +281,13 @@ class Records:
         self._rl_wall_s = note.rl_wall_s
         self._bias.state = note.bias
         self._bias_so_far = self._bias.figures()
-        for record in steps:
-            if "reward/mean" in record:
-                self._show(record)
+        self._records.extend(record for record in steps if "reward/mean" in record)
+        if self._records:
+            self._num_tokens = int(self._records[-1]["num_tokens_total"])
         self.speculation.total, self.weights.totals = note.drafting, note.weights
         self._warnings.recall(note.warnings)
         self._bias_steps = set(note.bias_steps)
         self._num_migrations = core.table.counters.migrations
-
-    def _show(self, record: dict[str, float]) -> None:
-        self._rewards.append(record["reward/mean"])
-        self._lengths.append(record["response_length/mean"])
-        self._seconds.append(record["timing_s/step"])
-        self._metrics = record
-        self._num_tokens = int(record.get("num_tokens_total", 0))
 
     # Summary and snapshots
 
@@ -367,12 +357,12 @@ class Records:
             max_staleness=core.settings.max_staleness,
             rollout_tokens=core.table.counters.rollout_tokens + core.table.counters.eval_tokens,
             tokens_per_s=sum(r.tokens_per_s for r in rows),
-            rewards=tuple(self._rewards),
-            lengths=tuple(self._lengths),
-            step_seconds=tuple(self._seconds),
+            rewards=tuple(r["reward/mean"] for r in self._records),
+            lengths=tuple(r["response_length/mean"] for r in self._records),
+            step_seconds=tuple(r["timing_s/step"] for r in self._records),
             evals=tuple(self.evals[-MAX_EVALS:]),
             length_histogram=self._histogram,
-            metrics=self._metrics,
+            metrics=self._records[-1] if self._records else {},
             counters=self._counters(core),
             events=tuple(self._events),
             warnings=self._warnings.rows(),

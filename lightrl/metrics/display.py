@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from lightrl.messages.snapshot import CostRow, NodeRow
+from lightrl.messages.snapshot import CostRow, NodeRow, Snapshot
 from lightrl.messages.weights import WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -152,6 +152,18 @@ def cost(row: CostRow | None) -> str:
     if row.usd_per_million_tokens is not None:
         parts.append(f"{usd(row.usd_per_million_tokens)} a million tokens")
     return " · ".join(parts)
+
+
+def step_lines(s: Snapshot) -> list[tuple[str, str]]:
+    """Return labels and lines: drafts, weights and sizes of engines in the last step; cost so
+    far."""
+    lines = (
+        ("drafts", speculation(s.metrics)),
+        ("weights", weights(s.metrics)),
+        ("sizes", sizes(s.metrics)),
+        ("cost", cost(s.cost)),
+    )
+    return [(label, line) for label, line in lines if line]
 
 
 def bar(share: float, width: int) -> str:

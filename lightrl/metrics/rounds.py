@@ -283,7 +283,7 @@ class Records:
         self._bias_so_far = self._bias.figures()
         self._records.extend(record for record in steps if "reward/mean" in record)
         if self._records:
-            self._num_tokens = int(self._records[-1]["num_tokens_total"])
+            self._num_tokens = int(self._records[-1].get("num_tokens_total", 0))
         self.speculation.total, self.weights.totals = note.drafting, note.weights
         self._warnings.recall(note.warnings)
         self._bias_steps = set(note.bias_steps)

@@ -48,6 +48,20 @@ def test_a_line_says_when_how_bad_who_and_where():
     assert before - timedelta(seconds=1) < moment < datetime.now()
 
 
+def test_what_a_library_lacks_on_a_cpu_is_not_logged():
+    source = """
+of_torchao = "import logging; logging.warning('no triton'); logging.error('no memory')"
+exec(compile(of_torchao, "/site/torchao/kernel.py", "exec"))
+logging.getLogger("torch._library.triton").warning("no triton")
+logging.getLogger("transformers").warning("a deprecated config")
+"""
+    lines = [line[24:] for line in logged(source).splitlines()]
+    assert lines == [
+        "ERROR rank trainer-0: no memory",
+        "WARNING rank trainer-0: a deprecated config",
+    ]
+
+
 def test_a_line_of_json_says_the_same_and_which_module():
     before = datetime.now(UTC)
     [record] = records(logged("logger.warning('step %d', 3)", as_json=True))

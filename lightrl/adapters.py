@@ -64,7 +64,7 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter, not of the model."""
+    """Return whether a parameter of this name is one of an adapter, not of the model."""
     return any(part in name for part in _PARTS)
 
 

@@ -84,5 +84,5 @@ class AlgorithmSection(Section):
 
     @property
     def trains_all(self) -> bool:
-        """Whether a response whose advantage is 0 has a gradient all the same."""
+        """Return whether a response whose advantage is 0 has a gradient all the same."""
         return self.is_whitened or self.kl_coef > 0 or self.entropy_coef > 0

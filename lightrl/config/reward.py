@@ -37,7 +37,7 @@ OF_OWN_FUNCTIONS = ("kwargs", "form")  # keys of [reward]
 
 
 def is_own_function(name: str) -> bool:
-    """Whether it is a "path.py:function"."""
+    """Return whether it is a "path.py:function"."""
     return name.rpartition(":")[0].endswith(".py")
 
 

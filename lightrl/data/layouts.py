@@ -75,7 +75,7 @@ def _parsed(value: Any) -> Any:
 
 
 def is_message(value: Any) -> bool:
-    """Whether it has the keys of a chat message."""
+    """Return whether it has the keys of a chat message."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
@@ -191,7 +191,7 @@ def _obstacle(value: Any) -> str:
 
 
 def _is_binary(value: Any) -> bool:
-    """Whether it holds binary data."""
+    """Return whether it holds binary data."""
     if isinstance(value, dict):
         return any(map(_is_binary, value.values()))
     if isinstance(value, list):

@@ -91,7 +91,7 @@ class PromptSet:
 
     @property
     def have_answers(self) -> bool:
-        """Whether any row has a reference answer; unread rows count if they have the column."""
+        """Return whether any row has a reference answer; unread rows count if they have the column."""
         could = {self.settings.answer_key, *ANSWER_COLUMNS} & set(self.columns)
         return self._has_answers or (UNKNOWN in self.states and bool(could))
 

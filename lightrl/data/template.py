@@ -84,7 +84,7 @@ class Template:
         return templated
 
     def is_too_long(self, where: str, templated: Templated) -> bool:
-        """Whether the prompt is dropped. Raises DataError with data.too_long = "error"."""
+        """Return whether the prompt is dropped. Raises DataError with data.too_long = "error"."""
         num, most = len(templated.token_ids), self._data.max_prompt_length
         if num > most and self._data.too_long == "error":
             raise DataError(
@@ -165,7 +165,7 @@ class Template:
             yield f"the chat template writes the date: {day} during the whole run (data.date)"
 
     def _require_last(self, where: str, last: dict[str, Any]) -> bool:
-        """Whether the response continues this message. Raises DataError if it cannot be last."""
+        """Return whether the response continues this message. Raises DataError if it cannot be last."""
         role = last["role"]
         if role == ASSISTANT and not self._data.continue_final:
             raise DataError(

@@ -201,7 +201,7 @@ class EmulatedEngine:
         return seed, _branch(r.seed, self._token(uniform(seed, at), r.stop))
 
     def _ends(self, r: Running, branch: int) -> bool:
-        """Whether the response ends here, with a constant hazard: its length is geometric, wherever
+        """Return whether the response ends here, with a constant hazard: its length is geometric, wherever
         it was resumed."""
         if not self._mean_length or uniform(branch ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False

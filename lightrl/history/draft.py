@@ -64,7 +64,7 @@ class _Known:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the tokens have doubled since they were indexed: a token is sorted few times."""
+        """Return whether the tokens have doubled since they were indexed: a token is sorted few times."""
         known = self.num_tokens + self.num_live
         return known > 0 and known >= 2 * self.num_indexed
 

@@ -245,7 +245,7 @@ class Records:
 
     @property
     def is_hashed(self) -> bool:
-        """Whether all closed steps are hashed; a gigabyte of tokens takes a second."""
+        """Return whether all closed steps are hashed; a gigabyte of tokens takes a second."""
         return self._digest.done()
 
     async def hashed(self) -> None:

@@ -35,7 +35,7 @@ def answer_text(answer: Any) -> str | None:
 
 
 def is_answer(text: str, answer: Any) -> bool:
-    """Whether `text` is a reference answer, which is not missing, letter by letter; of a float
+    """Return whether `text` is a reference answer, which is not missing, letter by letter; of a float
     either spelling is right, 9 and 9.0."""
     return text.strip() in (answer_text(answer), str(answer).strip())
 

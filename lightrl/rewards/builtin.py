@@ -88,7 +88,7 @@ BUILTIN: dict[str, Callable[[Reward], Callable[[Sample], Any]]] = {
 
 
 def needs_answer(name: str, reward: Reward) -> bool:
-    """Whether this built-in compares with an answer. Tests of programs may be in other columns; a
+    """Return whether this built-in compares with an answer. Tests of programs may be in other columns; a
     judge may need none."""
     if name == "regex":
         return bool(re.compile(reward.regex).groups)

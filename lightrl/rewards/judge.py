@@ -121,7 +121,7 @@ class JudgeReward:
 
 
 def is_direct(host: str, port: int | None) -> bool:
-    """Whether the proxy of the environment is not used: for this machine, and hosts in no_proxy."""
+    """Return whether the proxy of the environment is not used: for this machine, and hosts in no_proxy."""
     name = host.lower().rstrip(".")
     is_here = name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower())
     is_here = is_here or name.startswith("127.") or name.endswith(".localhost")

@@ -133,7 +133,7 @@ def _import_package(name: str, folder: Path) -> ModuleType:
 
 
 def _is_found(name: str, path: Path) -> bool:
-    """Whether `name` can be imported, and is another file."""
+    """Return whether `name` can be imported, and is another file."""
     spec = importlib.util.find_spec(name)
     return spec is not None and not _is_file(spec.origin, path)
 

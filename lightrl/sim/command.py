@@ -54,7 +54,7 @@ class FleetOptions:
 
     @property
     def adds_only(self) -> bool:
-        """Whether they add nodes, and replace none."""
+        """Return whether they add nodes, and replace none."""
         return self == FleetOptions(preemptible=self.preemptible)
 
     @property

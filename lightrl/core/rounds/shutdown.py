@@ -76,7 +76,7 @@ class Shutdown:
 
     @property
     def awaits_trainer(self) -> bool:
-        """Whether all steps are done and the last checkpoint is not yet written."""
+        """Return whether all steps are done and the last checkpoint is not yet written."""
         return self._ends_as(RunState.FINISHED) and not self._trainer_feed.has_finished
 
     @property
@@ -89,7 +89,7 @@ class Shutdown:
 
     @property
     def _hands_over(self) -> bool:
-        """Whether a stopped run still trains the step of which all groups are known."""
+        """Return whether a stopped run still trains the step of which all groups are known."""
         return self._ends_as(RunState.STOPPED) and self._steps.is_handing_over
 
     def flush(self, send: Callable[..., None], *args: int) -> None:

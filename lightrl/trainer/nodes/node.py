@@ -284,7 +284,7 @@ class TrainerNode:
 
 
 async def _sees(file: Path) -> bool:
-    """Whether this file exists within SEEN_S."""
+    """Return whether this file exists within SEEN_S."""
     deadline = time.monotonic() + SEEN_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

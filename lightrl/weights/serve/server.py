@@ -162,7 +162,7 @@ class WeightServer:
                 task.cancel()
 
     def _admits(self, request: Request) -> bool:
-        """Whether the ticket is right and, if the version is held, it has such a range."""
+        """Return whether the ticket is right and, if the version is held, it has such a range."""
         node = request.node.decode(errors="replace")
         expected = pull_ticket(self._secret, node, request.policy_version).encode()
         held = self._find(request)

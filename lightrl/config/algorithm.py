@@ -71,7 +71,7 @@ class AlgorithmSection(Section):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far ratios may leave 1, down and up; down inf = open."""
+        """Return how far ratios may go below and above 1; inf below = no limit."""
         low, high = CLIP.get(self.name, USUAL_CLIP)
         return (
             low if self.clip_low is None else self.clip_low,

@@ -17,7 +17,7 @@ LONGEST_TEST_S = 30.0  # of the reward "code"
 
 
 class Code(Section):
-    """Of the reward "code"."""
+    """Settings of the reward "code"."""
 
     partial: bool = False
     """reward the share of tests that pass, not only all of them"""
@@ -42,7 +42,7 @@ def is_own_function(name: str) -> bool:
 
 
 class Judge(Section):
-    """Of the reward "judge"."""
+    """Settings of the reward "judge"."""
 
     url: str = ""
     """OpenAI-compatible endpoint, up to its /v1, as http://127.0.0.1:8000/v1"""

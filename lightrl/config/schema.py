@@ -76,7 +76,7 @@ class Config(sections.Section):
 
     @property
     def reward_functions(self) -> set[str]:
-        """Those of all sets of prompts."""
+        """Return the names of the reward functions of all sets."""
         sets = (*self.data.all_sets, *self.eval_sets)
         return {name for one in sets for name in one.reward or self.reward.functions}
 

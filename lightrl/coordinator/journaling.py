@@ -69,7 +69,7 @@ def recall(records: Records, core: Coordinator, run_dir: Path, known: RecordsNot
 
 
 class Journaling:
-    """With `journal.enabled = false` nothing is written, and actions run immediately."""
+    """Write the journal. With `journal.enabled = false` only run actions, immediately."""
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class RecordsNote:
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """What a closed round adds to the record of its step."""
+    """The figures that a closed round adds to the record of its step."""
 
     figures: dict[str, float]
     digest: Future[bytes]

@@ -283,8 +283,8 @@ class RolloutAgent:
     # Deadlines: an engine that is silent for longer than one of them allows is killed.
 
     def _is_reply_due(self) -> bool:
-        """Return whether the engine sends tokens or loads a version. Not during a broadcast, which has
-        other deadlines."""
+        """Return whether the engine sends tokens or loads a version. False during a broadcast,
+        which has other deadlines."""
         if self.state is EngineState.LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
         return self.state is EngineState.SERVING and bool(self._running)

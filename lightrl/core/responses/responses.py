@@ -109,7 +109,7 @@ class ResponseTable:
 
     @property
     def has_unused_room(self) -> bool:
-        """Return whether a node has room while no response waits: other nodes may have too much work."""
+        """Return whether a node has room while no response waits: others may have too much work."""
         if not self._freed or self.queue or len(self._fleet.ready) < 2:
             return False
         return any(r.num_open for r in self.rounds)

@@ -81,7 +81,7 @@ class Shutdown:
 
     @property
     def patience_ends_at(self) -> float | None:
-        """When a run without a trainer stops waiting for one."""
+        """Return the time at which a run without a trainer stops waiting for one."""
         since = self._trainer_feed.missing_since
         if since is None or (self.has_begun and not self.awaits_trainer):
             return None

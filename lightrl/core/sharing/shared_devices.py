@@ -97,8 +97,8 @@ class SharedDevices:
 
     @property
     def may_train(self) -> bool:
-        """Return whether shards may be sent: a part is free, all sleeping engines are wanted for training,
-        and the ranks train already or are all parked."""
+        """Return whether shards may be sent: a part is free, all sleeping engines are wanted for
+        training, and the ranks either train already or are all parked."""
         if not self.nodes:
             return True
         if not (self.are_training or self.are_parked) or self.is_trespassed:
@@ -131,7 +131,7 @@ class SharedDevices:
 
     @property
     def is_trespassed(self) -> bool:
-        """Return whether a node reports an active engine on a part that was assigned to the ranks."""
+        """Return whether a node reports an active engine on a part that the ranks have."""
         is_given = bool(self.given) and self._trainers.are_complete
         return is_given and not self.given <= self.free
 

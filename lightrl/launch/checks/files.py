@@ -83,8 +83,7 @@ def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
 
 
 def _require_cores(config: Config, roles: Sequence[Role], cores: int) -> None:
-    """Raise ConfigError if the threads of an engine, or those of all ranks, exceed the cores.
-    Their sum may exceed the cores, since engines and ranks may take turns."""
+    """Require cores for an engine and for all ranks, but not for their sum: they may take turns."""
     train, rollout = config.train, config.rollout
     engines = "rollout" in roles if roles else bool(rollout.nodes)
     if rollout.engine != "emulated" and engines and rollout.threads > cores:
@@ -183,8 +182,7 @@ def _require_directory(path: str, folder: Path, has_weights: bool) -> None:
 
 
 def _require_on_hub(name: str) -> Path | None:
-    """Return the local folder of a hub model, if this machine has one. Raises ConfigError if the
-    hub has no such model or does not answer."""
+    """Return the folder of a hub model on this machine, None if it has none. Raises ConfigError."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -29,7 +29,7 @@ class LateSums:
         self._is_due = False
 
     def begin(self) -> None:
-        """Before each micro-batch."""
+        """Prepare a micro-batch; call it before each one."""
         module = self._policy.module
         if self._is_due or not isinstance(module, FSDPModule):
             return

@@ -88,7 +88,7 @@ class FollowerNode:
         """The leader decides."""
 
     async def close(self) -> None:
-        """Nothing is served here."""
+        """Do nothing: this node serves no versions."""
 
     def stop(self) -> None:
         """Leave when the leader has ended the present life."""

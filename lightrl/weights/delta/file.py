@@ -65,7 +65,7 @@ class DeltaManifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of the encoded buckets."""
+        """Return the bytes of all encoded buckets."""
         return sum(self.sizes)
 
 

@@ -294,7 +294,7 @@ class Acceptor:
             await self._serve(sock, request)
 
     def _end(self, task: asyncio.Task[None], sock: socket.socket) -> None:
-        """Not in the task, which may be cancelled before it has begun."""
+        """Close a connection outside its task, which may be cancelled before it begins."""
         self._tasks.discard(task)
         self._silent.pop(task, None)
         sock.close()

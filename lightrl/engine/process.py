@@ -220,7 +220,7 @@ class Server:
         self._confirm(command.file, command.canary, begun_at)
 
     def _receive_weights(self, command: ReceiveWeights) -> None:
-        """What runs waits; if this fails, until another load."""
+        """Receive a broadcast. Running responses wait; after a failure, until the next load."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()

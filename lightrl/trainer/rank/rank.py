@@ -196,7 +196,7 @@ class Rank:
         return Suspended(num_bytes, time.monotonic() - began)
 
     def _name_of_model(self) -> str:
-        """Its absolute path, or its name on the hub."""
+        """Return the model's absolute path, or its name on the hub."""
         path = Path(self.start.model_dir)
         return str(path.resolve()) if path.is_dir() else self.start.model_dir
 

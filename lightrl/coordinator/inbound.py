@@ -81,6 +81,8 @@ class Inbound:
             self._peers.restore(hello.node, before)
 
     def _handle(self, peer: Peer, message: Message | ProtocolError) -> None:
+        """Feed the message of a node to the core as an event. Messages that do not concern the core
+        are answered, relayed or ignored here."""
         node = peer.name
         if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
             self._peers.send(node, Welcome(self._run, refused=REJOIN))

@@ -38,6 +38,9 @@ PATIENCE_S = 0.5
 
 
 class ResponseScoring:
+    """Scores finished responses by the reward pool, and feeds the scores to the core. Owns the pool
+    and the responses on their way to it; decides which of them are scored in one call."""
+
     def __init__(
         self,
         config: Config,
@@ -114,6 +117,8 @@ class ResponseScoring:
                 self._report(f"rewards: {each.note}")
 
     def submit(self, command: ScoreResponse) -> None:
+        """Pass a finished response to the pool. Where functions compare the responses of a prompt,
+        it waits for the others."""
         response, group = command.response, command.response.group
         if self._by_group is None:
             self._early.append(command)

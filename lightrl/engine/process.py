@@ -206,6 +206,7 @@ class Server:
         self._send(aborted)
 
     def _load_weights(self, command: LoadWeights) -> None:
+        """Load a version from its file, and report it. If this fails, responses are aborted."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()

@@ -80,6 +80,7 @@ class EngineOrders:
         self._turns.slept(answer.freed_bytes)
 
     async def _load(self, fetched: Fetched | Announced) -> None:
+        """Order the engine to load a version, and report its answer to the coordinator."""
         offer, begun_at = fetched.offer, time.monotonic()
         if self._owner.serves == (offer.policy_version, offer.digest):
             return  # it has come by broadcast after all

@@ -97,6 +97,7 @@ class NodeWeights:
         self._chores: set[asyncio.Task[None]] = set()
 
     def offer(self, message: PublishWeights) -> None:
+        """Store the newest version of the coordinator, and wake `run`, which fetches it."""
         self.wanted = message
         self._is_offered.set()
 

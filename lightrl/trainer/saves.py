@@ -139,13 +139,9 @@ class Saves:
         took_s = time.monotonic() - self._began
         logger.info("saved %s in %.1f s; the ranks waited %.1f s", path, took_s, self._blocked_s)
         if took_s > self._grace_s:
-            logger.warning(
-                "%s took %.0f s to be saved, more than node.grace_s = %g: a trainer that is "
-                "preempted could not save in time",
-                path,
-                took_s,
-                self._grace_s,
-            )
+            limit = f"node.grace_s = {self._grace_s:g}"
+            what = f"{path} took {took_s:.0f} s to be saved, more than {limit}"
+            logger.warning("%s: a trainer that is preempted could not save in time", what)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

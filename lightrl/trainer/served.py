@@ -54,9 +54,8 @@ class ServedVersions:
         version, known = file.policy_version, self._files.get(file.policy_version)
         if published.base is not None:
             await self._serve_base(published.base)
-        if version >= max(self._files, default=0) and (
-            known is None or known.digest != file.digest
-        ):
+        is_served = known is not None and known.digest == file.digest
+        if version >= max(self._files, default=0) and not is_served:
             if known is not None:
                 await self._retire(version)
             await self._publish(file, f"version {version}")

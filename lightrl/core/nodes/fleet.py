@@ -37,6 +37,9 @@ MAX_STALE_NODES = 4096  # the nodes that were restarted last: a run has fewer
 
 
 class Fleet:
+    """Owns the nodes of the run, their states and their leases. Decides which nodes are admitted,
+    when a node is sent the newest version, and when one that cannot load it is drained."""
+
     def __init__(self, settings: Settings, outbox: Outbox) -> None:
         self.nodes: dict[str, Node] = {}
         self.ready: dict[str, Node] = {}  # those that serve the published version

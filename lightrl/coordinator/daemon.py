@@ -66,7 +66,8 @@ report_here = reporter(logger)
 
 
 class CoordinatorDaemon:
-    """Listens from its construction on, so that nodes can connect while data is being read."""
+    """Feeds events to the core and carries out its commands. Listens from its construction on, so
+    that nodes can connect while data is being read."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ MAX_TURN_S = 0.05  # spent on messages before other tasks run
 
 @dataclass(eq=False)
 class Inbound:
-    """The receiving side of the coordinator of `run`."""
+    """Receives messages of the peers of `run`, and feeds them to the core as events."""
 
     _run: str
     _router: Router

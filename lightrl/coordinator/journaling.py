@@ -69,7 +69,8 @@ def recall(records: Records, core: Coordinator, run_dir: Path, known: RecordsNot
 
 
 class Journaling:
-    """With `journal.enabled = false` nothing is written, and actions run immediately."""
+    """Writes entries, and runs actions once the entries before them are durable. With
+    `journal.enabled = false` nothing is written, and actions run immediately."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ LAST_OUTPUT_S = 0.2  # after its end
 
 
 class ScaleCommand:
-    """Of numbers that follow each other quickly the last one counts."""
+    """Runs the command. Of numbers that follow each other quickly the last one counts."""
 
     def __init__(
         self, settings: ScaleSection, num_there: Callable[[], int], warn: Callable[[str], None]

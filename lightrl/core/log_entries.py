@@ -70,7 +70,7 @@ class WindowMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
-    """Example: SharingMemory(0.6, longest={"short": 4096})"""
+    """Measurements of SharingPolicy. Example: SharingMemory(0.6, longest={"short": 4096})"""
 
     # mean seconds of a switch; 0 = unknown
     switch_s: float = 0.0

@@ -219,7 +219,8 @@ class Server:
         self._confirm(command.file, command.canary, begun_at)
 
     def _receive_weights(self, command: ReceiveWeights) -> None:
-        """What runs waits; if this fails, until another load."""
+        """Receive a version by broadcast. Responses pause meanwhile; if it fails, they stay paused
+        until another version loads."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()

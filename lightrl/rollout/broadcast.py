@@ -27,7 +27,8 @@ PATIENCE = 1.5
 
 
 class BroadcastMember:
-    """Of one node, whatever engine it has; `started` and `ended` follow the engine."""
+    """Orders the engine of a node to receive, and reports failures. `started` and `ended` follow
+    the engine."""
 
     def __init__(
         self, send: Callable[[Message], None], coordinator_host: str, timeout_s: float

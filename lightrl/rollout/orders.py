@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineOrders:
-    """`run` in a task; the engine's answers are put into `answers`."""
+    """Sends commands to one engine, and reports how they went. `run` in a task; the engine's
+    answers are put into `answers`."""
 
     def __init__(
         self,

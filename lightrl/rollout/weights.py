@@ -62,7 +62,8 @@ class Callbacks:
 
 
 class NodeWeights:
-    """`run` in a task; `await close()` when that has ended."""
+    """Fetches each version that the coordinator offers, and holds the one that the engine has
+    loaded. `run` in a task; `await close()` when that has ended."""
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ SAVE_PAUSE_S = 1.0
 
 
 class Saves:
-    """`begin_life` for each set of ranks, and `handle` for their reports; one caller at a time for
-    the coroutines."""
+    """Decides when checkpoints are written. `begin_life` for each set of ranks, `handle` for their
+    reports; one caller at a time for the coroutines."""
 
     def __init__(
         self, checkpoints: Path, config: Config, send: Callable[[Checkpointed], None]

@@ -29,10 +29,9 @@ class PointTo(Protocol):
 
 
 class ServedVersions:
-    """At most two: the newest, and the one before until its file is needed. The ranks own the
-    files, and do not reuse one that the server reads. Differences between the last versions are
-    removed here.
-    """
+    """Serves at most two versions: the newest, and the one before until its file is needed. Ranks
+    own the files, and do not reuse one that the server reads. Differences between the last versions
+    are removed here."""
 
     def __init__(self, server: WeightServer, point_to: PointTo | None = None) -> None:
         """`point_to` announces files to the nodes of this machine; called in a thread."""

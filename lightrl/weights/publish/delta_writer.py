@@ -32,7 +32,7 @@ _TOO_LARGE = 1 << 50  # in place of a bucket's size
 
 @dataclass(eq=False)
 class DeltaWriter:
-    """One rank's part. All ranks call `write` at the same time.
+    """Encodes and writes the share of one rank. All ranks call `write` at the same time.
 
     `group`: of these ranks, if there are other ranks, too.
     """

@@ -153,16 +153,8 @@ class CoordinatorDaemon:
                 (scratch / name).write_bytes(data)
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
-            self._scoring = ResponseScoring(
-                self._config,
-                scratch,
-                logs,
-                self._prompts,
-                self._core,
-                self._records,
-                self.feed,
-                self._warn,
-            )
+            parts = self._prompts, self._core, self._records
+            self._scoring = ResponseScoring(scratch, logs, *parts, self.feed, self._warn)
             rewards = self._scoring.pool
             try:
                 # what is recorded now is part of the next segment

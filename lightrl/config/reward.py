@@ -17,7 +17,7 @@ LONGEST_TEST_S = 30.0  # of the reward "code"
 
 
 class Code(Section):
-    """Of the reward "code"."""
+    """Settings of the reward "code"."""
 
     partial: bool = False
     """reward the share of tests that pass, not only all of them"""
@@ -37,12 +37,12 @@ OF_OWN_FUNCTIONS = ("kwargs", "form")  # keys of [reward]
 
 
 def is_own_function(name: str) -> bool:
-    """Whether it is a "path.py:function"."""
+    """Return whether it is a "path.py:function"."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 class Judge(Section):
-    """Of the reward "judge"."""
+    """Settings of the reward "judge"."""
 
     url: str = ""
     """OpenAI-compatible endpoint, up to its /v1, as http://127.0.0.1:8000/v1"""
@@ -63,7 +63,7 @@ class Judge(Section):
 
 class Reward(Section):
     functions: Names = ("exact_match",)
-    """a built-in name, "verifiers:ENV" or "path.py:function" of your own"""
+    """exact_match, regex, math, code, judge, "verifiers:ENV" or "path.py:function" of your own"""
     weights: tuple[float, ...] = ()
     """one for each function; default all 1"""
     kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The built-in reward functions: one literal dict.
+"""The table of built-in reward functions, and the functions that are in no file of their own.
 
 They have the native signature and run in the reward worker. Must not import optional libraries
 before they are chosen.
@@ -88,8 +88,8 @@ BUILTIN: dict[str, Callable[[Reward], Callable[[Sample], Any]]] = {
 
 
 def needs_answer(name: str, reward: Reward) -> bool:
-    """Whether this built-in compares with an answer. Tests of programs may be in other columns; a
-    judge may need none."""
+    """Return whether this built-in compares with an answer. Tests of programs may be in other
+    columns, and a judge may need no answer."""
     if name == "regex":
         return bool(re.compile(reward.regex).groups)
     return name not in {"code", "judge"}

@@ -1,5 +1,5 @@
-"""The checkpoints that a trainer's ranks write: when they begin, how often it is tried, and which
-one is the newest.
+"""Decide when the ranks of a trainer write checkpoints, and try failed ones again; track the newest
+one.
 
 Must not import torch: the daemon imports this file.
 """

@@ -1,4 +1,4 @@
-"""What one rank trains: the policy, its optimizer, and the gradients and figures of one step.
+"""Train the policy on one rank: its optimizer, and the gradients and figures of one step.
 
 Gradients are un-normalised sums, so a step does not depend, but for rounding, on how its samples
 were split or in which order they came.

@@ -1,4 +1,4 @@
-"""How the ranks of a trainer write the delta between their last two versions.
+"""Write the delta between the last two versions of a trainer, on all its ranks.
 
 Owns the part of one rank: it encodes its share of the buckets, by threads, and writes it to its
 place in one file. Imports torch; daemons must not import this.

@@ -47,12 +47,9 @@ def cost_row(core: Coordinator) -> CostRow:
 
 
 def _row(outcome: Outcome) -> StepForecast:
-    is_endless = math.isinf(outcome.step_s)  # JSON cannot represent infinity
-    return StepForecast(
-        outcome.nodes,
-        None if is_endless else outcome.step_s,
-        None if is_endless else outcome.usd,
-    )
+    if math.isinf(outcome.step_s):  # JSON cannot represent infinity
+        return StepForecast(outcome.nodes, None, None)
+    return StepForecast(outcome.nodes, outcome.step_s, outcome.usd)
 
 
 def turns_figures(core: Coordinator, step: int) -> dict[str, float]:

@@ -248,9 +248,7 @@ class Pipe(Generic[Command, Event]):
         Raises EOFError when the parent has closed the pipe and all commands were returned.
         """
         commands = self._parse()
-        if commands:
-            timeout_s = 0.0
-        while select.select([self._sock], [], [], timeout_s)[0]:
+        while select.select([self._sock], [], [], 0.0 if commands else timeout_s)[0]:
             try:
                 data = self._sock.recv(1 << 20)
             except ConnectionResetError:  # the parent closed before it had read everything
@@ -261,8 +259,6 @@ class Pipe(Generic[Command, Event]):
                 raise EOFError("the parent closed the pipe")
             self._buffer += data
             commands += self._parse()
-            if commands:
-                timeout_s = 0.0
         return commands
 
     def _parse(self) -> list[Command]:

@@ -20,7 +20,7 @@ from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.keys import read_key, write_keys
-from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.nodes import PROTOCOL, REJOIN, Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.messages.snapshot import Snapshot
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
@@ -101,17 +101,20 @@ class ScriptedTrainer:
         return self._server.addresses[0]
 
     async def run(self, address: str, key: str) -> None:
+        hello = Hello("trainer", 1, ("trainer",), PROTOCOL, pid=0, host="test")
         link = await Link.connect(address, "trainer", key)
         await self._server.start("127.0.0.1")
-        link.send(Hello("trainer", 1, ("trainer",), PROTOCOL, pid=0, host="test"))
+        link.send(hello)
         beating = asyncio.create_task(self._beat(link))
         try:
             while True:
                 for message in await link.receive():
                     match message:
+                        case Welcome(refused=why) if why == REJOIN:  # the hello was lost
+                            link.send(hello)
                         case Welcome(refused=why) if why:
                             raise AssertionError(f"the trainer was refused: {why}")
-                        case Welcome():
+                        case Welcome() if not self.files:
                             server = self._server
                             link.send(WeightsEndpoint(server.addresses, server.secret))
                             await self._publish(link, self.begins_at)

@@ -158,10 +158,9 @@ class Child(Generic[Command, Event]):
         """Close the pipe, wait `grace_s` for the child to end, then kill it with its children."""
         self._writer.close()
         try:
-            async with asyncio.timeout(grace_s):
-                await self._process.wait()
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
         finally:  # also when cancelled
             if self._writer.transport.get_write_buffer_size():
                 self._writer.transport.abort()  # a child that does not read would keep it open

@@ -1,8 +1,7 @@
 """Raise the limit of open files of a daemon, and reserve some descriptors for important files.
 
 ZeroMQ accepts every connection while a descriptor is free, so the soft limit stays a little below
-the hard one. `insist` opens a file that a run needs with one of the descriptors between the two,
-while ZeroMQ accepts nothing.
+the hard one. `insist` opens a file that a run needs with one of the descriptors between the two.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 RESERVED = 16  # descriptors
 MOST = 1 << 20  # where the system has no limit
@@ -53,13 +52,20 @@ def insist(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     except OSError as e:
         if e.errno != errno.EMFILE or _before is None:
             raise
+    with reserve():
+        return os.open(path, flags, mode)
+
+
+@contextlib.contextmanager
+def reserve() -> Iterator[None]:
+    """Use the reserve within the block. ZeroMQ accepts nothing meanwhile."""
     with insisting, contextlib.ExitStack() as shut:
         for door in doors:
             shut.enter_context(door())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            return os.open(path, flags, mode)
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -182,10 +182,7 @@ class FollowerNode:
         for rank in self._ranks.values():
             rank.kill()
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks.values()))
-        self._life = ""
-        self._tasks.clear()
-        self._ranks.clear()
-        self._early.clear()
+        self._life, self._ranks, self._early = "", {}, {}
         self.devices.lost()
 
 

@@ -333,7 +333,7 @@ def _dry_run(config: "Config", options: "DaemonOptions") -> None:
     launch = Launch(config, roles, slots)
     notes = [found.text for found in judge(launch, "up") if found.is_note]
     config = launch.required
-    devices = describe_devices(config, roles, slots)
+    devices = describe_devices(config, launch.machine, roles, slots)
     here = of_daemon(config, roles, slots)
     lines = describe(here, devices, describe_weights(here, launch.machine), roles)
     lines += labelled("begins with", begins_with(config))

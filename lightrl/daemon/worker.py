@@ -90,6 +90,7 @@ class Worker:
         self._last_hello = self._hello  # that was sent, and when
         self._hello_at = 0.0
         self._taken_since: float | None = None  # another process has this name; None unless JOINING
+        self._next_hello: asyncio.TimerHandle | None = None
         self._received_at = 0.0
         self._config: Config | None = None  # of the first welcome
         # A drain may start in every state and changes none of them.
@@ -230,7 +231,10 @@ class Worker:
             logger.warning("%s: %s; waiting until it is gone", self._name, TAKEN)
         if now - self._taken_since >= TAKEN_S:
             return False
-        asyncio.get_running_loop().call_later(TAKEN_PAUSE_S, self._repeat_hello)
+        if self._next_hello is not None:
+            self._next_hello.cancel()  # two may have been answered
+        loop = asyncio.get_running_loop()
+        self._next_hello = loop.call_later(TAKEN_PAUSE_S, self._repeat_hello)
         return True
 
     def _repeat_hello(self) -> None:

@@ -184,13 +184,15 @@ def _of_roles(
     return shape, wanted(config, ranks, int("rollout" in roles), shape, slots)
 
 
-def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list[str]:
+def describe(
+    config: Config, machine: Machine, roles: Sequence[Role] = (), slots: int = 0
+) -> list[str]:
     """Return lines on how a run, or a daemon with `roles`, uses the GPUs, and the arithmetic.
 
     Raises ConfigError as `for_run`.
     """
     shape, some = _here(config, roles, slots)
-    found = assign(look(), os.environ, some)
+    found = assign(machine, os.environ, some)
     nodes = [] if roles else [*_nodes(config), *_shared(config, found), *describe_sizes(config)]
     lines = [*nodes, *found.notes] or ["no GPU here: everything runs on the CPU"]
     if config.train.engine == "emulated" or (roles and "trainer" not in roles):

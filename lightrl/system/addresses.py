@@ -100,13 +100,12 @@ def own_host(towards: str = "192.0.2.1") -> str:
 
     Loopback only if there is no other, or `towards` is on this machine. Sends nothing.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # the default is an address for documentation, which takes the default route
-            probe.connect((towards, 9))
-            return probe.getsockname()[0]
-        except OSError:  # no route
-            pass
+    with (
+        contextlib.suppress(OSError),  # no route
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect((towards, 9))  # the default, for documentation, takes the default route
+        return probe.getsockname()[0]
     found: list[str] = []
     with contextlib.suppress(OSError):  # may be 127.0.1.1
         found.append(socket.gethostbyname(socket.gethostname()))

@@ -158,10 +158,9 @@ class Child(Generic[Command, Event]):
         """Close the pipe, wait `grace_s` for the child to end, then kill it with its children."""
         self._writer.close()
         try:
-            async with asyncio.timeout(grace_s):
-                await self._process.wait()
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
         finally:  # also when cancelled
             if self._writer.transport.get_write_buffer_size():
                 self._writer.transport.abort()  # a child that does not read would keep it open
@@ -248,9 +247,7 @@ class Pipe(Generic[Command, Event]):
         Raises EOFError when the parent has closed the pipe and all commands were returned.
         """
         commands = self._parse()
-        if commands:
-            timeout_s = 0.0
-        while select.select([self._sock], [], [], timeout_s)[0]:
+        while select.select([self._sock], [], [], 0.0 if commands else timeout_s)[0]:
             try:
                 data = self._sock.recv(1 << 20)
             except ConnectionResetError:  # the parent closed before it had read everything
@@ -261,8 +258,6 @@ class Pipe(Generic[Command, Event]):
                 raise EOFError("the parent closed the pipe")
             self._buffer += data
             commands += self._parse()
-            if commands:
-                timeout_s = 0.0
         return commands
 
     def _parse(self) -> list[Command]:

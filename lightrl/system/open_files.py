@@ -10,19 +10,21 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
 RESERVED = 16  # descriptors
 MOST = 1 << 20  # where the system has no limit
 
 _before: int | None = None  # the soft limit before `raise_limit`
-_insisting = threading.Lock()  # held while the limit is changed for a moment
+insisting = threading.Lock()  # held while the limit, or `doors`, is changed
+doors: list[Callable[[], contextlib.AbstractContextManager[None]]] = []  # shut within the block
 
 
 def raise_limit() -> None:
     """Raise the soft limit of this process, and reserve descriptors. Call once, at its start."""
     global _before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError), _insisting:
+    with contextlib.suppress(OSError, ValueError), insisting:
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised_limit(), hard))
         _before = soft
 
@@ -44,19 +46,26 @@ def restore_for(pid: int) -> None:
 
 def insist(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """os.open, or an opener for open(), that uses the reserve if no other descriptor is free.
-
-    Raises OSError; EMFILE if the reserve is used up, or ZeroMQ takes the descriptor first.
-    """
+    Raises OSError; EMFILE if the reserve is used up."""
     try:
         return os.open(path, flags, mode)
     except OSError as e:
         if e.errno != errno.EMFILE or _before is None:
             raise
-    with _insisting:
+    with reserve():
+        return os.open(path, flags, mode)
+
+
+@contextlib.contextmanager
+def reserve() -> Iterator[None]:
+    """Use the reserve within the block. ZeroMQ accepts nothing meanwhile."""
+    with insisting, contextlib.ExitStack() as shut:
+        for door in doors:
+            shut.enter_context(door())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            return os.open(path, flags, mode)
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightrl.system import open_files
+
 PREFIX = "lightrl-"
 MAX_NAME = 40  # characters of the caller's name in the name of a folder
 
@@ -39,7 +41,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     elif path.exists():
         for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
+            with open_files.reserve():
+                subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
 def _new_folder(name: str, root: Path) -> tuple[Path, int]:

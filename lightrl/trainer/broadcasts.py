@@ -46,6 +46,7 @@ class BroadcastOrders:
         self._taken: VersionTaken | None = None  # the last one received
         self._order: VersionTaken | None = None  # the order that is not carried out yet
         self._over: asyncio.Future[str] | None = None  # the reason why rank 0 must stop sending
+        self._is_awaited = False  # whether the coordinator waits for the result of the order
         self._is_stopping = False
 
     @property
@@ -71,6 +72,7 @@ class BroadcastOrders:
         """Forget all orders after the loss of the coordinator or of these ranks, which ends their
         groups. Rank 0 leaves its group when the next one forms."""
         self._taken = self._order = None
+        self._is_awaited = False
         self._end(GONE)
         self._changed.set()
 
@@ -107,7 +109,7 @@ class BroadcastOrders:
     async def perform(self, ranks: Ranks, file: VersionFile) -> bool:
         """Carry out the order; `file` is the newest version. Return whether all of it was sent.
         Raises RanksLost."""
-        order, self._order = self._order, None
+        order, self._order, self._is_awaited = self._order, None, True
         if order is None or order.broadcast is None:
             return False
         version, wanted, group = order.policy_version, order.broadcast, order.broadcast.group
@@ -126,7 +128,7 @@ class BroadcastOrders:
         except WeightsError as e:
             reason = str(e).removeprefix("broadcast: ")
             logger.warning("no broadcast: %s", reason)
-            if reason != GONE:  # a lost coordinator no longer waits for the result
+            if self._is_awaited:
                 self._refuse(order, reason, group)
             return False
         return True

@@ -263,9 +263,9 @@ class Ranks:
         if self._followers is not None:
             self._followers.end()
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
+        found = self._rendezvous.parent.glob(f"{self._rendezvous.name}*")  # looks in the thread
         with contextlib.suppress(OSError):  # a later start removes it
-            for left in self._rendezvous.parent.glob(f"{self._rendezvous.name}*"):
-                left.unlink(missing_ok=True)
+            await in_thread(lambda: [left.unlink(missing_ok=True) for left in found])
 
     async def kill(self) -> None:
         """End them without grace: those that are left of a set hang in a collective."""

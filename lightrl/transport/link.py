@@ -75,14 +75,9 @@ class Link(Socket):
         except (OSError, TimeoutError):
             raise PeerUnreachable(f"{address}: no answer; is the coordinator running?") from None
         writer.close()
+        identity = f"{name}{SEPARATOR}{secrets.token_hex(RANDOM_BYTES)}"
         try:
-            return cls(
-                address,
-                f"{name}{SEPARATOR}{secrets.token_hex(RANDOM_BYTES)}",
-                key,
-                on_break,
-                on_back,
-            )
+            return cls(address, identity, key, on_break, on_back)
         except zmq.ZMQError as e:  # no descriptor is free
             raise PeerUnreachable(f"{address}: {e}") from None
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ class UnauthenticatedPeers:
         self._known: dict[int, int] = {}
         self._num_known = 0
         self._port = 0
+        # ZeroMQ's listening socket: its descriptor, another one, and a socket to put in its place
+        self._door: tuple[int, int, socket.socket] | None = None
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         # to inspect a connection when no descriptor is free
         self._spare = os.dup(self._null)
@@ -67,13 +70,15 @@ class UnauthenticatedPeers:
         self._clock = 0.0  # seconds during which this loop was responsive
         self._monitor: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._monitor.set(zmq.RCVHWM, 0)  # else ZeroMQ's thread would wait for this one
-        sock.monitor(f"inproc://handshakes-{name}", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        sock.monitor(f"inproc://handshakes-{name}", events)
         self._monitor.connect(f"inproc://handshakes-{name}")
         self._fd = self._monitor.fileno()
         self._loop.add_reader(self._fd, self._check_soon)
 
     def listens_on(self, port: int) -> None:
         self._port = port
+        self._read_events()
         self._check_soon()
 
     def __len__(self) -> int:
@@ -108,6 +113,11 @@ class UnauthenticatedPeers:
             self._next_check.cancel()
         self._sock.disable_monitor()
         self._monitor.close(linger=0)
+        if self._door is not None:
+            with open_files.insisting:
+                open_files.doors.remove(self._shut_door)
+            os.close(self._door[1])
+            self._door[2].close()
         os.close(self._spare)
         os.close(self._null)
 
@@ -157,8 +167,25 @@ class UnauthenticatedPeers:
                 self._ending.add(connection)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._waiting[descriptor] = _Connection(self._clock)
+            elif event["event"] == zmq.EVENT_LISTENING and sys.platform == "linux":
+                idle = socket.create_server(("127.0.0.1", 0))
+                idle.setblocking(False)
+                self._door = descriptor, os.dup(descriptor), idle
+                with open_files.insisting:
+                    open_files.doors.append(self._shut_door)
         if self._ending:
             self._check_soon()
+
+    @contextlib.contextmanager
+    def _shut_door(self) -> Iterator[None]:
+        """Let ZeroMQ accept from a socket to which nobody connects; epoll still watches its own."""
+        assert self._door is not None
+        listening, own, idle = self._door
+        os.dup2(idle.fileno(), listening, inheritable=False)
+        try:
+            yield
+        finally:
+            os.dup2(own, listening, inheritable=False)
 
     def _most(self) -> int:
         """Return half of the descriptors that nothing else uses, within LEAST and MOST."""

@@ -11,6 +11,7 @@ from lightrl.config.schema import Config
 from lightrl.core_settings import settings_of
 from lightrl.devices import plan
 from lightrl.devices.assign import NO_GPUS, Assignment, DeviceRequest, assign
+from lightrl.devices.driver import NO_DRIVER
 from lightrl.devices.plan import part_with, shared_with
 from tests.devices.test_assign import gpus
 
@@ -111,16 +112,15 @@ def test_without_gpus_engines_go_round_all_parts():
     assert {part for _, part in parts_of(whole, NO_GPUS)} == {0}
 
 
-def test_the_dry_run_names_parts_and_those_that_only_train(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert plan.describe(config_of())[:2] == [
+def test_the_dry_run_names_parts_and_those_that_only_train():
+    assert plan.describe(config_of(), NO_DRIVER)[:2] == [
         "rollout-0, rollout-2: in turn with part 0 of trainer-0",
         "rollout-1, rollout-3: in turn with part 1 of trainer-0",
     ]
-    assert plan.describe(config_of(rollout={"nodes": 1}))[:2] == [
+    assert plan.describe(config_of(rollout={"nodes": 1}), NO_DRIVER)[:2] == [
         "rollout-0: in turn with part 0 of trainer-0",
         "only trains, for no engine uses it: part 1 of trainer-0",
     ]
-    assert plan.describe(config_of(replicas=1))[0] == (
+    assert plan.describe(config_of(replicas=1), NO_DRIVER)[0] == (
         "rollout-0, rollout-1, rollout-2, rollout-3: in turn with trainer-0"
     )

@@ -3,6 +3,7 @@ else."""
 
 import asyncio
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -203,11 +204,11 @@ def test_nobody_can_read_along():
         key, seen = new_key(), bytearray()
 
         class Wiretap(Proxy):
-            @staticmethod
-            async def _pipe(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-                while data := await source.read(65536):
+            async def passes(self, source: socket.socket, sink: socket.socket) -> None:
+                loop = asyncio.get_running_loop()
+                while data := await loop.sock_recv(source, 65536):
                     seen.extend(data)
-                    sink.write(data)
+                    await loop.sock_sendall(sink, data)
 
         router = Router(ANY, key)
         async with Wiretap(router.address) as tap, asyncio.timeout(LIMIT_S):
@@ -254,11 +255,11 @@ def test_connection_that_fell_silent_is_noticed_although_it_stands():
         class Swamp(Proxy):
             """Swallows everything while `muted`, without closing anything."""
 
-            @staticmethod
-            async def _pipe(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-                while data := await source.read(65536):
+            async def passes(self, source: socket.socket, sink: socket.socket) -> None:
+                loop = asyncio.get_running_loop()
+                while data := await loop.sock_recv(source, 65536):
                     if not muted:
-                        sink.write(data)
+                        await loop.sock_sendall(sink, data)
 
         router = Router(ANY, key)
         async with Swamp(router.address) as swamp, asyncio.timeout(LIMIT_S):

@@ -15,6 +15,7 @@ from lightrl.config.run_file import to_toml
 from lightrl.errors import WrongKey
 from lightrl.keys import new_key, read_key
 from lightrl.messages.snapshot import Watch
+from lightrl.system import open_files
 from lightrl.system.addresses import host_and_port
 from lightrl.transport import link, unauthenticated
 from lightrl.transport.link import Link
@@ -221,6 +222,32 @@ def test_who_had_to_go_because_many_came_does_not_doubt_its_key_soon(
 
 
 # Descriptors
+
+
+def test_nobody_gets_in_while_the_limit_is_raised_and_all_do_after_it():
+    async def scenario() -> None:
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
+            node.send(Watch())
+            await received(router, Watch)
+            with contextlib.ExitStack() as stack:
+                with router._unauthenticated._shut_door():
+                    many = [stack.enter_context(stranger(router)) for _ in range(20)]
+                    node.send(Watch())  # ZeroMQ's one thread looks at all of its connections
+                    await received(router, Watch)
+                    for sock in many:
+                        sock.setblocking(False)
+                        with pytest.raises(BlockingIOError):
+                            sock.recv(1)
+                loop = asyncio.get_running_loop()
+                async with asyncio.timeout(LIMIT_S):
+                    for sock in many:
+                        assert await loop.sock_recv(sock, 1) == b"\xff"
+            node.close()
+        assert not open_files.doors
+
+    asyncio.run(scenario())
+
 
 STRANGERS = Path(__file__).parents[2] / "scripts" / "bench" / "strangers"
 NUM_OPEN = 128  # descriptors that the coordinator may have

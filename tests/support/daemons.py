@@ -20,16 +20,19 @@ from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.keys import read_key, write_keys
-from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
+from lightrl.messages.nodes import PROTOCOL, REJOIN, Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.messages.snapshot import Snapshot
 from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights, WeightsEndpoint, WeightsSource
 from lightrl.system.addresses import host_and_port
+from lightrl.system.threads import cancel
 from lightrl.transport.link import Link
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.write import TensorBytes, write_version
+from tests.support.listener import Listener
+from tests.support.relay import address_of, bound_socket, pass_on
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 LOOK_S = 0.05  # at what changes with time alone
@@ -101,17 +104,20 @@ class ScriptedTrainer:
         return self._server.addresses[0]
 
     async def run(self, address: str, key: str) -> None:
+        hello = Hello("trainer", 1, ("trainer",), PROTOCOL, pid=0, host="test")
         link = await Link.connect(address, "trainer", key)
         await self._server.start("127.0.0.1")
-        link.send(Hello("trainer", 1, ("trainer",), PROTOCOL, pid=0, host="test"))
+        link.send(hello)
         beating = asyncio.create_task(self._beat(link))
         try:
             while True:
                 for message in await link.receive():
                     match message:
+                        case Welcome(refused=why) if why == REJOIN:  # the hello was lost
+                            link.send(hello)
                         case Welcome(refused=why) if why:
                             raise AssertionError(f"the trainer was refused: {why}")
-                        case Welcome():
+                        case Welcome() if not self.files:
                             server = self._server
                             link.send(WeightsEndpoint(server.addresses, server.secret))
                             await self._publish(link, self.begins_at)
@@ -273,39 +279,38 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         self._target = host_and_port(target)
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._piping: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        sock = bound_socket()
+        self.address = f"tcp://{address_of(sock)}"
+        self._listener = Listener(sock, self._serve)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._server.close()
-        self.cut()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._listener.close()
 
     def cut(self) -> None:
-        """Resets every connection; new ones are let through."""
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
+        """Closes every connection; new ones are let through."""
+        for pipe in self._piping:
+            pipe.cancel()
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(*self._target)
-        self._writers |= {writer, back}
-        for source, sink in ((reader, back), (there, writer)):
-            task = asyncio.create_task(self._pipe(source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def _serve(self, sock: socket.socket) -> None:
+        with socket.socket() as back:
+            back.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(back, self._target)
+            pipes = {
+                asyncio.create_task(self.passes(*ends)) for ends in ((sock, back), (back, sock))
+            }
+            self._piping |= pipes
+            try:
+                await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._piping -= pipes
+                await cancel(*pipes)  # they use both sockets
 
-    @staticmethod
-    async def _pipe(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await source.read(65536):
-                sink.write(data)
-        sink.close()
+    async def passes(self, source: socket.socket, sink: socket.socket) -> None:
+        await pass_on(source, sink)
 
 
 @contextlib.asynccontextmanager

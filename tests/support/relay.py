@@ -61,7 +61,7 @@ class Relay:
         with socket.socket() as up:
             up.setblocking(False)
             await loop.sock_connect(up, (host, int(port)))
-            asking = asyncio.create_task(_pass(sock, up))
+            asking = asyncio.create_task(pass_on(sock, up))
             try:
                 while data := await loop.sock_recv(up, 1 << 16):
                     passed = data[:left]
@@ -80,7 +80,7 @@ class Relay:
                 await asyncio.wait({asking})  # it uses both sockets
 
 
-async def _pass(source: socket.socket, sink: socket.socket) -> None:
+async def pass_on(source: socket.socket, sink: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     with contextlib.suppress(ConnectionError):
         while data := await loop.sock_recv(source, 1 << 16):

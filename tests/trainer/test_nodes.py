@@ -2,12 +2,24 @@
 another life is dropped."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from lightrl.config.run_file import parse_config
 from lightrl.messages.trainers import TrainerRelay
+from lightrl.trainer.nodes import node
 from lightrl.trainer.nodes.followers import FRAMES, Followers, RankFrame, RanksLost
-from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, Done, RankFailed, StartRank
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    Done,
+    LeaveBroadcast,
+    RankFailed,
+    StartRank,
+)
+from lightrl.trainer.rank_processes import Place
+from tests.support.trainer_coordinator import turns, until
 
 MEMBERS = (("u", 1), ("v", 2))
 STARTS = [StartRank("{}", "m", rank, 3, "r", "w", "runs") for rank in (1, 2)]
@@ -84,3 +96,52 @@ def test_what_ends_no_life():
                 await led.followers.watch()
 
     asyncio.run(scenario())
+
+
+def test_a_follower_carries_out_an_end_while_it_looks_for_the_folder(tmp_path, monkeypatch):
+    config = parse_config(
+        {
+            "model": {"path": str(tmp_path)},
+            "data": {"path": "unused"},
+            "rollout": {"engine": "emulated"},
+            "train": {"engine": "emulated", "nodes": 2, "ranks": 2},
+        }
+    )
+    missing = str(tmp_path / "missing")
+    sent = asyncio.Queue()
+
+    async def scenario():
+        follower = node.FollowerNode(config, Place(tmp_path, tmp_path), sent.put_nowait)
+        running = asyncio.create_task(follower.run())
+
+        def send(life, rank, frame=b""):
+            frame = FRAMES.encode(RankFrame(life, rank, frame))
+            follower.receive(TrainerRelay("leader", frame))
+
+        def start(life):
+            for command in STARTS:
+                start = replace(command, rendezvous=missing)
+                send(life, command.rank, RANK_COMMANDS.encode(start))
+
+        monkeypatch.setattr(node, "SEEN_S", 3600.0)
+        start("one")
+        send("one", 1, RANK_COMMANDS.encode(LeaveBroadcast()))
+        await until(lambda: follower._life == "one")
+        await turns()
+        send("one", 0)
+        await until(lambda: not follower._life)
+        assert sent.empty()
+        monkeypatch.setattr(node, "SEEN_S", 0.0)
+        start("two")
+        for rank in (1, 2):
+            relay = await sent.get()
+            frame = FRAMES.decode(relay.frame)
+            event = RANK_EVENTS.decode(frame.frame)
+            assert (relay.node, frame.life, frame.rank) == ("leader", "two", rank)
+            assert event.is_final
+            assert "does not see" in event.reason
+        follower.stop()
+        send("two", 0)
+        await running
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

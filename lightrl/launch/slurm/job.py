@@ -33,7 +33,7 @@ from lightrl.launch.slurm.sharing import SharingNodes, sharing
 from lightrl.log import LogSettings, configure, configure_again
 from lightrl.log import environment as log_environment
 from lightrl.metrics import sinks
-from lightrl.system.addresses import ALL_HOSTS, host_and_port, own_host
+from lightrl.system.addresses import ALL_HOSTS, host_and_port, is_loopback, own_host
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
 
@@ -45,7 +45,6 @@ ENDS_S = 120.0  # of a run that stops: it writes a checkpoint
 MARKS_S = 10.0  # from the end of a run to the mark that it returns
 # Crashes of a daemon in a row, each soon after its start.
 RESTARTS = RestartPolicy(max_restarts=5, settled_s=120.0)
-HERE_ONLY = {"127.0.0.1", "localhost"} | ALL_HOSTS  # no address for other machines
 
 
 async def run_part(
@@ -160,7 +159,9 @@ def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[s
     run_dir = config.run_dir.resolve()
     host, port = host_and_port(config.run.bind)
     bind = config.run.bind
-    if host in HERE_ONLY:  # other machines read the address in the run directory
+    if (
+        is_loopback(host) or host in ALL_HOSTS
+    ):  # other machines read the address in the run directory
         bind = f"tcp://{own_host()}:{port or '*'}"
     options = [f"run.bind={bind}", "--role", "coordinator,trainer", "--name", _name_of("head")]
     if has_journal(run_dir):

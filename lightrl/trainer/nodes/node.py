@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightrl.config.schema import Config
 from lightrl.errors import LightRLError, ProtocolError, TrainerError
@@ -21,7 +22,7 @@ from lightrl.messages.sharing import SetDevices
 from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.system.child import ChildDied
-from lightrl.system.threads import in_thread
+from lightrl.system.threads import cancel, in_thread
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import FRAMES, RankFrame
 from lightrl.trainer.protocol import (
@@ -67,7 +68,8 @@ class FollowerNode:
         self._leader = ""
         self._life = ""  # of the ranks here; "" = none
         self._ranks: dict[int, Rank] = {}
-        self._readers: list[asyncio.Task[None]] = []
+        self._early: dict[int, list[bytes]] = {}  # commands for ranks that are being started
+        self._tasks: list[asyncio.Task[Any]] = []
         # with the names of their leaders; None: leave when the present life ends
         self._frames: asyncio.Queue[tuple[str, RankFrame] | None] = asyncio.Queue()
 
@@ -118,25 +120,29 @@ class FollowerNode:
             if message.life in ("", self._life):
                 await self._end()
             return
-        is_known = message.life == self._life and number in self._ranks
-        if is_known and not self.devices.are_shared:
-            self._ranks[number].forward(message.frame)
-            return
-        command = RANK_COMMANDS.decode(message.frame)
-        if isinstance(command, StartRank):
+        if message.life == self._life and number in self._early:
+            self._early[number].append(message.frame)
+        elif message.life == self._life and number in self._ranks:
+            self._forward(number, message.frame)
+        elif isinstance(command := RANK_COMMANDS.decode(message.frame), StartRank):
             if message.life != self._life:
                 await self._end()
                 self._leader, self._life = leader, message.life
                 self.devices.starting()
-            await self._start(command)
-        elif is_known:
-            self.devices.on_command(command)
-            self._ranks[number].forward(message.frame)
+                self._tasks = [asyncio.create_task(_sees(Path(command.rendezvous)))]
+            self._early[number] = []
+            self._tasks.append(asyncio.create_task(self._run_rank(command, self._tasks[0])))
 
-    async def _start(self, command: StartRank) -> None:
+    def _forward(self, number: int, frame: bytes) -> None:
+        if self.devices.are_shared:
+            self.devices.on_command(RANK_COMMANDS.decode(frame))
+        self._ranks[number].forward(frame)
+
+    async def _run_rank(self, command: StartRank, sees: asyncio.Task[bool]) -> None:
+        """`sees`: whether this node sees the folder in which the ranks meet."""
         place, number = self._place, command.rank
         try:
-            if not await _sees(Path(command.rendezvous)):
+            if not await asyncio.shield(sees):
                 folder = Path(command.rendezvous).parent
                 raise TrainerError(
                     f"does not see {folder}: checkpoint.dir must be a folder that all trainer "
@@ -150,23 +156,18 @@ class FollowerNode:
             )
             local = number % self._config.train.ranks
             rank = self._ranks[number] = await start_rank(self._config, place, here, local)
-        except (LightRLError, OSError) as e:
-            self._report(number, RankFailed(str(e), isinstance(e, LightRLError)))
-            return
-        self._readers.append(asyncio.create_task(self._relay_events(number, rank)))
-
-    async def _relay_events(self, number: int, rank: Rank) -> None:
-        while True:
-            try:
+            for frame in self._early.pop(number):
+                self._forward(number, frame)
+            while True:
                 event = await rank.receive()
-            except LightRLError as e:
-                self._report(number, RankFailed(str(e), not isinstance(e, ChildDied)))
-                return
-            self.devices.on_event(number, event)
-            if isinstance(event, RankStarted | StepFinished):
-                self.devices.announce()
-                self.devices.published()
-            self._report(number, event)
+                self.devices.on_event(number, event)
+                if isinstance(event, RankStarted | StepFinished):
+                    self.devices.announce()
+                    self.devices.published()
+                self._report(number, event)
+        except (LightRLError, OSError) as e:
+            is_final = isinstance(e, LightRLError) and not isinstance(e, ChildDied)
+            self._report(number, RankFailed(str(e), is_final))
 
     def _report(self, number: int, event: RankEvent) -> None:
         if self._leader:
@@ -177,14 +178,11 @@ class FollowerNode:
         """Kill the ranks: those that are left of a life hang in a collective."""
         if not self._life:
             return
-        for reader in self._readers:
-            reader.cancel()
+        await cancel(*self._tasks)
         for rank in self._ranks.values():
             rank.kill()
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks.values()))
-        self._life = ""
-        self._readers.clear()
-        self._ranks.clear()
+        self._life, self._ranks, self._early = "", {}, {}
         self.devices.lost()
 
 

@@ -1,4 +1,4 @@
-"""Send the bytes of a file to a node: in the event loop, by `sendfile`, which copies nothing.
+"""Send the bytes of a file to a node in the event loop, by `sendfile`, which copies nothing.
 
 Must not import torch.
 """
@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
+from lightrl.system.threads import in_thread
 from lightrl.weights.serve.request import QUEUED, SIGN_S
 
 IDLE_LIMIT_S = 10.0  # without a single byte, or without a request
@@ -34,7 +35,9 @@ class FileSender:
         portion = _PORTION if self._bytes_per_s is None else _THROTTLED_PORTION
         while size > 0:
             try:
-                sent = os.sendfile(sock.fileno(), file, offset, min(size, portion))
+                most = min(size, portion)
+                await _read(file, offset, most)
+                sent = os.sendfile(sock.fileno(), file, offset, most)
             except BlockingIOError:
                 sent = 0
             else:
@@ -61,26 +64,26 @@ class FileSender:
             if not acquiring.cancel():
                 self._turns.release()
             raise
-        has_ended = False
-
-        def end() -> None:
-            nonlocal has_ended
-            if not has_ended:
-                has_ended = True
-                self._turns.release()
-
-        limit = loop.call_later(TURN_S, end)
-        try:
+        end = contextlib.ExitStack()
+        end.callback(self._turns.release)
+        end.callback(loop.call_later(TURN_S, end.close).cancel)
+        with end:
             yield
-        finally:
-            limit.cancel()
-            end()
 
     async def _pace(self, num_bytes: int) -> None:
         if self._bytes_per_s is not None:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
             await asyncio.sleep(self._free_at - now)
+
+
+async def _read(file: int, offset: int, size: int) -> None:
+    """Read a part from the disk, in a thread, unless the end of it is in memory."""
+    with contextlib.suppress(OSError, AttributeError):  # nobody can say (tmpfs), or no thread
+        try:
+            os.preadv(file, [bytearray(1)], offset + size - 1, os.RWF_NOWAIT)
+        except BlockingIOError:
+            await in_thread(os.pread, file, size, offset)
 
 
 async def _writable(sock: socket.socket) -> None:

@@ -234,7 +234,7 @@ class Coordinator:
             room = sum(n.free for n in nodes)
             waiting = self.group_filter.pop_waiting(min(room, self._num_unreserved(nodes)))
             placed = placement.assign(waiting, nodes, self._expect)
-            self.table.generate(placed)
+            self.table.dispatch(placed)
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Return the number of waiting responses beyond the share of nodes that still load."""

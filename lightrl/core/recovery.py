@@ -229,7 +229,7 @@ class _Recovery:
     def _begin(self) -> None:
         """Start the open rounds; undo their side effects, which the snapshot includes already."""
         for round in self._core.table.rounds:
-            round.move(RoundState.RUNNING)
+            round.transition(RoundState.RUNNING)
             round.published_at = self._now  # overwritten if the version is published later
             if round in self._closed:
                 self._core.steps.close_round(round, self._now)

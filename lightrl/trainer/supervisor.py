@@ -166,7 +166,7 @@ class Trainer:
                 return
             except RanksLost as e:
                 lost = e
-            self._move(TrainerEvent.RANKS_LOST)
+            self._transition(TrainerEvent.RANKS_LOST)
             self._connected = self._rejoined = False
             is_away = self.devices.lost()
             self._forget_orders()
@@ -259,7 +259,7 @@ class Trainer:
         self._file = started.published.file
         self._published = await self._versions.serve(started.published)
         announce = self._on_restart if self._state is TrainerState.DOWN else self._announce
-        self._move(TrainerEvent.RANKS_STARTED)
+        self._transition(TrainerEvent.RANKS_STARTED)
         announce()
 
     def _require_saved(self) -> None:
@@ -318,7 +318,7 @@ class Trainer:
         """Update, and publish the version of the next step."""
         queue, began_at = whole.queue, asyncio.get_running_loop().time()
         step, version = queue.step, queue.step + 1
-        self._move(TrainerEvent.UPDATE_BEGAN)
+        self._transition(TrainerEvent.UPDATE_BEGAN)
         await self._versions.make_room()
         ranks.send_all(Update(step, queue.num_responses, queue.num_tokens, version))
         finished, *_ = await ranks.replies(StepFinished)
@@ -339,7 +339,7 @@ class Trainer:
         if self._done > self._furthest:
             self._furthest = self._done
             self._crashes.progressed()
-        self._move(TrainerEvent.UPDATE_ENDED)
+        self._transition(TrainerEvent.UPDATE_ENDED)
         if self._rejoined:  # shards of the next step follow from what is announced
             self._rejoined = False
             self._announce()
@@ -397,5 +397,5 @@ class Trainer:
     def _waits_for_devices(self) -> bool:
         return self._state is TrainerState.DOWN and self.devices.are_away
 
-    def _move(self, event: TrainerEvent) -> None:
+    def _transition(self, event: TrainerEvent) -> None:
         self._state = next_state(EDGES, self._state, event)

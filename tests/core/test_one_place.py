@@ -30,11 +30,11 @@ def changed(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("text", "file"),
     [
-        ("move(ResponseState.ABORTED)", "group_filter.py"),
-        ("move(GroupState.DEFERRED)", "group_filter.py"),
-        ("move(GroupState.DROPPED)", "group_filter.py"),
+        ("transition(ResponseState.ABORTED)", "group_filter.py"),
+        ("transition(GroupState.DEFERRED)", "group_filter.py"),
+        ("transition(GroupState.DROPPED)", "group_filter.py"),
         (".tokens.frombytes(", "arrivals.py"),
-        ("move(ResponseState.RUNNING, node)", "responses.py"),
+        ("transition(ResponseState.RUNNING, node)", "responses.py"),
     ],
 )
 def test_it_happens_in_one_place(text: str, file: str):

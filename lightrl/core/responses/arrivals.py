@@ -135,7 +135,7 @@ class Arrivals:
         num_tokens = len(response.tokens) - held
         self._table.counters.count_tokens(num_tokens, response.group.round.is_eval)
         if item.finish_reason in {"stop", "length"}:
-            response.move(ResponseState.RUNNING)  # somewhere
+            response.transition(ResponseState.RUNNING)  # somewhere
             self._filter.finish(response, item.finish_reason)
         elif race.has_lost(response):
             self._filter.give_up(response)

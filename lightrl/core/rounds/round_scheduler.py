@@ -169,7 +169,7 @@ class RoundScheduler:
         if missing > 0:
             self._draw(round, missing)
         elif round.state is RoundState.FILLING:
-            round.move(RoundState.RUNNING)
+            round.transition(RoundState.RUNNING)
 
     def _draw(self, round: Round, count: int) -> None:
         self.draws.append(round)
@@ -181,7 +181,7 @@ class RoundScheduler:
         round = self.draws.popleft()
         if round.is_eval:
             self._start(round, [Deferred(p, 0, round.step) for p in prompts])
-            round.move(RoundState.RUNNING)
+            round.transition(RoundState.RUNNING)
             return
         usable = self._backlog.draw(prompts, self._busy(round))
         if round.state is RoundState.FILLING:
@@ -216,13 +216,13 @@ class RoundScheduler:
         if round.is_eval:
             self.evaluated = round.step
             self._predictor.learn_evaluation(round)
-            round.move(RoundState.CLOSED)
+            round.transition(RoundState.CLOSED)
             self._outbox.add(CloseRound(round))
             self._table.retire()
             return
         self._accept(round)
         self._filter.end(round)
-        round.move(RoundState.CLOSED)
+        round.transition(RoundState.CLOSED)
         self._accept(round)
         self._predictor.learn(round)
         self._scaling.close(round)
@@ -234,10 +234,10 @@ class RoundScheduler:
         round, done = self._table.rounds[0], self._step_done
         assert done is not None
         for group in round.accepted:
-            group.move(GroupState.TRAINED)
+            group.transition(GroupState.TRAINED)
             self._table.counters.groups_trained += 1
             self._table.counters.trained_responses += len(group.kept)
-        round.move(RoundState.TRAINED)
+        round.transition(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
         closed_at = max(round.closed_at, self._step_began)

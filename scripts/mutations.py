@@ -303,7 +303,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         "core.training.versions",
         "core/test_retrained.py core/test_trainer_feed.py core/test_async.py",
     ): [
-        ("Versions.publish", "if 4", never, "a version is published while its round is open"),
+        ("Versions.accept", "if 4", never, "a version is published while its round is open"),
         ("Versions._retrain", "if 1", always, "other weights are served under the same number"),
         ("Versions._retrain", "if 5", never, "a retrained version may differ as much as it likes"),
     ],

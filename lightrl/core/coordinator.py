@@ -153,7 +153,7 @@ class Coordinator:
             case Heartbeat():
                 self.fleet.on_heartbeat(name, message, now)
             case PublishWeights():
-                self.versions.publish(name, message, now)
+                self.versions.accept(name, message, now)
             case WeightsEndpoint():
                 self.fleet.open_endpoint(name, message)
             case WeightsReady():

@@ -139,7 +139,7 @@ class _Recovery:
                     self._take(version, (item,))
             case VersionPublished():
                 core.fleet.set_current_version(_message_of(entry))
-                core.steps.published(self._now)
+                core.steps.set_published_at(self._now)
             case VersionRetrained():
                 core.fleet.add_retrained_version(_message_of(entry))
             case StepDone():

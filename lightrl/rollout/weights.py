@@ -337,7 +337,7 @@ class NodeWeights:
     def _serve(self, fetched: Fetched) -> None:
         if not fetched.is_own:
             try:
-                self._server.publish(fetched.file)
+                self._server.serve(fetched.file)
             except WeightsError as e:  # others have it from elsewhere
                 version = fetched.offer.policy_version
                 logger.warning("version %d is not served here: %s", version, e)

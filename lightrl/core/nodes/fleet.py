@@ -242,10 +242,10 @@ class Fleet:
 
     # Weights
 
-    def publish(self, message: PublishWeights, now: float) -> None:
+    def announce(self, message: PublishWeights, now: float) -> None:
         """A new version is complete at the trainer: send every rollout node its sources, except
         those that receive it by broadcast."""
-        self._announce(message)
+        self._set_version_of_trainer(message)
         for node in self.nodes.values():
             node.weights_failures = 0
             if node.name in self.ready:
@@ -256,12 +256,12 @@ class Fleet:
         for node in self.nodes.values():
             self._send_sources(node)
 
-    def publish_again(self, message: PublishWeights) -> None:
+    def announce_again(self, message: PublishWeights) -> None:
         """Send the newest version again to nodes without it. If it was trained again with another
         digest, no node has it."""
         published, version = self.published, message.policy_version
         is_other = published is not None and published.digest != message.digest
-        self._announce(message)
+        self._set_version_of_trainer(message)
         for node in self.nodes.values() if is_other else ():
             if node.policy_version == version:
                 node.policy_version = None
@@ -289,14 +289,14 @@ class Fleet:
             if is_pulling and self.sources.deltas_for(node):
                 self._send_sources(node)
 
-    def _announce(self, message: PublishWeights) -> None:
+    def _set_version_of_trainer(self, message: PublishWeights) -> None:
         self.set_current_version(message)
         self.sources.trainer = self.trainer
 
     def set_current_version(self, published: PublishWeights) -> None:
         """Make this version the newest."""
         self.published = published
-        self.sources.publish(published)
+        self.sources.set_version(published)
         self._remember(published)
 
     def add_retrained_version(self, retrained: PublishWeights) -> None:

@@ -55,7 +55,7 @@ class RoundScheduler:
         self._step_done: StepDone | None = None
         self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
 
-    def published(self, now: float) -> None:
+    def set_published_at(self, now: float) -> None:
         """Store the time at which a new version was published."""
         if (round := self._table.training) is not None:
             round.published_at = now

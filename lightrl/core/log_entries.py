@@ -119,7 +119,7 @@ class SnapshotBegan:
     sharing: SharingMemory = field(default_factory=SharingMemory)
     # of engines of several sizes
     planner: PlannerMemory = field(default_factory=PlannerMemory)
-    # of right answers, as GroupFilter has it
+    # of right answers, as GroupLifecycle has it
     slowest_s: dict[str, float] = field(default_factory=dict[str, float])
 
 

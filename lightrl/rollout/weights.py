@@ -27,7 +27,7 @@ from lightrl.messages.weights import (
     WeightsReady,
     WeightsSource,
 )
-from lightrl.rollout.base import BaseVersion
+from lightrl.rollout.base_version import BaseVersion
 from lightrl.rollout.deltas import DELTA_TIMEOUT_S, DELTA_WAIT_S, Deltas, find_chain, leads_from
 from lightrl.rollout.fetched import (
     Announced,

@@ -1,7 +1,7 @@
 """A trainer's part in broadcasts: rank 0 sends a version to a group, as the coordinator orders.
 
 Owns the coordinator's order and the commands to rank 0. Which nodes receive a version the
-coordinator decides; when rank 0 is free the supervisor. A failure ends the group only: nodes pull
+coordinator decides; when rank 0 is free `Trainer`. A failure ends the group only: nodes pull
 instead. Must not import torch: the daemon imports this file.
 """
 

@@ -1,6 +1,6 @@
 """The versions of one trainer that its node serves, and the messages that announce them.
 
-The supervisor sends these messages; the coordinator decides who pulls a version.
+`Trainer` sends these messages; the coordinator decides who pulls a version.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """What the ranks of a trainer do, as far as it decides what the trainer may do. Pure.
 
-Whether the coordinator is connected is independent of it: see `Trainer` in supervisor.py.
+Whether the coordinator is connected is independent of it: see `Trainer` in trainer.py.
 """
 
 from enum import StrEnum

@@ -1,7 +1,7 @@
 """One step of the trainer while its groups arrive: what the ranks accumulate when.
 
 `shard_queue` decides which groups go together, `batch` how they are packed, `algorithm.advantage`
-what they are worth; the supervisor decides when the step advances, restarts and ends. Must not
+what they are worth; `Trainer` decides when the step advances, restarts and ends. Must not
 import torch: the daemon imports this file.
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightrl.trainer.batch import streamed
 from lightrl.trainer.checkpoint.checksums import find_corruption
-from lightrl.trainer.checkpoint.saved import checkpoint_path, latest, newest_sound, step_of, tidy
+from lightrl.trainer.checkpoint.on_disk import checkpoint_path, latest, newest_sound, step_of, tidy
 from lightrl.trainer.protocol import (
     Accumulate,
     RankStarted,

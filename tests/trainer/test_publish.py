@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from lightrl.devices import memory
-from lightrl.engine.checkpoint import build_model, check_fits, read_config, tensor_targets
+from lightrl.engine.model_dir import build_model, check_fits, read_config, tensor_targets
 from lightrl.errors import WeightsError
 from lightrl.system.child import Pipe
 from lightrl.trainer.checkpoint.export import export

@@ -18,7 +18,7 @@ from lightrl.messages.training import Checkpointed, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.algorithm.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
-from lightrl.trainer.checkpoint.saved import latest
+from lightrl.trainer.checkpoint.on_disk import latest
 from lightrl.trainer.protocol import Accumulate, Update
 from tests.support.tiers import e2e
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until

@@ -22,7 +22,7 @@ from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.protocol import Accumulate, Update
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
-from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer.trainer import Trainer
 from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import unpack_f32
 from tests.support.tiers import e2e

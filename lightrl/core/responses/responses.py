@@ -1,7 +1,7 @@
 """The responses of the open rounds and their places: in the queue, at a node, or held here.
 
 Owns responses and their places; a response is in exactly one. `placement` chooses nodes,
-`arrivals` appends tokens, `group_filter` decides the outcome.
+`arrivals` appends tokens, `group_lifecycle` decides the outcome.
 """
 
 from collections import deque

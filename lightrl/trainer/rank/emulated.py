@@ -26,7 +26,7 @@ from lightrl.messages.weights import Canary
 from lightrl.system import files
 from lightrl.trainer.batch import trainable
 from lightrl.trainer.checkpoint.checksums import with_checksums
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     CHECKPOINTS,
     STEP_FILE,
     SavedStep,

@@ -27,7 +27,7 @@ from lightrl.errors import ProtocolError, TrainerError
 from lightrl.model_files import ADAPTERS, weights_folder
 from lightrl.trainer.checkpoint.contents import read_adapters, read_model
 from lightrl.trainer.checkpoint.layout import MODEL, read_layout
-from lightrl.trainer.checkpoint.saved import SavedStep, read_step
+from lightrl.trainer.checkpoint.on_disk import SavedStep, read_step
 from lightrl.trainer.model.forward import Way
 from lightrl.trainer.model.loading import cast
 from lightrl.trainer.model.policy import Policy, load_policy, shards

@@ -18,13 +18,13 @@ from lightrl.devices.cuda import has_cuda
 from lightrl.errors import TrainerError
 from lightrl.model_files import weights_folder
 from lightrl.trainer.checkpoint import contents as checkpoint
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS, SavedStep, restored_at
-from lightrl.trainer.checkpoint.saver import Saver
-from lightrl.trainer.group import join
+from lightrl.trainer.checkpoint.on_disk import CHECKPOINTS, SavedStep, restored_at
+from lightrl.trainer.checkpoint.writer import CheckpointWriter
 from lightrl.trainer.learner import out_of_memory
 from lightrl.trainer.learner.learner import Learner
 from lightrl.trainer.model import attention
 from lightrl.trainer.model.policy import shards
+from lightrl.trainer.process_group import join
 from lightrl.trainer.protocol import (
     Accumulate,
     Done,
@@ -72,7 +72,7 @@ def main(sock: socket.socket) -> None:
     try:
         serve(sock, new_rank)
     except EOFError:
-        if ranks and ranks[0].saver.is_busy:
+        if ranks and ranks[0].checkpoint_writer.is_busy:
             os._exit(1)  # else the ranks outlive their daemon
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -106,7 +106,7 @@ class Rank:
                 start.world,
                 lambda: report(StillAlive(self.step)),
             )
-            self.saver = Saver(
+            self.checkpoint_writer = CheckpointWriter(
                 self.learner.policy,
                 self.learner.optimizer,
                 self.model_dir,
@@ -157,7 +157,7 @@ class Rank:
                 yield Done(step, delta=self._write_delta())
             case Save(step, path, export):
                 began = time.monotonic()
-                self.saver.begin(Path(path), self._saved(), export)
+                self.checkpoint_writer.begin(Path(path), self._saved(), export)
                 self._staging_s += time.monotonic() - began
                 yield Done(step)
             case OpenGroup() | SendWeights():
@@ -229,7 +229,7 @@ class Rank:
 
     def _published(self) -> Published | None:
         """The version with its canary, on rank 0. A collective."""
-        known = canary.score(self.learner.policy, self._text) if self._text else None
+        known = canary.compute(self.learner.policy, self._text) if self._text else None
         return Published(self.file, known, self._base) if self.file else None
 
     def _restore(self) -> SavedStep | None:

@@ -54,7 +54,7 @@ TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process s
 TAKEN_S = 120.0
 
 
-class Worker:
+class NodeConnection:
     def __init__(self, options: "DaemonOptions", address: str, is_alone: bool = True) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be
         ended."""

@@ -26,11 +26,11 @@ from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.trainer.broadcasts import BroadcastOrders
 from lightrl.trainer.checkpoint.initial import where_to_start
+from lightrl.trainer.checkpoint_schedule import CheckpointSchedule
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
 from lightrl.trainer.protocol import Done, EncodeDelta, RankStarted, StepFinished, Update
 from lightrl.trainer.rank_processes import Place, Ranks, worst
-from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.state import EDGES, TrainerEvent, TrainerState
 from lightrl.trainer.step import Step
@@ -101,7 +101,7 @@ class Trainer:
         self._broadcasts = BroadcastOrders(config, place.host, send_if, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # optimizer steps ever done by this process
-        self.saves = Saves(self._checkpoints, config, send_if)
+        self.saves = CheckpointSchedule(self._checkpoints, config, send_if)
         self._crashes = CrashCounter(RESTARTS)
         self._published: PublishWeights | None = None  # the ranks' version
         self._file: VersionFile  # of that version; set once ranks have started

@@ -19,7 +19,7 @@ from lightrl.messages.responses import FinishReason
 MAX_SLOWEST = 100_000  # prompts
 
 
-class GroupFilter:
+class GroupLifecycle:
     def __init__(
         self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
     ) -> None:

@@ -13,7 +13,12 @@ from lightrl.config.schema import Config
 from lightrl.messages.message import Message
 from lightrl.messages.training import ShardsTaken, TrainGroup, TrainShard
 from lightrl.trainer.algorithm.advantage import train_samples
-from lightrl.trainer.batch import streamed, surprisal_of_rest, total_tokens, useful
+from lightrl.trainer.batch import (
+    plan_micro_batches,
+    samples_to_send,
+    surprisal_of_rest,
+    total_tokens,
+)
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.protocol import (
     MAX_BATCHES,
@@ -226,7 +231,7 @@ class Step:
         """Give out what is due of the groups that are held; on shared devices little at a time, as
         the ranks may have to be suspended."""
         queue, is_shared = self.queue, self._devices.are_shared
-        sizes = [total_tokens(samples) for samples in useful(queue.held, self._config)]
+        sizes = [total_tokens(samples) for samples in samples_to_send(queue.held, self._config)]
         is_all = self._in_order or queue.must_not_wait(self._waiting)
         while True:
             is_due, most = is_all or sum(sizes) >= self._full, self._full if is_shared else None
@@ -248,7 +253,7 @@ class Step:
         rest = surprisal_of_rest([s for samples in groups for s in samples], config.algorithm)
         self._rest = [a + b for a, b in zip(self._rest, rest, strict=True)]
         most = config.train.max_tokens_per_gpu
-        batches_R = streamed(
-            useful(groups, config), num, most, self._in_order, self._ranks.is_packed
+        batches_R = plan_micro_batches(
+            samples_to_send(groups, config), num, most, self._in_order, self._ranks.is_packed
         )
         self._replicas.accumulate(replica, self.queue.step, batches_R)

@@ -24,7 +24,7 @@ from lightrl.emulation import arguments, logprobs
 from lightrl.errors import ProtocolError, TrainerError, first_line
 from lightrl.messages.weights import Canary
 from lightrl.system import files
-from lightrl.trainer.batch import trainable
+from lightrl.trainer.batch import with_gradient
 from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.on_disk import (
     CHECKPOINTS,
@@ -168,7 +168,7 @@ class EmulatedRank:
         num_tokens = sum(
             num_trained(s.token_ids, s.loss_mask)
             for samples in command.batches
-            for s in trainable(samples, self.config.algorithm)
+            for s in with_gradient(samples, self.config.algorithm)
         )
         self._num_tokens += num_tokens
         self._sleep("train_token_ms", num_tokens)

@@ -63,7 +63,7 @@ class Judge(Section):
 
 class Reward(Section):
     functions: Names = ("exact_match",)
-    """a built-in name, "verifiers:ENV" or "path.py:function" of your own"""
+    """exact_match, regex, math, code, judge, "verifiers:ENV" or "path.py:function" of your own"""
     weights: tuple[float, ...] = ()
     """one for each function; default all 1"""
     kwargs: dict[str, Any] = Field(default_factory=dict)

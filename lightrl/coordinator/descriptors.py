@@ -13,7 +13,7 @@ from lightrl.system import open_files
 
 BASE = 40  # of a coordinator without nodes or reward workers: files, pipes, ZeroMQ's own
 OF_WORKER = 2  # its pipe, and one to start it
-FOR_TOOLS = 10  # connections of tools, and of peers that have not sent Hello yet
+FOR_TOOLS = 10  # connections of tools, and of peers that are no nodes of the run (yet)
 
 
 class Descriptors:
@@ -33,8 +33,10 @@ class Descriptors:
 
         A single check may fail while unauthenticated connections are being closed.
         """
+        before = sum(self._num_connections())
         if (num_open := open_files.num_open()) is not None:
-            self._others = num_open - sum(self._num_connections())
+            # if some are opened or closed just now, too many are better than a node refused
+            self._others = num_open - max(before, sum(self._num_connections()))
         if _are_out():
             self._num_checks += 1
             if self._num_checks == 2:
@@ -45,10 +47,13 @@ class Descriptors:
                 self._report("there are free file descriptors again")
             self._num_checks = 0
 
-    def why_no_room(self) -> str | None:
-        """Return one line why a node that has just connected is refused, or None."""
-        num_known, _ = self._num_connections()
-        if self._others is None or self._others + num_known + FOR_TOOLS <= open_files.soft_limit():
+    def why_no_room(self, num_nodes: int) -> str | None:
+        """Return one line why a node that has just connected is refused, or None.
+
+        `num_nodes` are in the run. Other nodes that are connected do not count: if many come at
+        once, the first of them have room.
+        """
+        if self._others is None or self._others + num_nodes + FOR_TOOLS < open_files.soft_limit():
             return None
         why = f"no file descriptors for more nodes ({_how()})"
         self._report(f"WARNING: {why}: new nodes are refused")

@@ -94,7 +94,7 @@ class Peers:
     def _why_no_room(self, peer: Peer, hello: Hello) -> str | None:
         """Return one line, or None; a process that was admitted once is admitted again."""
         is_new = hello.roles == ("rollout",) and not self.is_current(peer)
-        return self._descriptors.why_no_room() if is_new else None
+        return self._descriptors.why_no_room(len(self._fleet.nodes)) if is_new else None
 
     def _is_taken(self, peer: Peer) -> bool:
         """Return whether another process has this name, and its node is not lost.

@@ -1,4 +1,4 @@
-"""The built-in reward functions: one literal dict.
+"""The table of built-in reward functions, and the functions that are in no file of their own.
 
 They have the native signature and run in the reward worker. Must not import optional libraries
 before they are chosen.

@@ -52,6 +52,7 @@ class UnauthenticatedPeers:
         self._wake = wake
         self._ending: set[int] = set()
         self._waiting: dict[int, _Connection] = {}  # by descriptor, oldest first
+        self._shut_down: set[int] = set()  # descriptors of such that ZeroMQ has still open
         # descriptor -> number, of authenticated connections
         self._known: dict[int, int] = {}
         self._num_known = 0
@@ -81,13 +82,14 @@ class UnauthenticatedPeers:
     def count(self) -> tuple[int, int]:
         """Return the numbers of authenticated and of unauthenticated connections."""
         self._read_events()
-        return len(self._known), len(self._waiting)
+        return len(self._known), len(self._waiting) + len(self._shut_down)
 
     def mark_authenticated(self, descriptor: int) -> int:
         """Mark a connection as authenticated, and return its unique number."""
         if descriptor not in self._known:
             self._read_events()  # its ACCEPTED event may not have been read yet
             self._waiting.pop(descriptor, None)
+            self._shut_down.discard(descriptor)
             self._num_known += 1
             self._known[descriptor] = self._num_known
         return self._known[descriptor]
@@ -150,6 +152,7 @@ class UnauthenticatedPeers:
                 break
             descriptor = int(event["value"])
             self._waiting.pop(descriptor, None)
+            self._shut_down.discard(descriptor)
             if (connection := self._known.pop(descriptor, None)) is not None:
                 self._ending.add(connection)
             if event["event"] == zmq.EVENT_ACCEPTED:
@@ -160,7 +163,7 @@ class UnauthenticatedPeers:
     def _most(self) -> int:
         """Return half of the descriptors that nothing else uses, within LEAST and MOST."""
         limit, used = open_files.soft_limit(), open_files.num_open()
-        others = limit - len(self._waiting) if used is None else used - len(self._waiting)
+        others = (limit if used is None else used) - len(self._waiting) - len(self._shut_down)
         return min(MOST, max(LEAST, (limit - others) // 2))
 
     def _to_close(self, count: int) -> list[int]:
@@ -180,7 +183,8 @@ class UnauthenticatedPeers:
         return "?"
 
     def _shut(self, descriptor: int) -> None:
-        self._waiting.pop(descriptor, None)
+        if self._waiting.pop(descriptor, None) is not None:
+            self._shut_down.add(descriptor)
         with contextlib.suppress(OSError), self._borrowed(descriptor) as sock:
             sock.shutdown(socket.SHUT_RDWR)  # ZeroMQ then closes it
 

@@ -237,7 +237,7 @@ PARTS = (
     measured(
         "speed/common-prefix",
         "how far the same noise repeats a response of 4,096 tokens",
-        "common_prefix 0.5b",
+        "speed_common_prefix 0.5b",
         (*CHILD, "vllm"),
         300,
     ),

@@ -27,6 +27,7 @@ from lightrl.messages.snapshot import CostRow, NodeRow, Snapshot, StepForecast, 
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.router import Router
 from lightrl.wire import to_json
+from tests.support.tiers import NEEDS_TORCHAO
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 KEY = new_key()
@@ -203,10 +204,11 @@ importance weights of 0.5 to 2
             "note        train.optim.schedule = 'cosine' cannot act: all of train.steps = 100 are "
             "train.optim.warmup_steps",
         ),
-        (
+        pytest.param(
             "train.optim.name=adamw8bit train.optim.schedule=linear train.optim.lr=1e-5 "
             "train.optim.warmup_steps=5 train.optim.min_lr_ratio=0.1",
             "lr 1e-05 after 5 steps of warm-up, linear to 1e-06, adamw8bit, 1 rank",
+            marks=NEEDS_TORCHAO,
         ),
     ],
 )

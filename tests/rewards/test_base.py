@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from lightrl.config.reward import Reward
 from lightrl.errors import RewardError
+from lightrl.rewards import builtin
 from lightrl.rewards.base import Columns, RunProgress, Sample, read_answer
-from lightrl.rewards.builtin import exact_match, load_function, regex_reward
+from lightrl.rewards.builtin import BUILTIN, exact_match, load_function, regex_reward
 from lightrl.rewards.score import Score, score
 from lightrl.rewards.signatures import wrap
 
@@ -594,3 +596,12 @@ def test_what_a_function_logs_that_no_float32_holds_is_no_figure():
 
     [only] = scores(f, *siblings("a"))
     assert (only.reward, only.metrics, only.failure) == (1.0, {"size": 4.0}, "")
+
+
+def test_the_readme_and_the_config_name_every_built_in_function():
+    source = Path(builtin.__file__)
+    table = source.with_name("README.md").read_text(encoding="utf-8").partition("| Built in |")[2]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert rows == list(BUILTIN)
+    settings = source.parents[1] / "config" / "reward.py"
+    assert ", ".join(BUILTIN) in settings.read_text(encoding="utf-8")

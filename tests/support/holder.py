@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from lightrl.weights.serve.request import (
     unpack,
 )
 from lightrl.weights.version.manifest import VersionFile
+from tests.support.listener import Listener
+from tests.support.relay import address_of, bound_socket
 
 Answer = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
 
@@ -23,32 +26,30 @@ Answer = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
 @contextlib.asynccontextmanager
 async def holder(answer: Answer) -> AsyncIterator[str]:
     """Its address. `answer` is called for each request, one after the other on a connection."""
-    tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        data = b""
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while not writer.is_closing():
-                while missing := num_missing(data):
-                    data += await reader.readexactly(missing)
-                request, data = unpack(data), b""
-                await answer(request, writer)
-                await writer.drain()
-        writer.close()
-        with contextlib.suppress(OSError, asyncio.CancelledError):  # it may come twice
-            await writer.wait_closed()
+    async def serve(sock: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock)
+        try:
+            data = b""
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                while not writer.is_closing():
+                    while missing := num_missing(data):
+                        data += await reader.readexactly(missing)
+                    request, data = unpack(data), b""
+                    await answer(request, writer)
+                    await writer.drain()
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        finally:
+            writer.transport.abort()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    sock = bound_socket()
+    listener = Listener(sock, serve)
     try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield address_of(sock)
     finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks)
+        await listener.close()
 
 
 def of(version: VersionFile, answer: Answer) -> Answer:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 
 from lightrl.system.addresses import join_address
+from tests.support.listener import Listener
 
 EVERYTHING = 1 << 62
 
@@ -40,60 +41,47 @@ class Relay:
         self.num_bytes = 0  # that passed
 
     async def __aenter__(self) -> str:
-        self._tasks = set[asyncio.Task[None]]()
         if self._sock is None:
             self._sock = bound_socket()
-        self._server = await asyncio.start_server(self._serve, sock=self._sock)
+        self._listener = Listener(self._sock, self._serve)
         return address_of(self._sock)
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        self.cut()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._listener.close()
 
     def cut(self) -> None:
         """As if it had been killed."""
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
+        self._listener.cut()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    async def _serve(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
         left = self._allow(self.num_connections)
         self.num_connections += 1
         host, _, port = self._target.rpartition(":")
-        try:
-            up_reader, up_writer = await asyncio.open_connection(host, int(port))
-        except ConnectionError:
-            writer.close()
-            return
+        with socket.socket() as up:
+            up.setblocking(False)
+            await loop.sock_connect(up, (host, int(port)))
+            asking = asyncio.create_task(_pass(sock, up))
+            try:
+                while data := await loop.sock_recv(up, 1 << 16):
+                    passed = data[:left]
+                    await loop.sock_sendall(sock, passed)
+                    left -= len(passed)
+                    self.num_bytes += len(passed)
+                    if left == 0:
+                        self.stalled.set()
+                        if self._released is None:
+                            break
+                        await self._released.wait()
+                        await loop.sock_sendall(sock, data[len(passed) :])
+                        left = EVERYTHING
+            finally:
+                asking.cancel()
+                await asyncio.wait({asking})  # it uses both sockets
 
-        async def upstream() -> None:
-            while data := await reader.read(1 << 16):
-                up_writer.write(data)
 
-        asking = asyncio.create_task(upstream())
-        try:
-            while data := await up_reader.read(1 << 16):
-                passed = data[:left]
-                writer.write(passed)
-                left -= len(passed)
-                self.num_bytes += len(passed)
-                if left == 0:
-                    self.stalled.set()
-                    if self._released is None:
-                        break
-                    await self._released.wait()
-                    writer.write(data[len(passed) :])
-                    left = EVERYTHING
-                await writer.drain()
-        except (ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            asking.cancel()
-            for w in (writer, up_writer):
-                w.close()
-                with contextlib.suppress(ConnectionError):
-                    await w.wait_closed()
+async def _pass(source: socket.socket, sink: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(ConnectionError):
+        while data := await loop.sock_recv(source, 1 << 16):
+            await loop.sock_sendall(sink, data)

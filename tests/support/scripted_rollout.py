@@ -34,6 +34,7 @@ class ScriptedRollout:
         self.slots = slots
         self.num_hellos = 0
         self.num_answered: dict[int, int] = {}  # version -> responses
+        self.welcomed = asyncio.Event()  # or refused, or unable to connect
         self._link: Link | None = None
         self._said: Hello | None = None  # and not answered yet
         self._said_at = 0.0
@@ -42,6 +43,12 @@ class ScriptedRollout:
 
     async def run(self, address: str, key: str) -> None:
         """Until the coordinator lets it go. Raises PeerUnreachable if it is refused for good."""
+        try:
+            await self._run(address, key)
+        finally:
+            self.welcomed.set()
+
+    async def _run(self, address: str, key: str) -> None:
         link = self._link = await Link.connect(
             address, self.name, key, CONNECT_S, self._on_break, self._send_hello
         )
@@ -88,6 +95,7 @@ class ScriptedRollout:
             self._send_hello()  # the last one is out of date
             return True
         self._admitted = self._admitted or said is not None
+        self.welcomed.set()
         return welcome.refused != ENDING
 
     def _send(self, message: Message) -> None:

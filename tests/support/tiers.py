@@ -1,9 +1,16 @@
-"""Parameters of tests that the default tier leaves out (tests/conftest.py, `--e2e`)."""
+"""Tests that run only where what they need is installed, and parameters that the default tier
+leaves out (tests/conftest.py, `--e2e`)."""
 
+import importlib.util
 from collections.abc import Iterable
 
 import pytest
 from _pytest.mark import ParameterSet
+
+NEEDS_TORCHAO = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed: scripts/setup adamw8bit",
+)
 
 
 def e2e(values: Iterable[object]) -> list[ParameterSet]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightrl.config.algorithm import ALGORITHMS, UNGROUPED
 from lightrl.errors import TrainerError
 from lightrl.trainer.algorithm import loss
-from lightrl.trainer.algorithm.advantage import ALGORITHM, advantages, overlong_penalty, whitened
+from lightrl.trainer.algorithm.advantage import ADVANTAGES, advantages, overlong_penalty, whitened
 from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import LARGEST_F32, fits_f32
 
@@ -82,7 +82,7 @@ def test_overlong_penalty_by_hand(length, penalty):
 
 
 def test_every_algorithm_of_the_config_has_advantages_and_a_loss():
-    assert set(ALGORITHM) == set(loss.ALGORITHM) == set(ALGORITHMS)
+    assert set(ADVANTAGES) == set(loss.RECIPES) == set(ALGORITHMS)
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16), st.sampled_from(GROUPED))

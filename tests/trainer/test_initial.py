@@ -21,6 +21,7 @@ from lightrl.trainer.checkpoint.initial import take_over, where_to_start
 from lightrl.trainer.checkpoint.on_disk import SavedStep, latest, oldest_kept, put_in_place
 from lightrl.trainer.protocol import Accumulate, Save, Update
 from lightrl.wire import from_json, to_json
+from tests.support.tiers import NEEDS_TORCHAO
 from tests.trainer.test_rank import started
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -67,7 +68,11 @@ def require_same_state(a, b):
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [({}, "adamw"), ({}, "adamw8bit"), ({"lora": {"rank": 4, "alpha": 8}}, "adamw")],
+    [
+        ({}, "adamw"),
+        pytest.param({}, "adamw8bit", marks=NEEDS_TORCHAO),
+        ({"lora": {"rank": 4, "alpha": 8}}, "adamw"),
+    ],
 )
 def test_two_steps_and_a_new_run_of_three_are_a_run_of_five(
     new_rank, samples, tmp_path, model, name

@@ -348,7 +348,7 @@ def test_the_table_of_the_readme_is_that_of_the_code():
     assert [name for name, *_ in rows] == list(ALGORITHMS)
     units = {"token": loss.token_ratio, "mean": loss.mean_ratio, "product": loss.response_ratio}
     for name, unit, low, high, norm in rows:
-        recipe, clip = loss.ALGORITHM[name], AlgorithmSection(name=name).clip
+        recipe, clip = loss.RECIPES[name], AlgorithmSection(name=name).clip
         assert (float(low), float(high)) == (max(0, 1 - clip[0]), 1 + clip[1])
         [ratio] = {units[word] for word in units if word in unit}
         assert (recipe.ratio, recipe.norm) == (ratio, norm)

@@ -13,6 +13,7 @@ from lightrl.config.sections import Optim
 from lightrl.errors import TrainerError
 from lightrl.trainer.learner.optim import learning_rate, new_optimizer
 from lightrl.trainer.protocol import Accumulate, Done, RankStarted, Save, Saved, Update
+from tests.support.tiers import NEEDS_TORCHAO
 
 DEADLINE_S = 110
 EIGHT_BITS = {"train": {"optim": {"name": "adamw8bit", "lr": 1e-3}}}
@@ -69,7 +70,7 @@ def test_a_run_that_goes_on_with_other_settings_has_them_and_its_state(new_rank,
     assert found == {"betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.5}
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adamw8bit", marks=NEEDS_TORCHAO)])
 def test_every_key_of_the_optimizer_acts(name):
     """After one step a weight has moved by lr * g / (|g| + eps) + lr * decay * w."""
     weight = nn.Parameter(torch.full((8, 512), 2.0))
@@ -88,6 +89,7 @@ def test_every_key_of_the_optimizer_acts(name):
     )
 
 
+@NEEDS_TORCHAO
 def test_moments_of_eight_bits_are_close_and_small():
     """Over many rows, which are updated some at a time; those of other widths stay float32."""
     torch.manual_seed(0)
@@ -117,6 +119,7 @@ def test_moments_of_eight_bits_are_close_and_small():
     ]
 
 
+@NEEDS_TORCHAO
 def test_rows_are_updated_some_at_a_time(monkeypatch):
     from lightrl.trainer.learner import adamw8bit
 
@@ -152,6 +155,7 @@ def require_equal(found, expected):
         assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
 
 
+@NEEDS_TORCHAO
 @pytest.mark.e2e
 @pytest.mark.usefixtures("warm_ranks")
 def test_codes_are_restored_bit_for_bit_by_any_number_of_ranks(
@@ -187,6 +191,7 @@ def test_codes_are_restored_bit_for_bit_by_any_number_of_ranks(
     assert trained(back, samples, 2)[0] == trained(rank, samples, 2)[0]
 
 
+@NEEDS_TORCHAO
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_with_codes_train_like_one(start, new_rank, processes, samples):
     """As far as codes allow: a sum of gradients in another order may fall into another one."""

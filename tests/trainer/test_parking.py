@@ -20,7 +20,7 @@ from lightrl.trainer.protocol import (
     Update,
 )
 from lightrl.weights.version.tensors import read_tensors
-from tests.support.tiers import e2e
+from tests.support.tiers import NEEDS_TORCHAO, e2e
 from tests.trainer.conftest import DEADLINE_S
 from tests.trainer.test_sharding import assert_close
 
@@ -96,10 +96,11 @@ WAYS = {
     "hosted": {"train": {"offload": "optimizer", "optim": {"lr": 1e-3}}},
     "all": {"train": {"offload": "all", "optim": {"lr": 1e-3}}},
 }
+EIGHT_BITS = pytest.param("eight bits", marks=[pytest.mark.e2e, NEEDS_TORCHAO])
 
 
 @pytest.mark.parametrize(
-    "way", ["plain", "all", *e2e(w for w in WAYS if w not in ("plain", "all"))]
+    "way", ["plain", "all", EIGHT_BITS, *e2e(["reference", "whitened", "lora", "hosted"])]
 )
 def test_a_step_has_the_same_bits_wherever_it_is_parked(new_rank, samples, way, monkeypatch):
     monkeypatch.setattr(offload, "PART_VALUES", 5000)  # several parts
@@ -167,7 +168,7 @@ def test_a_step_that_begins_anew_while_parked_is_as_if_it_had_not_begun(
     assert run(rank, samples, steps=1, mini_batches=2)[0] == expected[1:]
 
 
-@pytest.mark.parametrize("way", ["hosted", *e2e(["plain", "lora", "eight bits"])])
+@pytest.mark.parametrize("way", ["hosted", EIGHT_BITS, *e2e(["plain", "lora"])])
 def test_a_checkpoint_of_a_parked_rank_has_the_same_bits(new_rank, samples, tmp_path, way):
     path = tmp_path / "run" / "checkpoints" / "step_1"
     rank = new_rank(**WAYS[way], **SHARED)

@@ -21,6 +21,7 @@ from lightrl.trainer.protocol import (
     Update,
 )
 from lightrl.wire import unpack_f32
+from tests.support.tiers import NEEDS_TORCHAO
 from tests.trainer.test_canary import expected
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -36,7 +37,7 @@ SECTIONS = [
     ),
     pytest.param({"train": {"offload": "optimizer"}}, id="optimizer", marks=pytest.mark.e2e),
     pytest.param({"train": {"offload": "all"}}, id="all"),
-    pytest.param({"train": {"optim": {"name": "adamw8bit"}}}, id="8bit"),
+    pytest.param({"train": {"optim": {"name": "adamw8bit"}}}, id="8bit", marks=NEEDS_TORCHAO),
     pytest.param({"model": LORA}, id="lora", marks=pytest.mark.e2e),
     pytest.param({"algorithm": {"kl_coef": 0.1, "kl_type": "k3"}}, id="kl", marks=pytest.mark.e2e),
     pytest.param({"model": LORA, "algorithm": {"kl_coef": 0.1, "kl_type": "k3"}}, id="lora-kl"),

@@ -159,6 +159,18 @@ def test_a_group_that_forms_is_given_up_as_soon_as_it_is_unwanted():
             forming.result(SOON_S)
 
 
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_member_whose_connection_has_ended_is_named(member):
+    """However it ended: by then its process may still have to end."""
+    manifest, data = version(LARGE, 1)
+    with pair() as (*both, _):
+        gone, left = both[member], both[1 - member]
+        gone.abort("it leaves")
+        gone._thread.join(SOON_S)
+        with pytest.raises(WeightsError, match=f"^broadcast: member {member} is gone$"):
+            send(left, data) if member else names(left, manifest)
+
+
 def test_a_consumer_that_stops_early_ends_the_group():
     manifest, data = version(LARGE, 1)
     with pair() as (rank, other, pool):

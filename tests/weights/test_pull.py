@@ -427,7 +427,24 @@ def test_a_cancelled_pull_ends_at_once_and_leaves_no_version(tmp_path):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("turns", range(12))
+def test_a_relay_that_closes_while_a_peer_connects_leaves_no_socket_open(turns):
+    """A later test would collect it, and fail."""
+
+    async def scenario() -> None:
+        with bound_socket() as target:
+            target.listen()
+            async with Relay(address_of(target), lambda _: EVERYTHING) as address:
+                host, _, port = address.rpartition(":")
+                with socket.create_connection((host, int(port))):
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    gc.collect()
+
+
+@pytest.mark.parametrize("turns", range(12))
 def test_a_server_that_closes_while_a_peer_connects_leaves_no_socket_open(turns):
     async def scenario() -> None:
         server = WeightServer()

@@ -1,6 +1,6 @@
 """Releases of vLLM that the adapter supports, and what can be read about the installed one.
 
-The tests run with 0.32, which fits torch 2.13; 0.26, which fits torch 2.11, was tried on a CPU.
+The tests run with 0.32, which fits torch 2.13; 0.26, which fits torch 2.11, ran on an H200.
 Older releases are refused; newer ones are used with a warning. Importing this module does not
 import vLLM.
 """

@@ -67,7 +67,7 @@ def unchanged(rewards_G: Sequence[float]) -> list[float]:
     return list(rewards_G)
 
 
-ALGORITHM: dict[str, Callable[[Sequence[float]], list[float]]] = {
+ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "grpo": standardized,
     "dr_grpo": minus_mean,
     "dapo": standardized,
@@ -91,7 +91,7 @@ def advantages(name: str, rewards_G: Sequence[float]) -> list[float]:
     is_flat = not rewards_G or min(rewards_G) == max(rewards_G)
     if is_flat and name not in UNGROUPED:
         return [0.0] * len(rewards_G)
-    return [max(-LARGEST_F32, min(LARGEST_F32, a)) for a in ALGORITHM[name](rewards_G)]
+    return [max(-LARGEST_F32, min(LARGEST_F32, a)) for a in ADVANTAGES[name](rewards_G)]
 
 
 def _require_f32(what: str, values: Sequence[float]) -> None:

@@ -119,7 +119,7 @@ class Recipe:
     ratio: Callable[[Tensor, Tensor, Tensor], Tensor] = token_ratio
 
 
-ALGORITHM: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(clipped_ratio, "sequence"),
     "dr_grpo": Recipe(clipped_ratio, "constant"),
     "dapo": Recipe(clipped_ratio, "token"),
@@ -241,7 +241,7 @@ def losses(
     policy. The `entropy` of a position is exact, whatever was sampled there; it is needed where
     there is a bonus for it, and normalised like the loss.
     """
-    recipe, norm = ALGORITHM[algorithm.name], loss_norm(algorithm)
+    recipe, norm = RECIPES[algorithm.name], loss_norm(algorithm)
     weights = importance_weights(algorithm, old_logprobs, rollout_logprobs, mask)
     ratio = recipe.ratio(logprobs, old_logprobs, mask)
     clip = Clip(*algorithm.clip, algorithm.clip_dual)
@@ -278,7 +278,7 @@ def losses(
 
 
 def loss_norm(algorithm: AlgorithmSection) -> LossNorm:
-    chosen = algorithm.loss_norm or ALGORITHM[algorithm.name].norm
+    chosen = algorithm.loss_norm or RECIPES[algorithm.name].norm
     return "constant" if isinstance(chosen, int) else chosen
 
 

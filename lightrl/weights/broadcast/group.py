@@ -46,6 +46,7 @@ Result = TypeVar("Result")
 # At the end of a process: a thread that ends gloo just then would abort the process.
 JOIN_S = 1.0
 LOOK_S = 0.1  # between two looks at whether the transfer is still wanted
+CLOSED = ("Connection closed", "Connection reset", "Broken pipe")  # gloo's words for one event
 FAILURES = (WeightsError, RuntimeError, OSError, MemoryError)
 _aborted: list[object] = []  # NCCL groups, whose destruction could block
 
@@ -127,16 +128,20 @@ class WorkerGroup:
             return
         self._tag += 1
         if group.rank > 0:
-            self._backend.recv([data], group.rank - 1, self._tag).wait()
+            with _naming(group.rank - 1):
+                self._backend.recv([data], group.rank - 1, self._tag).wait()
         if group.rank + 1 < group.world:
-            self._sends.append((self._backend.send([data], group.rank + 1, self._tag), data))
+            with _naming(group.rank + 1):
+                work = self._backend.send([data], group.rank + 1, self._tag)
+            self._sends.append((work, data))
             self.flush(IN_FLIGHT - 1)
 
     def flush(self, num_left: int = 0) -> None:
         """Wait until at most `num_left` buckets are being passed on."""
         while len(self._sends) > num_left:
             work, _ = self._sends.popleft()
-            work.wait()
+            with _naming(self._membership.group.rank + 1):
+                work.wait()
 
     def connect(self, store: TCPStore | None) -> None:
         """Meet the other members at rank 0's store, which is `store` in rank 0."""
@@ -172,6 +177,17 @@ class WorkerGroup:
                 work.wait()
         self._sends.clear()
         self._backend = None
+
+
+@contextmanager
+def _naming(member: int) -> Iterator[None]:
+    """Raise WeightsError where gloo reports that the connection to this member has ended."""
+    try:
+        yield
+    except RuntimeError as e:
+        if any(words in str(e) for words in CLOSED):
+            raise WeightsError(f"member {member} is gone") from e
+        raise
 
 
 def _common_host(host: str, members: PrefixStore, world: int) -> str:

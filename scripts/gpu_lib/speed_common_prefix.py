@@ -3,7 +3,7 @@ start, when the batch changes, and when the weights change by one update.
 
 A bound for speculation from history: drafts of an earlier epoch are right for about that long.
 
-    python -m gpu_lib.common_prefix 0.5b
+    python -m gpu_lib.speed_common_prefix 0.5b
 """
 
 import statistics

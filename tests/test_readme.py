@@ -24,8 +24,8 @@ READMES = [
 ]
 MAX_LINES = 180
 FEWEST, MOST = 10, 40  # lines of a folder's README, up to its first "Reference"
-# Files. Of the first it was 6, before it told that the coordinator is a process of its own:
-# daemon/main.py is the seventh.
+# Files. Of the first one more than the six of a single process: the coordinator is a process of its
+# own, which daemon/main.py begins.
 MAX_WALKS = (7, 22, 14)
 MAX_COLUMNS = 120
 

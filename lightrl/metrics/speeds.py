@@ -81,7 +81,7 @@ class NodeSpeeds:
 
 @dataclass(slots=True)
 class RewardSpeed:
-    """Of the responses that were scored."""
+    """Times of the responses that were scored."""
 
     num: int = 0
     # of calls of the functions, divided among the responses of each: sum, of squares, longest
@@ -128,7 +128,7 @@ class _Watched:
     offered: dict[int, float] = field(default_factory=dict[int, float])
 
     def rest(self) -> None:
-        """It is idle."""
+        """Mark the node as idle."""
         self.window.pause()
         self.tokens, self.runs, self.started_at = 0, False, None
 

@@ -109,7 +109,7 @@ class WorkerProcess:
 
     @property
     def lived_s(self) -> float:
-        """Since it was ready."""
+        """Return the seconds since the worker was ready."""
         return asyncio.get_running_loop().time() - self._ready_at
 
     @property
@@ -122,7 +122,7 @@ class WorkerProcess:
         return min(MAX_IN_FLIGHT, 1 + int(LOOKAHEAD_S / self._typical_s))
 
     def wants_more(self) -> bool:
-        """In batches: a message costs as much as a short call."""
+        """Return whether to send jobs, in batches: a message costs as much as a short call."""
         held, most = len(self.jobs), self.most
         return held < most if self._is_async else held <= most // 2 < most
 
@@ -253,7 +253,7 @@ class RewardPool:
 
     @property
     def by_group(self) -> tuple[bool, ...]:
-        """Of each set, whether all responses of a prompt are scored together; after `start`."""
+        """Return by set whether all responses of a prompt are scored together; after `start`."""
         return self._workers[0].by_group
 
     def submit(self, *jobs: RewardJob) -> None:

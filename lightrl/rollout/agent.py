@@ -106,12 +106,12 @@ class RolloutAgent:
 
     @property
     def is_released(self) -> bool:
-        """Whether other processes have the devices: there is no engine, or it sleeps."""
+        """Return whether other processes have the devices: there is no engine, or it sleeps."""
         return self._turns.is_released
 
     @property
     def has_file(self) -> bool:
-        """Whether other nodes can pull from here the version that it `serves`."""
+        """Return whether other nodes can pull from here the version that it `serves`."""
         return self._weights.has_file
 
     @property
@@ -283,8 +283,8 @@ class RolloutAgent:
     # Deadlines: an engine that is silent for longer than one of them allows is killed.
 
     def _is_reply_due(self) -> bool:
-        """Whether the engine sends tokens or loads a version. Not during a broadcast, which has
-        other deadlines."""
+        """Return whether the engine sends tokens or loads a version. False during a broadcast,
+        which has other deadlines."""
         if self.state is EngineState.LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
         return self.state is EngineState.SERVING and bool(self._running)

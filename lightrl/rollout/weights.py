@@ -107,7 +107,7 @@ class NodeWeights:
 
     @property
     def has_file(self) -> bool:
-        """Whether the version that the engine serves is here as a file, if it serves one."""
+        """Return whether the version that the engine serves is here as a file, if it serves one."""
         served = self._serves()
         return served is None or (self._held is not None and self._held.offer.digest == served[1])
 
@@ -182,8 +182,8 @@ class NodeWeights:
             self._start(self._sweep())
 
     def _was_taken(self, fetched: Fetched | Announced) -> bool:
-        """Whether the engine took the version while it was looked up. Equal weights under another
-        number were not taken: a step may leave the weights as they are."""
+        """Return whether the engine loaded the version during the lookup. Equal weights with
+        another number do not count: a step may leave the weights unchanged."""
         held = self._held
         if isinstance(fetched, Announced) or held is None or held.version is not fetched.version:
             return False

@@ -54,12 +54,12 @@ class FleetOptions:
 
     @property
     def adds_only(self) -> bool:
-        """Whether they add nodes, and replace none."""
+        """Return whether they add nodes, and replace none."""
         return self == FleetOptions(preemptible=self.preemptible)
 
     @property
     def text(self) -> str:
-        """As on the command line. Example: "--nodes 8"."""
+        """Return the options as on the command line. Example: "--nodes 8"."""
         options = {
             "nodes": self.nodes,
             "preemptible": self.preemptible or None,

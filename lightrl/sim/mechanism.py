@@ -43,7 +43,7 @@ class Simulation(Protocol):
 
 
 class Mechanism:
-    """Each hook does nothing unless it is overridden."""
+    """Hooks of a mechanism, which do nothing unless they are overridden."""
 
     def tokens(self, deltas: Sequence[SimDelta]) -> None:
         """The core has received tokens of a machine."""

@@ -62,7 +62,7 @@ class NodeDevices:
         return not self.are_shared or self._all_given.is_set()
 
     def is_given_to(self, replica: int) -> bool:
-        """Whether its ranks may work, if any may."""
+        """Return whether its ranks may work, if any may."""
         return self._num_parts == 1 or replica in self._given
 
     @property

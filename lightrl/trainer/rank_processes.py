@@ -325,7 +325,7 @@ def rank_environment(
 
 
 async def _any_done(futures: set[asyncio.Future[Any]], limit_s: float) -> bool:
-    """Whether one of them is done in time."""
+    """Return whether one of them is done in time."""
     try:
         async with patient_timeout(limit_s):
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -152,7 +152,7 @@ class Step:
 
     @property
     def is_busy(self) -> bool:
-        """Some ranks compute."""
+        """Return whether some ranks compute."""
         return not self._replicas.are_idle
 
     @property

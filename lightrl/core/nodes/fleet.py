@@ -383,7 +383,7 @@ class Fleet:
         self._outbox.send(node.name, message)
 
     def awaits(self, name: str, ready: WeightsReady) -> bool:
-        """Whether the node pulls the published version and reports that one."""
+        """Return whether the node pulls the published version and reports that one."""
         node, published = self.nodes.get(name), self.published
         return (
             node is not None

@@ -133,7 +133,7 @@ class TrainerFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the trainer has to repeat steps whose versions were published."""
+        """Return whether the trainer has to repeat steps whose versions were published."""
         published = self._fleet.published
         return (
             published is not None

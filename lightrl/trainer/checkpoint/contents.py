@@ -83,7 +83,7 @@ def restore(
 
 
 def _options(policy: Policy) -> StateDictOptions:
-    """With adapters these alone."""
+    """Return the options of DCP; with adapters only these are stored."""
     return StateDictOptions(
         ignore_frozen_params=policy.has_adapters, strict=not policy.has_adapters
     )

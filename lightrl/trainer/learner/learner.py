@@ -309,7 +309,7 @@ class Learner:
         return self.algorithm.old_logprobs == "trainer"
 
     def _reference_logprobs(self, batch: Batch, temperature: float) -> Tensor | None:
-        """None without a KL term."""
+        """Return logprobs of the reference, or None without a KL term."""
         if self.algorithm.kl_coef == 0:
             return None
         with self.referring.running(), torch.no_grad():

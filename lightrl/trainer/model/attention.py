@@ -61,7 +61,7 @@ class Packing:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """For devices without kernels for variable lengths."""
+        """Return the blocks for devices that have no kernels for variable lengths."""
         return tuple(_blocks(self.lengths, self.cu_seqlens.device))
 
 

@@ -65,7 +65,7 @@ class DeltaManifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of the encoded buckets."""
+        """Return the bytes of all encoded buckets."""
         return sum(self.sizes)
 
 
@@ -161,7 +161,7 @@ def encode_buckets(
 
 
 def may_be_small(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) -> bool:
-    """Whether a delta may be within MAX_DELTA_RATIO, by some slices of the versions.
+    """Return whether a delta may be within MAX_DELTA_RATIO, by some slices of the versions.
 
     Takes milliseconds, whatever the versions' size. True for small versions, which are encoded as
     fast.

@@ -92,7 +92,7 @@ class Arrivals:
             self._taken.append(item)
         if finish is None:
             if held >= group.bound or held >= round.cut:  # as race.has_lost
-                self._filter.give_up(response)
+                self._lifecycle.give_up(response)
         elif finish == "abort":  # by the node, which is draining or loads a new version
             self._table.counters.responses_moved += 1
             self._table.requeue(response)
@@ -135,8 +135,8 @@ class Arrivals:
         num_tokens = len(response.tokens) - held
         self._table.counters.count_tokens(num_tokens, response.group.round.is_eval)
         if item.finish_reason in {"stop", "length"}:
-            response.move(ResponseState.RUNNING)  # the journal does not store the node
-            self._filter.finish(response, item.finish_reason)
+            response.transition(ResponseState.RUNNING)  # the journal does not store the node
+            self._lifecycle.finish(response, item.finish_reason)
         elif race.has_lost(response):
             self._lifecycle.give_up(response)
 

@@ -208,6 +208,7 @@ class Server:
         self._send(aborted)
 
     def _load_weights(self, command: LoadWeights) -> None:
+        """Load a version from its file, and report it. If this fails, responses are aborted."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()
@@ -220,7 +221,8 @@ class Server:
         self._confirm(command.file, command.canary, begun_at)
 
     def _receive_weights(self, command: ReceiveWeights) -> None:
-        """Receive a broadcast. Running responses wait; after a failure, until the next load."""
+        """Receive a version by broadcast. Responses pause meanwhile; if it fails, they stay paused
+        until another version loads."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()

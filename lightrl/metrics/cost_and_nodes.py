@@ -53,12 +53,9 @@ def cost_row(core: Coordinator) -> CostRow:
 
 
 def _row(outcome: Outcome) -> StepForecast:
-    is_endless = math.isinf(outcome.step_s)  # JSON cannot represent infinity
-    return StepForecast(
-        outcome.nodes,
-        None if is_endless else outcome.step_s,
-        None if is_endless else outcome.usd,
-    )
+    if math.isinf(outcome.step_s):  # JSON cannot represent infinity
+        return StepForecast(outcome.nodes, None, None)
+    return StepForecast(outcome.nodes, outcome.step_s, outcome.usd)
 
 
 def turns_figures(core: Coordinator, step: int) -> dict[str, float]:
@@ -88,20 +85,9 @@ class NodeRows:
     def rows(self, fleet: Fleet, now: float) -> tuple[NodeRow, ...]:
         """Return a row for each node, the coordinator's daemon first."""
         rows = {name: self._row(fleet, name, now) for name in sorted(fleet.nodes)}
-        head = rows.pop(self._head, None) or NodeRow(
-            self._head,
-            (),
-            str(NodeState.READY),
-            socket.gethostname(),
-            os.getpid(),
-            "",
-            None,
-            0,
-            0,
-            0.0,
-            0.0,
-            0.0,
-        )
+        state, host = str(NodeState.READY), socket.gethostname()
+        idle = NodeRow(self._head, (), state, host, os.getpid(), "", None, 0, 0, 0.0, 0.0, 0.0)
+        head = rows.pop(self._head, idle)
         return (replace(head, roles=("coordinator", *head.roles)), *rows.values())
 
     def _row(self, fleet: Fleet, name: str, now: float) -> NodeRow:

@@ -52,6 +52,10 @@ FLUSH_S = 2.0  # for the last tokens of what runs here
 
 
 class RolloutAgent:
+    """Runs the engine of this node, and sends its tokens to the coordinator. Owns the process, the
+    versions that are here, and the tokens that the coordinator may lack. Decides when the engine is
+    started again, and when it is given up."""
+
     def __init__(
         self,
         options: RolloutOptions,
@@ -314,6 +318,7 @@ class RolloutAgent:
     async def _receive(
         self, engine: EngineChild, started: asyncio.Event, orders: EngineOrders
     ) -> None:
+        """Receive from the engine: send tokens to the coordinator, pass answers to `orders`."""
         while True:
             match await engine.receive():
                 case TokenChunk() as chunk:

@@ -62,7 +62,8 @@ class Callbacks:
 
 
 class NodeWeights:
-    """`run` in a task; `await close()` when that has ended."""
+    """Fetches each version that the coordinator offers, and holds the one that the engine has
+    loaded. `run` in a task; `await close()` when that has ended."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class NodeWeights:
         self._chores: set[asyncio.Task[None]] = set()
 
     def offer(self, message: PublishWeights) -> None:
+        """Store the newest version of the coordinator, and wake `run`, which fetches it."""
         self.wanted = message
         self._is_offered.set()
 

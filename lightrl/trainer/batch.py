@@ -1,4 +1,4 @@
-"""Which samples a step computes on, and how they are cut into micro-batches for the ranks.
+"""Choose the samples that a step computes on, and cut them into micro-batches for the ranks.
 
 Pure: no torch, no clock. Must not import torch: the daemon imports this file.
 
@@ -41,7 +41,7 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
     return [total, number]
 
 
-def samples_to_send(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:
+def for_ranks(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:
     """The samples to send to ranks; emulated ones get all of them."""
     if config.train.engine == "emulated":
         return list(groups)

@@ -68,8 +68,8 @@ class Place:
 
 
 class Ranks:
-    """`await start(...)` once, always `await stop()` or `await kill()`; `watch` runs beside all
-    other calls."""
+    """Runs the rank processes of a trainer. `await start(...)` once, always `await stop()` or
+    `await kill()`; `watch` runs beside all other calls."""
 
     def __init__(
         self,

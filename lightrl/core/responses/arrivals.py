@@ -22,6 +22,9 @@ from lightrl.messages.responses import ResponseTokens, TokenChunk
 
 @dataclass(eq=False)
 class Arrivals:
+    """Appends the new tokens of each chunk to their responses. Decides which tokens are new, and
+    whether the sender of a chunk can be trusted."""
+
     _settings: Settings
     _fleet: Fleet
     _table: ResponseTable

@@ -1,5 +1,5 @@
-"""What a checkpoint holds for torch.distributed.checkpoint (DCP): weights and optimizer, readable
-on any number of ranks.
+"""Collect the weights and optimizer state that a checkpoint holds, in the format of
+torch.distributed.checkpoint (DCP), which any number of ranks can read.
 
     step_N/trainer.json SavedStep
     step_N/state/       DCP: master weights and optimizer state

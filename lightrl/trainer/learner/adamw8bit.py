@@ -36,8 +36,8 @@ def block_size(shape: torch.Size) -> int:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The state of a parameter: step, exp_avg and exp_avg_sq, and a `_scale` for each of these two,
-    float32 [rows, blocks of a row], if they are codes: uint8 in the parameter's shape."""
+    """Stores moments in eight bits. Of each parameter: step, exp_avg and exp_avg_sq; if these two
+    are codes, uint8 in its shape, also a `_scale` of each, float32 [rows, blocks of a row]."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from lightrl.trainer.model.policy import Policy, response_logprobs
 
 
 class LateSums:
-    """From `begin` to `reduce`, gradients are held by this rank alone, or by this replica."""
+    """Delays sums over ranks: from `begin` to `reduce` this rank, or replica, holds gradients."""
 
     def __init__(self, policy: Policy, is_last: bool, replicas: int = 1) -> None:
         """`is_last`: ranks of one replica do not sum up before the end, either."""

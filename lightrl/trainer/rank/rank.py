@@ -136,6 +136,7 @@ class Rank:
     def perform(
         self, command: RankCommand, is_unwanted: IsUnwanted | None = None
     ) -> Iterator[RankEvent]:
+        """Run a command, and yield its events as they occur: see `AnyRank.perform`."""
         with out_of_memory.final(self.config, f"in {type(command).__name__}"):
             yield from self._perform(command, is_unwanted)
 

@@ -50,7 +50,7 @@ PROBE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class DeltaManifest:
-    """What makes the version `target` of the version `base`, bucket by bucket.
+    """Names the two versions of a delta, and the size of each encoded bucket.
 
     Example: DeltaManifest("9f3a...", "a01c...", version_bytes=2112512, sizes=(310,))
     """

@@ -287,10 +287,10 @@ def _foreground(config: "Config", options: "DaemonOptions") -> None:
     """Run one daemon with the coordinator in this process."""
     from lightrl.daemon.main import run
     from lightrl.keys import KEY_FILE, read_key
-    from lightrl.launch.checks.checklist import required
+    from lightrl.launch.checks.checklist import checked_config
     from lightrl.launch.local import in_foreground
 
-    settled = required(config, options.roles, options.slots, is_resumed=options.resume)
+    settled = checked_config(config, options.roles, options.slots, is_resumed=options.resume)
     name = options.name or default_name()
 
     def start(run_dir: Path) -> int:
@@ -332,7 +332,7 @@ def _dry_run(config: "Config", options: "DaemonOptions") -> None:
     roles, slots = options.roles, options.slots
     launch = Launch(config, roles, slots)
     notes = [found.text for found in judge(launch, "up") if found.is_note]
-    config = launch.required
+    config = launch.require_config()
     devices = describe_devices(config, launch.machine, roles, slots)
     here = of_daemon(config, roles, slots)
     lines = describe(here, devices, describe_weights(here, launch.machine), roles)

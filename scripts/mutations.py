@@ -275,9 +275,9 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("decided_groups", "if 2", never, "a deterministic run has another order each time"),
         ("_earliest", "arithmetic 1", plus(1), "a rival counts as one token behind where it is"),
     ],
-    ("core.rounds.group_filter", "core/test_race.py core/test_tail.py core/test_deferred.py"): [
-        ("GroupFilter.score", "if 1", without(2), "the late score of an earlier attempt counts"),
-        ("GroupFilter._count", "if 1", always, "a response without a reward counts as finished"),
+    ("core.rounds.group_lifecycle", "core/test_race.py core/test_tail.py core/test_deferred.py"): [
+        ("GroupLifecycle.score", "if 1", without(2), "the late score of an earlier attempt counts"),
+        ("GroupLifecycle._count", "if 1", always, "a response without a reward counts as finished"),
     ],
     ("core.rounds.rounds", "core/test_tail.py core/test_rounds.py"): [
         ("next_kind", "if 4", never, "what the last short rounds put off is never trained"),
@@ -303,7 +303,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         "core.training.versions",
         "core/test_retrained.py core/test_trainer_feed.py core/test_async.py",
     ): [
-        ("Versions.publish", "if 4", never, "a version is published while its round is open"),
+        ("Versions.accept", "if 4", never, "a version is published while its round is open"),
         ("Versions._retrain", "if 1", always, "other weights are served under the same number"),
         ("Versions._retrain", "if 5", never, "a retrained version may differ as much as it likes"),
     ],
@@ -350,7 +350,7 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("standardized", "arithmetic 3", only(1), "the standard deviation is biased"),
         ("train_samples", "unary", always, "truncated responses are trained all the same"),
     ],
-    ("trainer.model.score", "trainer/test_score.py"): [
+    ("trainer.model.logprobs", "trainer/test_logprobs.py"): [
         ("_forward", "arithmetic 9", only(1), "the softmax over tiles is wrong"),
     ],
     ("rewards.score", "rewards/test_base.py"): [

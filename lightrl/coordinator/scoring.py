@@ -158,7 +158,7 @@ class ResponseScoring:
             prompts=self._prompts.scored_as(group.prompt.id, group.round.is_eval),
             step=group.round.step,
             epoch=group.prompt.epoch,
-            slowest_s=self._core.group_filter.slowest_s.get(group.key),
+            slowest_s=self._core.lifecycle.slowest_s.get(group.key),
         )
 
     def _scored(self, result: RewardResult) -> None:

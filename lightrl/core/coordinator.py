@@ -2,7 +2,7 @@
 
 Owns the routing of events to parts, and the dispatch of waiting work to nodes with room. The parts:
 `fleet` holds the nodes, `table` the place of every response, `arrivals` accepts tokens,
-`group_filter` decides the outcome of responses; `balance` moves running work, `steps` orders rounds
+`lifecycle` decides the outcome of responses; `balance` migrates running work, `steps` orders rounds
 and steps, `shutdown` ends the run. All parts add commands to one outbox. Decisions are pure
 functions: `rounds` chooses the prompts of a round, `race` its winners, `placement` the node of a
 response. `recovery` restores a core from a journal. Must not await, read a clock or use a socket:
@@ -37,7 +37,7 @@ from lightrl.core.responses.balance import Balance
 from lightrl.core.responses.length_predictor import LengthPredictor
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds.backlog import Backlog
-from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.rounds.group_lifecycle import GroupLifecycle
 from lightrl.core.rounds.round_scheduler import RoundScheduler
 from lightrl.core.rounds.shutdown import Shutdown
 from lightrl.core.settings import Settings
@@ -73,12 +73,12 @@ class Coordinator:
         self._expect = expect = predictor.expect if settings.foresight else predictor.expect_longest
         self.fleet = fleet = Fleet(settings, out)
         self.table = table = ResponseTable(settings, fleet, expect, out)
-        self.group_filter = group_filter = GroupFilter(settings, table, self.backlog, out)
+        self.lifecycle = lifecycle = GroupLifecycle(settings, table, self.backlog, out)
         self.balance = Balance(settings, fleet, table, expect, now)
-        self.arrivals = Arrivals(settings, fleet, table, group_filter, out)
+        self.arrivals = Arrivals(settings, fleet, table, lifecycle, out)
         self.scaling = Scaling(settings, fleet, expect, out, now)
         self.trainer_feed = feed = TrainerFeed(fleet, table, out)
-        self.steps = RoundScheduler(fleet, table, group_filter, predictor, self.scaling, feed, out)
+        self.steps = RoundScheduler(fleet, table, lifecycle, predictor, self.scaling, feed, out)
         self.shutdown = shutdown = Shutdown(settings, fleet, self.steps, out)
         self.versions = Versions(settings, fleet, self.steps, shutdown, out)
         self.policy = policy = SharingPolicy(settings, fleet, table, predictor)
@@ -109,7 +109,7 @@ class Coordinator:
         if not self.shutdown.has_begun:
             self.sizes.update(now)
         self._dispatch()
-        while self.group_filter.settled and not self.shutdown.has_begun:
+        while self.lifecycle.settled and not self.shutdown.has_begun:
             self._advance(now)  # responses that waited for a slot had lost meanwhile
             self._dispatch()
         self.balance.plan(now, self.shutdown.has_begun)
@@ -123,7 +123,7 @@ class Coordinator:
                 self._receive(name, message, now)
             case ResponseScored():
                 if not self.shutdown.has_begun:
-                    self.group_filter.score(event)
+                    self.lifecycle.score(event)
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -156,7 +156,7 @@ class Coordinator:
             case Heartbeat():
                 self.fleet.on_heartbeat(name, message, now)
             case PublishWeights():
-                self.versions.publish(name, message, now)
+                self.versions.accept(name, message, now)
             case WeightsEndpoint():
                 self.fleet.open_endpoint(name, message)
             case WeightsReady():
@@ -235,9 +235,9 @@ class Coordinator:
             return
         if nodes := self.table.nodes_with_room():
             room = sum(n.free for n in nodes)
-            waiting = self.group_filter.pop_waiting(min(room, self._num_unreserved(nodes)))
+            waiting = self.lifecycle.pop_waiting(min(room, self._num_unreserved(nodes)))
             placed = placement.assign(waiting, nodes, self._expect)
-            self.table.generate(placed)
+            self.table.dispatch(placed)
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Return the number of waiting responses beyond the share of nodes that still load."""
@@ -367,7 +367,7 @@ class Coordinator:
             if self.table.rounds:
                 is_eval = self.table.is_evaluating
                 self._state = RunState.EVALUATING if is_eval else RunState.RUNNING
-            if (trouble := self.group_filter.trouble) is not None:
+            if (trouble := self.lifecycle.trouble) is not None:
                 self.shutdown.begin(RunState.FAILED, trouble)
             elif self.steps.finished:
                 self.shutdown.begin(RunState.FINISHED, f"{self.step} steps done")

@@ -119,7 +119,7 @@ class SnapshotBegan:
     sharing: SharingMemory = field(default_factory=SharingMemory)
     # of the planner of engine sizes
     planner: PlannerMemory = field(default_factory=PlannerMemory)
-    # of right answers by prompt, as in GroupFilter
+    # of right answers by prompt, as in GroupLifecycle
     slowest_s: dict[str, float] = field(default_factory=dict[str, float])
 
 

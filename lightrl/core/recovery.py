@@ -82,7 +82,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         learned=core.scaling.learned.copy(),
         sharing=core.policy.memory(),
         planner=core.sizes.memory(),
-        slowest_s=dict(core.group_filter.slowest_s),
+        slowest_s=dict(core.lifecycle.slowest_s),
     )
     entries: list[LogEntry] = [began, *notes, *backlog.deferred]
     return RunSnapshot(entries, [_snapshot_of(round) for round in core.table.rounds])
@@ -139,7 +139,7 @@ class _Recovery:
                     self._take(version, (item,))
             case VersionPublished():
                 core.fleet.set_current_version(_message_of(entry))
-                core.steps.published(self._now)
+                core.steps.set_published_at(self._now)
             case VersionRetrained():
                 core.fleet.add_retrained_version(_message_of(entry))
             case StepDone():
@@ -178,7 +178,7 @@ class _Recovery:
         core.outbox.report(
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
-        core.group_filter.forgive()
+        core.lifecycle.forgive()
         core.scaling.forget_open()
         core.scaling.announce()
         return [*closed, *core.outbox.drain()]
@@ -194,7 +194,7 @@ class _Recovery:
         core.scaling.learned = began.learned.copy()
         core.policy.recall(began.sharing)
         core.sizes.recall(began.planner)
-        core.group_filter.slowest_s = dict(began.slowest_s)
+        core.lifecycle.slowest_s = dict(began.slowest_s)
         core.fleet.digests.update(began.digests)
         core.fleet.canaries.update(began.canaries)
         if (version := began.version) is not None:
@@ -229,7 +229,7 @@ class _Recovery:
     def _begin(self) -> None:
         """Start the open rounds; undo their side effects, which the snapshot includes already."""
         for round in self._core.table.rounds:
-            round.move(RoundState.RUNNING)
+            round.transition(RoundState.RUNNING)
             round.published_at = self._now  # overwritten if the version is published later
             if round in self._closed:
                 self._core.steps.close_round(round, self._now)
@@ -251,7 +251,7 @@ class _Recovery:
         response = core.table.responses.get(entry.response)
         if response is not None:
             response.attempt = max(response.attempt, entry.attempt)
-            core.group_filter.score(replace(entry, attempt=response.attempt))
+            core.lifecycle.score(replace(entry, attempt=response.attempt))
 
 
 def _message_of(entry: VersionPublished | VersionRetrained) -> PublishWeights:

@@ -175,7 +175,7 @@ class Response:
     # its group no longer depends on it
     resolved: bool = False
 
-    def move(self, to: ResponseState, node: "Node | None" = None) -> None:
+    def transition(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)
         self.state = to
         self.node = node
@@ -243,7 +243,7 @@ class Group:
     # the update of its step, from 0; None until it may be trained
     mini_batch: int | None = None
 
-    def move(self, to: GroupState) -> None:
+    def transition(self, to: GroupState) -> None:
         check_edge(self.id, self.state, to)
         self.state = to
 
@@ -305,7 +305,7 @@ class Round:
     # when the version trained on it was published
     published_at: float = 0.0
 
-    def move(self, to: RoundState) -> None:
+    def transition(self, to: RoundState) -> None:
         check_edge(f"round of step {self.step}", self.state, to)
         self.state = to
 
@@ -388,7 +388,7 @@ class Node:
     # tokens, prompts included, that the responses running here hold
     context: int = 0
 
-    def move(self, to: NodeState) -> None:
+    def transition(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
         self.state = to
 

@@ -1,8 +1,8 @@
 """Run one daemon: the roles of a node in one event loop, started together and stopped by a signal.
 
 Owns which roles run here. Their work is in coordinator/daemon.py and, for a client of the
-coordinator, in worker.py beside this file. Each is imported where its role starts, which saves half
-a second for all others.
+coordinator, in connection.py beside this file. Each is imported where its role starts, which saves
+half a second for all others.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from lightrl.transport.zeromq import leave
 
 if TYPE_CHECKING:
     from lightrl.coordinator.daemon import CoordinatorDaemon
-    from lightrl.daemon.worker import Worker
+    from lightrl.daemon.connection import NodeConnection
 
 logger = logging.getLogger(__name__)
 
@@ -88,13 +88,13 @@ async def _main(options: DaemonOptions) -> int:
     if "coordinator" in options.roles:
         head = _coordinator(options)
         address = head.address
-    worker = _worker(options, address, is_alone=head is None) if address else None
+    connection = _connection(options, address, is_alone=head is None) if address else None
 
     def stop(reason: str) -> None:
         if head is not None:
             head.stop(reason)
-        elif worker is not None:
-            worker.drain(reason)
+        elif connection is not None:
+            connection.drain(reason)
 
     gc.collect()
     # objects of libraries and data live as long as the process: scanning them delays the loop
@@ -106,8 +106,8 @@ async def _main(options: DaemonOptions) -> int:
         async with asyncio.TaskGroup() as tasks:
             if head is not None:
                 tasks.create_task(head.run())
-            if worker is not None:
-                tasks.create_task(_work(worker, beside=head))
+            if connection is not None:
+                tasks.create_task(_stay_connected(connection, beside=head))
     except* LightRLError as errors:
         raise first_error(errors) from None
     return 0 if head is None or head.succeeded else 1
@@ -123,21 +123,21 @@ def _coordinator(options: DaemonOptions) -> "CoordinatorDaemon":
     )
 
 
-def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | None":
-    """Return the worker; None if there is no role besides the coordinator's."""
+def _connection(options: DaemonOptions, address: str, is_alone: bool) -> "NodeConnection | None":
+    """Return a client of the coordinator; None if there is no role besides the coordinator's."""
     if options.roles == ("coordinator",):
         return None
-    from lightrl.daemon.worker import Worker
+    from lightrl.daemon.connection import NodeConnection
 
-    return Worker(options, address, is_alone)
+    return NodeConnection(options, address, is_alone)
 
 
-async def _work(worker: "Worker", beside: "CoordinatorDaemon | None") -> None:
-    """Run the worker. A failure, already reported to the coordinator, ends this daemon unless the
-    coordinator is `beside` it."""
+async def _stay_connected(connection: "NodeConnection", beside: "CoordinatorDaemon | None") -> None:
+    """Run the connection. A failure, already reported to the coordinator, ends this daemon unless
+    the coordinator is `beside` it."""
     try:
-        await worker.run()
-        logger.info("left: %s", describe_reason(worker.reason))
+        await connection.run()
+        logger.info("left: %s", describe_reason(connection.reason))
     except LightRLError as e:
         if beside is None:
             raise

@@ -1,7 +1,7 @@
 """The roles that run under a node's connection: rollout, trainer, or both in one daemon.
 
-Owns which of them exist, and starts and ends them. The state of the connection is in `worker.py`;
-the work of a role is in rollout/agent.py and trainer/supervisor.py.
+Owns which of them exist, and starts and ends them. The state of the connection is in
+`connection.py`; the work of a role is in rollout/agent.py and trainer/trainer.py.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from lightrl.system.addresses import WILDCARD, own_host, split_address
 from lightrl.trainer.nodes.node import FollowerNode, TrainerNode
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
-from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer.trainer import Trainer
 
 
 @dataclass(eq=False)

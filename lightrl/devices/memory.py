@@ -24,8 +24,8 @@ CONTEXT_BYTES = 1 * GIB  # CUDA context, libraries' workspaces, kernels
 PEER_BYTES = GIB // 2  # buffers of NCCL
 # of a rank's tensors: micro-batches differ in shape, and freed blocks do not always fit
 FRAGMENTATION = 1.1
-# logits converted to float32 logprobs per call: trainer/model/score.py, engine/sampling.py
-SCORED_VALUES = 1 << 26
+# logits converted to float32 logprobs per call: trainer/model/logprobs.py, engine/sampling.py
+LOGITS_PER_CALL = 1 << 26
 SCORE_BYTES = 20  # for each of them: float32 logits, logprobs, their gradients
 # for each: float32 logits, as divided by the temperature, probabilities, and these by blocks: 16.
 # The rest is room for the sort of top_k and top_p, which takes more.
@@ -202,9 +202,9 @@ def trainer_items(shape: Shape, how: Training) -> Iterator[Item]:
     again = ", computed again" if how.checkpointing else ""
     activations = how.tokens * activation_bytes(shape, how.checkpointing)
     yield Item(f"activations of {how.tokens:,} tokens{again}", activations)
-    # By tiles: see trainer/model/score.py. Of a family that makes them itself they are there
+    # By tiles: see trainer/model/logprobs.py. Of a family that makes them itself they are there
     # as a whole.
-    values = min(how.tokens * shape.vocabulary, SCORED_VALUES)
+    values = min(how.tokens * shape.vocabulary, LOGITS_PER_CALL)
     yield Item(f"logits of {how.tokens:,} tokens, by tiles", SCORE_BYTES * values)
     peers = PEER_BYTES if how.world > 1 else 0
     yield Item("CUDA and NCCL" if peers else "CUDA", CONTEXT_BYTES + peers)
@@ -331,16 +331,16 @@ def sampling_bytes(shape: Shape, slots: int) -> int:
     """Return the bytes of logits, and of what is computed from them, in a step that draws one token
     for each of `slots`."""
     values = slots * shape.vocabulary
-    return (BF16 + 4) * values + SAMPLE_BYTES * min(values, SCORED_VALUES)
+    return (BF16 + 4) * values + SAMPLE_BYTES * min(values, LOGITS_PER_CALL)
 
 
 def draftable_values(room: float, most: int) -> int:
     """Return the logits of one step with drafts that fit into `room` bytes, at most `most`: each is
     stored once in bfloat16, and those of one sampling call take more."""
     sampled = SAMPLE_BYTES + BF16
-    if room < sampled * SCORED_VALUES:
+    if room < sampled * LOGITS_PER_CALL:
         return min(most, max(0, int(room)) // sampled)
-    return min(most, int(room - SAMPLE_BYTES * SCORED_VALUES) // BF16)
+    return min(most, int(room - SAMPLE_BYTES * LOGITS_PER_CALL) // BF16)
 
 
 def kv_cache_bytes(

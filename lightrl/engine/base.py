@@ -257,7 +257,7 @@ class Engine(Protocol):
         cache has room after that. Raises RuntimeError if the devices have too little."""
         ...
 
-    def score(self, token_ids: list[int]) -> list[float]:
+    def logprobs_of(self, token_ids: list[int]) -> list[float]:
         """Return logprobs at temperature 1 of every token but the first, given those before it, by
         the served weights. Running responses get the same tokens as without. Raises EngineError for
         a text that is too long or not of this vocabulary."""

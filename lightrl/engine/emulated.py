@@ -163,7 +163,7 @@ class EmulatedEngine:
     def wake(self) -> None:
         time.sleep(self._wake_s)
 
-    def score(self, token_ids: list[int]) -> list[float]:
+    def logprobs_of(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)
         return [lp - self._score_error for lp in logprobs(self._digest, token_ids)]
 

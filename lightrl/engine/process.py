@@ -287,7 +287,7 @@ class Server:
     def _compare(self, canary: Canary) -> float:
         """Return by how much logprobs differ from the trainer's. Raises WeightsError if it is too
         much."""
-        found = self._engine.score(unpack_i32(canary.token_ids))
+        found = self._engine.logprobs_of(unpack_i32(canary.token_ids))
         most = tolerance(self._canary, canary.dtype, self._engine.dtype)
         return compare(unpack_f32(canary.logprobs), found, most)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lightrl.devices.memory import SCORED_VALUES
+from lightrl.devices.memory import LOGITS_PER_CALL
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
-MAX_VALUES = SCORED_VALUES  # logits in one draw: each takes memory.SAMPLE_BYTES meanwhile
+MAX_VALUES = LOGITS_PER_CALL  # logits in one draw: each takes memory.SAMPLE_BYTES meanwhile
 _MASK = (1 << 64) - 1
 _STRIDE = 0xD1342543DE82EF95  # odd, so distinct positions stay distinct before they are mixed
 

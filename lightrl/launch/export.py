@@ -10,7 +10,7 @@ from lightrl.client.address import run_folder
 from lightrl.config.sections import Checkpoint
 from lightrl.errors import LightRLError
 from lightrl.trainer.checkpoint.checksums import find_corruption
-from lightrl.trainer.checkpoint.saved import STEP_FILE, newest_in, those_beside
+from lightrl.trainer.checkpoint.on_disk import STEP_FILE, newest_in, those_beside
 
 MB = 1_000_000
 

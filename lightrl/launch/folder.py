@@ -10,7 +10,7 @@ from lightrl.errors import ConfigError
 from lightrl.journal.disk import FOLDER
 from lightrl.keys import write_keys
 from lightrl.system import files
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS
+from lightrl.trainer.checkpoint.on_disk import CHECKPOINTS
 
 SLURM_CONFIG = "run.toml"  # in it, the config that was submitted
 SLURM_FOLDER = "slurm"  # scripts and output of batch jobs, there before the run is

@@ -26,7 +26,7 @@ from lightrl.metrics.display import (
 from lightrl.metrics.evaluation import Scores, scores_line
 from lightrl.metrics.waits import WaitLines, waiting
 from lightrl.metrics.warned import MAX_REPEATED, kind, last_warnings, warning_text
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS, by_step, step_of
+from lightrl.trainer.checkpoint.on_disk import CHECKPOINTS, by_step, step_of
 from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5

@@ -26,7 +26,7 @@ from lightrl.launch.folder import rewrite_config
 from lightrl.metrics import sinks
 from lightrl.system.output import print_lines
 from lightrl.trainer.checkpoint.checksums import find_corruption
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     CHECKPOINTS,
     REWOUND,
     by_step,

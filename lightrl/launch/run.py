@@ -37,14 +37,14 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     if config.eval.checkpoint:
         raise ConfigError("eval.checkpoint: is for lightrl eval CHECKPOINT CONFIG; leave it out")
     launch = Launch(config, starts=True, is_resumed=resume)
-    notes = [finding.text for finding in await judged(launch, print_lines) if finding.is_note]
-    if not resume and (lines := list(begins_with(launch.required))):
+    notes = [finding.text for finding in await run_checks(launch, print_lines) if finding.is_note]
+    if not resume and (lines := list(begins_with(launch.require_config()))):
         notes.append("; ".join([f"begins with {lines[0]}", *lines[1:]]))
     run_dir, interrupted = await run_to_end(launch, notes, print_lines, tui)
     return _conclude(run_dir, interrupted)
 
 
-async def judged(launch: Launch, report: Callable[[str], None]) -> list[Finding]:
+async def run_checks(launch: Launch, report: Callable[[str], None]) -> list[Finding]:
     """Return the findings before a start. Raises LightRLError, one line, for a refusal."""
     never_fail()
     return await retry_on_resource_limit(
@@ -55,9 +55,9 @@ async def judged(launch: Launch, report: Callable[[str], None]) -> list[Finding]
 async def run_to_end(
     launch: Launch, notes: Sequence[str], report: Callable[[str], None], tui: bool = False
 ) -> tuple[Path, bool]:
-    """Start a run that was judged, and watch it until it is over, or until a signal. Return its
+    """Start a run that was checked, and watch it until it is over, or until a signal. Return its
     directory, and whether it was interrupted. Raises RunFailed."""
-    config = launch.required
+    config = launch.require_config()
     _configure_log(config)
     for note in notes:
         report(note)

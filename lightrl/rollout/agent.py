@@ -228,7 +228,7 @@ class RolloutAgent:
         assert self._engine is not None  # nothing runs or is served in STARTING
         self._engine.send(command)
 
-    def move(self, change: EngineChange) -> None:
+    def transition(self, change: EngineChange) -> None:
         self.state = next_state(EDGES, self.state, change)
 
     def _forget_running(self) -> None:
@@ -272,7 +272,7 @@ class RolloutAgent:
         was_ours = self._turns.ours.is_set()
         self._turns.died(reason)
         self._was_useful = False
-        self.move(EngineChange.DIED)
+        self.transition(EngineChange.DIED)
         self._forget_running()
         self.num_workers, self.device = 0, ""
         if was_ours:
@@ -335,16 +335,16 @@ class RolloutAgent:
                     if not self._options.takes_turns:  # two on a device are in no group together
                         self.num_workers = num_workers
                         self._member.started(engine.send)
-                    self.move(EngineChange.STARTED)
+                    self.transition(EngineChange.STARTED)
                     started.set()
                 case EngineLoaded(version, digest) as loaded:
-                    self.move(EngineChange.LOADED)
+                    self.transition(EngineChange.LOADED)
                     self._was_useful = True
                     self._loaded = version, digest
                     self._unacked.loaded(version, self._is_connected)
                     orders.answers.put_nowait(loaded)
                 case EngineSlept() as slept:
-                    self.move(EngineChange.SLEPT)
+                    self.transition(EngineChange.SLEPT)
                     self._was_useful = True
                     orders.answers.put_nowait(slept)
                 case EngineWoken(seconds):
@@ -352,7 +352,7 @@ class RolloutAgent:
                 case EngineFailed(reason, None, is_unusable):
                     raise EngineUnusable(reason) if is_unusable else EngineError(reason)
                 case EngineFailed() as failed:
-                    self.move(EngineChange.LOAD_FAILED)
+                    self.transition(EngineChange.LOAD_FAILED)
                     if not failed.is_dropped:
                         self._forget_running()
                     orders.answers.put_nowait(failed)

@@ -120,7 +120,7 @@ class Deltas:
         """To nodes whose tickets are for this version."""
         for version in self._kept.values():
             try:
-                self._server.publish(replace(version.file, policy_version=policy_version))
+                self._server.serve(replace(version.file, policy_version=policy_version))
             except WeightsError as e:  # peers have it from elsewhere
                 logger.warning("a delta is not served here: %s", e)
 

@@ -75,7 +75,7 @@ class EngineOrders:
             self._turns.slept(self._turns.freed_bytes)
             return
         self._engine.send(Sleep())
-        self._owner.move(EngineChange.SLEEP_ORDERED)
+        self._owner.transition(EngineChange.SLEEP_ORDERED)
         answer = await self.answers.get()
         assert isinstance(answer, EngineSlept)
         self._turns.slept(answer.freed_bytes)
@@ -95,7 +95,7 @@ class EngineOrders:
             if wanted is not None and are_same(wanted, offer):  # else a newer one is on its way
                 self._member.fail(offer, "no engine waits for it any more")
             return
-        self._owner.move(EngineChange.LOAD_ORDERED)
+        self._owner.transition(EngineChange.LOAD_ORDERED)
         answer = await self._answer(offer)
         is_wanted = self._member.answered()
         match answer:

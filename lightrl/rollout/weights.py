@@ -27,7 +27,7 @@ from lightrl.messages.weights import (
     WeightsReady,
     WeightsSource,
 )
-from lightrl.rollout.base import BaseVersion
+from lightrl.rollout.base_version import BaseVersion
 from lightrl.rollout.deltas import DELTA_TIMEOUT_S, DELTA_WAIT_S, Deltas, find_chain, leads_from
 from lightrl.rollout.fetched import (
     Announced,
@@ -339,7 +339,7 @@ class NodeWeights:
     def _serve(self, fetched: Fetched) -> None:
         if not fetched.is_own:
             try:
-                self._server.publish(fetched.file)
+                self._server.serve(fetched.file)
             except WeightsError as e:  # others have it from elsewhere
                 version = fetched.offer.policy_version
                 logger.warning("version %d is not served here: %s", version, e)

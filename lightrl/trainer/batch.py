@@ -15,7 +15,7 @@ from lightrl.trainer.protocol import MicroBatch, TrainSample
 from lightrl.wire import num_trained
 
 
-def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[TrainSample]:
+def with_gradient(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[TrainSample]:
     """The samples with a gradient. The others count in the denominators of `Update` as well."""
     return [
         s
@@ -25,12 +25,12 @@ def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> li
 
 
 def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[float]:
-    """Of those that are not `trainable`: minus the sum of the logprobs [nats] with which their
+    """Of those without a gradient: minus the sum of the logprobs [nats] with which their
     trained tokens were sampled, and the number of these. The mean is an unbiased estimate of the
     entropy at them; with top_k or top_p it leaves out the tokens that cannot be drawn."""
     import numpy as np  # not needed to start a daemon
 
-    computed, total, number = set(map(id, trainable(samples, algorithm))), 0.0, 0
+    computed, total, number = set(map(id, with_gradient(samples, algorithm))), 0.0, 0
     for s in (s for s in samples if id(s) not in computed):
         logprobs = np.frombuffer(s.rollout_logprobs, "<f4")
         if s.loss_mask:
@@ -41,11 +41,11 @@ def surprisal_of_rest(samples: Sequence[TrainSample], algorithm: AlgorithmSectio
     return [total, number]
 
 
-def useful(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:
+def for_ranks(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:
     """The samples to send to ranks; emulated ones get all of them."""
     if config.train.engine == "emulated":
         return list(groups)
-    return [trainable(samples, config.algorithm) for samples in groups]
+    return [with_gradient(samples, config.algorithm) for samples in groups]
 
 
 def num_tokens(sample: TrainSample) -> int:
@@ -113,7 +113,7 @@ def total_tokens(samples: Sequence[TrainSample]) -> int:
     return sum(map(num_tokens, samples))
 
 
-def streamed(
+def plan_micro_batches(
     groups: Sequence[Sequence[TrainSample]],
     ranks: int,
     max_tokens: int,
@@ -124,7 +124,7 @@ def streamed(
 
     `deterministic`: each group by itself, so that the sums of a step follow from the order of its
     groups alone; micro-batches are smaller. Otherwise all groups together. Example, of two ranks:
-    streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
+    plan_micro_batches([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
     """
     parts = groups if deterministic else [[s for samples in groups for s in samples]]
     planned = [micro_batches(samples, ranks, max_tokens, packed) for samples in parts]

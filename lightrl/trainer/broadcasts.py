@@ -1,7 +1,7 @@
 """Carry out the coordinator's orders to broadcast a version: rank 0 sends it to a group.
 
 Owns the current order and the commands to rank 0. The coordinator decides which nodes receive a
-version, and the supervisor decides when rank 0 is free. A failure ends only the group: its nodes
+version, and `Trainer` decides when rank 0 is free. A failure ends only the group: its nodes
 pull the version instead. Must not import torch: the daemon imports this file.
 """
 

@@ -1,6 +1,6 @@
 """The rank processes of a trainer, from one start to their end: they are lost together.
 
-Owns the processes and the order of their replies; the supervisor decides what they do and whether
+Owns the processes and the order of their replies; `Trainer` decides what they do and whether
 they restart. Must not import torch: the daemon imports this file.
 """
 

@@ -1,6 +1,6 @@
 """The versions of one trainer that its node serves, and the messages that announce them.
 
-The supervisor sends these messages; the coordinator decides who pulls a version.
+`Trainer` sends these messages; the coordinator decides who pulls a version.
 """
 
 import logging
@@ -57,10 +57,10 @@ class ServedVersions:
         if version >= max(self._files, default=0) and not is_served:
             if known is not None:
                 await self._retire(version)
-            await self._publish(file, f"version {version}")
+            await self._serve_file(file, f"version {version}")
             self._files[version] = file
             for delta in self._deltas:  # tickets are for this version
-                self._server.publish(replace(delta, policy_version=version))
+                self._server.serve(replace(delta, policy_version=version))
             await self._announce_here(file)
         message = _message(published, self._base)
         return replace(message, portions=tuple(portions), replicas=tuple(replicas))
@@ -69,7 +69,7 @@ class ServedVersions:
         """Serve the model beside adapters, from its first file: engines have mapped it. Restarted
         ranks write another one."""
         if self._base is None:
-            await self._publish(file, "the base")
+            await self._serve_file(file, "the base")
             self._base = file
             await self._announce_here(file, stays=True)
         elif self._base.path != file.path:
@@ -91,7 +91,7 @@ class ServedVersions:
             await in_thread(_remove, [file])
             return _offer(made, known) if known is not None else None
         try:
-            await self._publish(file, "a difference")
+            await self._serve_file(file, "a difference")
         except WeightsError as e:  # the version itself is served
             logger.warning("%s", e)
             await in_thread(_remove, [file])
@@ -124,17 +124,17 @@ class ServedVersions:
         if not any(other.digest == file.digest for other in self._files.values()):
             await self._server.retire(file.digest, GRACE_S)
 
-    async def _publish(self, file: VersionFile, what: str) -> None:
+    async def _serve_file(self, file: VersionFile, what: str) -> None:
         """Serve a file, waiting while the machine lacks resources for it."""
 
-        async def publish() -> None:
+        async def attempt() -> None:
             try:
-                self._server.publish(file)
+                self._server.serve(file)
             except WeightsError as e:
                 lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
                 raise (e.__cause__ if lacks and e.__cause__ else e) from None
 
-        await retry_on_resource_limit(publish, f"serving {what}", logger.warning)
+        await retry_on_resource_limit(attempt, f"serving {what}", logger.warning)
 
 
 def _size(files: list[VersionFile]) -> int:

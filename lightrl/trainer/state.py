@@ -1,6 +1,6 @@
 """The states of a trainer's ranks, and the events that are allowed in each. Pure.
 
-Whether the coordinator is connected is independent of it: see `Trainer` in supervisor.py.
+Whether the coordinator is connected is independent of it: see `Trainer` in trainer.py.
 """
 
 from enum import StrEnum

@@ -1,7 +1,7 @@
 """One step of the trainer while its groups arrive: what the ranks accumulate when.
 
 `shard_queue` decides which groups go together, `batch` how they are packed, `algorithm.advantage`
-what they are worth; the supervisor decides when the step advances, restarts and ends. Must not
+what they are worth; `Trainer` decides when the step advances, restarts and ends. Must not
 import torch: the daemon imports this file.
 """
 
@@ -13,7 +13,7 @@ from lightrl.config.schema import Config
 from lightrl.messages.message import Message
 from lightrl.messages.training import ShardsTaken, TrainGroup, TrainShard
 from lightrl.trainer.algorithm.advantage import train_samples
-from lightrl.trainer.batch import streamed, surprisal_of_rest, total_tokens, useful
+from lightrl.trainer.batch import for_ranks, plan_micro_batches, surprisal_of_rest, total_tokens
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.protocol import (
     MAX_BATCHES,
@@ -229,7 +229,7 @@ class Step:
         """Give out what is due of the groups that are held; on shared devices little at a time, as
         the ranks may have to be suspended."""
         queue, is_shared = self.queue, self._devices.are_shared
-        sizes = [total_tokens(samples) for samples in useful(queue.held, self._config)]
+        sizes = [total_tokens(samples) for samples in for_ranks(queue.held, self._config)]
         is_all = self._in_order or queue.must_not_wait(self._waiting)
         while True:
             is_due, most = is_all or sum(sizes) >= self._full, self._full if is_shared else None
@@ -250,6 +250,6 @@ class Step:
         config, num = self._config, self._replicas.num_ranks
         rest = surprisal_of_rest([s for samples in groups for s in samples], config.algorithm)
         self._rest = [a + b for a, b in zip(self._rest, rest, strict=True)]
-        most, is_packed = config.train.max_tokens_per_gpu, self._ranks.is_packed
-        batches_R = streamed(useful(groups, config), num, most, self._in_order, is_packed)
+        sent, most = for_ranks(groups, config), config.train.max_tokens_per_gpu
+        batches_R = plan_micro_batches(sent, num, most, self._in_order, self._ranks.is_packed)
         self._replicas.accumulate(replica, self.queue.step, batches_R)

@@ -102,8 +102,8 @@ def micro_batch(shape: str, seed: int) -> Any:
 
 
 def stage(learner: Any, model: Path, shape: str, scratch: Path) -> None:
-    from lightrl.trainer.checkpoint.saved import SavedStep
-    from lightrl.trainer.checkpoint.saver import Saver
+    from lightrl.trainer.checkpoint.on_disk import SavedStep
+    from lightrl.trainer.checkpoint.writer import CheckpointWriter
     from lightrl.weights.machine.scratch import available_memory
 
     num = sum(p.numel() for p in learner.parameters)
@@ -113,16 +113,16 @@ def stage(learner: Any, model: Path, shape: str, scratch: Path) -> None:
     figure(f"{shape}: staged with the optimizer's state", has_optimizer)
     reported: list[Any] = []
     policy, optimizer = learner.policy, learner.optimizer
-    saver = Saver(policy, optimizer, model, learner.config.checkpoint, reported.append)
+    writer = CheckpointWriter(policy, optimizer, model, learner.config.checkpoint, reported.append)
     saved = SavedStep(2, 2, digest="", dtype="bfloat16", has_optimizer=has_optimizer)
     begun = clock(reset=True)
-    saver.begin(scratch / "checkpoints" / "step_2", saved, has_export=False)
+    writer.begin(scratch / "checkpoints" / "step_2", saved, has_export=False)
     add_figures(f"{shape}, a checkpoint staged for the first time", begun)
     staged = num * (STAGED_WEIGHTS + (STATE if has_optimizer else 0))
     figure(f"{shape}: GiB staged", round(staged / GIB, 2))
     if IS_GPU:
         leave(scratch)
-    saver.wait()
+    writer.wait()
     assert type(reported[-1]).__name__ == "Saved", reported
 
 

@@ -64,7 +64,7 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
             begun = time.perf_counter()
             file = write_tensors(path, version, module.named_parameters())
             written = time.perf_counter()
-            server.publish(file)
+            server.serve(file)
             pull = Pull(wanted(file), "node", copy)
             ticket = pull_ticket(server.secret, "node", version)
             pull.add_sources([WeightsSource("trainer", addresses, ticket)])

@@ -75,8 +75,8 @@ def test_help_loads_nothing_heavy():
     [
         ("lightrl.launch.run", ("numpy", "lightrl.journal.read", "lightrl.coordinator.daemon")),
         ("lightrl.client.find_run", ("numpy", "lightrl.replay.log")),
-        ("lightrl.daemon.main, lightrl.daemon.worker", ("numpy", "lightrl.coordinator.daemon")),
-        ("lightrl.daemon.main, lightrl.coordinator.daemon", ("lightrl.daemon.worker",)),
+        ("lightrl.daemon.main, lightrl.daemon.connection", ("numpy", "lightrl.coordinator.daemon")),
+        ("lightrl.daemon.main, lightrl.coordinator.daemon", ("lightrl.daemon.connection",)),
     ],
 )
 def test_a_process_loads_what_its_role_needs(modules, absent):

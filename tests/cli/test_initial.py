@@ -14,7 +14,7 @@ from lightrl.cli import main
 from lightrl.config.run_file import CONFIG_FILE, load_config
 from lightrl.launch.checks.initial import KEY, begun_from, settled
 from lightrl.launch.resume import has_journal
-from lightrl.trainer.checkpoint.saved import SavedStep, point
+from lightrl.trainer.checkpoint.on_disk import SavedStep, point
 from lightrl.wire import to_json
 from tests.cli.test_refusals import lightrl, refusal
 from tests.support.cli import (

@@ -418,7 +418,7 @@ def test_a_family_that_the_torch_engine_cannot_compute(tmp_path, settings, reaso
 def test_vllm_gives_names_of_tensors_of_any_family():
     from transformers import BloomConfig
 
-    from lightrl.engine.checkpoint import build_model, tensor_targets
+    from lightrl.engine.model_dir import build_model, tensor_targets
 
     config = BloomConfig(n_layer=1, n_head=2, hidden_size=8, vocab_size=32)
     targets = tensor_targets(build_model(config, torch.float32, "meta", attention=None))

@@ -22,7 +22,7 @@ from lightrl.launch.resume import FIXED, MAY_CHANGE, newest_checkpoint, prepare
 from lightrl.messages.snapshot import Snapshot
 from lightrl.metrics import sinks
 from lightrl.trainer.checkpoint.checksums import with_checksums
-from lightrl.trainer.checkpoint.saved import SavedStep, point
+from lightrl.trainer.checkpoint.on_disk import SavedStep, point
 from lightrl.wire import to_json
 from tests.support.cli import (
     DEADLINE_S,

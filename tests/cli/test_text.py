@@ -175,7 +175,7 @@ def nobody_to_ask(monkeypatch):
 def test_no_loader_asks_for_or_runs_code_of_a_model(tmp_path):
     import torch
 
-    from lightrl.engine.checkpoint import read_config
+    from lightrl.engine.model_dir import read_config
     from lightrl.errors import EngineError, RewardError, TrainerError
     from lightrl.rewards.worker import load_decoder
     from lightrl.trainer.model.policy import load_policy
@@ -203,7 +203,7 @@ def test_no_loader_asks_for_or_runs_code_of_a_model(tmp_path):
 @pytest.mark.usefixtures("nobody_to_ask")
 def test_a_kind_of_model_that_transformers_has_is_taken_from_there(tmp_path):
     folder = with_code(tmp_path / "model", "qwen2")
-    from lightrl.engine.checkpoint import build_model, read_config
+    from lightrl.engine.model_dir import build_model, read_config
 
     config = read_config(folder)
     assert type(build_model(config, config.dtype, "meta")).__module__.startswith("transformers.")

@@ -7,7 +7,7 @@ import pytest
 from lightrl.core.events import NodeDraining, TimerFired
 from lightrl.core.nodes.speed import Speed
 from lightrl.core.responses.balance import PAUSE_S
-from lightrl.core.responses.placement import moves, pays
+from lightrl.core.responses.placement import choose_migrations, pays
 from lightrl.core.state import Node, Response
 from tests.core.conftest import Driver
 from tests.core.test_placement import node, waiting
@@ -39,9 +39,9 @@ def test_gain_must_exceed_the_prefill_and_twice_the_error():
 
 def test_small_gain_between_nodes_that_are_well_known_pays_and_between_others_does_not():
     nodes, _ = two_nodes(learned(0.022), learned(0.02))
-    assert moves(nodes, lambda _: 2000.0) != []
+    assert choose_migrations(nodes, lambda _: 2000.0) != []
     nodes, _ = two_nodes(Speed(0.022, 0.0, num_observed=1), Speed(0.02, 0.0, num_observed=1))
-    assert moves(nodes, lambda _: 2000.0) == []
+    assert choose_migrations(nodes, lambda _: 2000.0) == []
 
 
 def decode(d: Driver, name: str, step_s: float, count: int, tokens: int = 1) -> None:

@@ -30,11 +30,11 @@ def changed(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("text", "file"),
     [
-        ("move(ResponseState.ABORTED)", "group_filter.py"),
-        ("move(GroupState.DEFERRED)", "group_filter.py"),
-        ("move(GroupState.DROPPED)", "group_filter.py"),
+        ("transition(ResponseState.ABORTED)", "group_lifecycle.py"),
+        ("transition(GroupState.DEFERRED)", "group_lifecycle.py"),
+        ("transition(GroupState.DROPPED)", "group_lifecycle.py"),
         (".tokens.frombytes(", "arrivals.py"),
-        ("move(ResponseState.RUNNING, node)", "responses.py"),
+        ("transition(ResponseState.RUNNING, node)", "responses.py"),
     ],
 )
 def test_it_happens_in_one_place(text: str, file: str):
@@ -42,8 +42,8 @@ def test_it_happens_in_one_place(text: str, file: str):
     assert {name: n for name, n in counts.items() if n} == {file: 1}
 
 
-def test_a_race_is_changed_by_the_group_filter_alone():
-    assert {p.name for p in CORE.rglob("*.py") if changed(p) & RACE} == {"group_filter.py"}
+def test_a_race_is_changed_by_the_group_lifecycle_alone():
+    assert {p.name for p in CORE.rglob("*.py") if changed(p) & RACE} == {"group_lifecycle.py"}
     assert changed(CORE / "rounds" / "race.py") == set()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightrl.core.events import TimerFired
 from lightrl.core.nodes.speed import Speed
-from lightrl.core.responses.placement import assign, moves
+from lightrl.core.responses.placement import assign, choose_migrations
 from lightrl.core.settings import Tail
 from lightrl.core.state import Node, Response
 from lightrl.messages.responses import Abort, Generate
@@ -79,7 +79,7 @@ def test_longest_goes_first_to_the_node_where_it_is_done_earliest():
 def test_idle_node_takes_responses_from_one_that_is_above_its_plateau():
     responses = waiting(8)
     full, idle = node("a", 0.001, 0.01, slots=8, running=responses), node("b", 0.001, 0.01, slots=8)
-    moved = moves([full, idle], lambda _: 1000.0)
+    moved = choose_migrations([full, idle], lambda _: 1000.0)
     assert all(target is idle for _, target in moved)
     assert len(moved) == pytest.approx(4, abs=1)
 
@@ -87,40 +87,40 @@ def test_idle_node_takes_responses_from_one_that_is_above_its_plateau():
 def test_nothing_moves_between_nodes_that_are_below_their_plateau():
     responses = waiting(4)
     nodes = [node("a", 0.02, 0.0, slots=8, running=responses), node("b", 0.02, 0.0, slots=8)]
-    assert moves(nodes, lambda _: 1000.0) == []
+    assert choose_migrations(nodes, lambda _: 1000.0) == []
 
 
 def test_nothing_moves_for_few_remaining_tokens():
     responses = waiting(2)
     nodes = [node("a", 0.2, running=responses), node("b", 0.02)]
-    assert moves(nodes, lambda _: 2.0) == []
-    assert [r.id for r, _ in moves(nodes, lambda _: 1000.0)] != []
+    assert choose_migrations(nodes, lambda _: 2.0) == []
+    assert [r.id for r, _ in choose_migrations(nodes, lambda _: 1000.0)] != []
 
 
 def test_long_prefix_makes_a_move_too_dear():
     [response] = waiting(1)
     response.tokens.extend([9] * 200_000)
     nodes = [node("a", 0.03, running=[response]), node("b", 0.02)]
-    assert moves(nodes, lambda _: 200_500.0) == []
+    assert choose_migrations(nodes, lambda _: 200_500.0) == []
     del response.tokens[100:]
-    assert moves(nodes, lambda _: 200_500.0) != []
+    assert choose_migrations(nodes, lambda _: 200_500.0) != []
 
 
 def test_slow_node_gives_its_longest_to_a_fast_one_and_never_more_than_it_has_room_for():
     responses = waiting(6)
     n = {r.id: 100.0 * (i + 1) for i, r in enumerate(responses)}
     slow, fast = node("a", 0.5, slots=6, running=responses), node("b", 0.02, slots=2)
-    moved = [r.id for r, _ in moves([slow, fast], lambda r: n[r.id])]
+    moved = [r.id for r, _ in choose_migrations([slow, fast], lambda r: n[r.id])]
     assert moved == [responses[5].id, responses[4].id]
 
 
 def test_moving_twice_in_a_row_changes_nothing_more():
     responses = waiting(8)
     nodes = [node("a", 0.001, 0.01, slots=8, running=responses), node("b", 0.001, 0.01, slots=8)]
-    for response, target in moves(nodes, lambda _: 1000.0):
+    for response, target in choose_migrations(nodes, lambda _: 1000.0):
         del nodes[0].running[response.id]
         target.running[response.id] = response
-    assert moves(nodes, lambda _: 1000.0) == []
+    assert choose_migrations(nodes, lambda _: 1000.0) == []
 
 
 def running_at(d: Driver, name: str) -> int:

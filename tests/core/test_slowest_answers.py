@@ -6,7 +6,7 @@ from lightrl.core.commands import Record
 from lightrl.core.events import ResponseScored
 from lightrl.core.log_entries import SnapshotBegan
 from lightrl.core.recovery import take_snapshot
-from lightrl.core.rounds import group_filter
+from lightrl.core.rounds import group_lifecycle
 from tests.core.conftest import Driver, held_out, of_kind
 
 
@@ -23,7 +23,7 @@ def test_it_is_the_longest_of_all_answers_and_journaled(driver: Driver):
     assert ResponseScored("p0@0#0", 1, 1.0, "", 3.0) in entries
     score(driver, "p0@0#1", 1.5)
     score(driver, "p1@0#0", None, 0.0)
-    assert driver.core.group_filter.slowest_s == {"p0": 3.0}
+    assert driver.core.lifecycle.slowest_s == {"p0": 3.0}
 
 
 def test_a_resume_has_the_same_ones(driver: Driver):
@@ -32,7 +32,7 @@ def test_a_resume_has_the_same_ones(driver: Driver):
     score(driver, "p1@0#0", 0.5)
     for _ in range(2):  # from the entries, then from a snapshot
         driver.restart()
-        assert driver.core.group_filter.slowest_s == {"p0": 3.0, "p1": 0.5}
+        assert driver.core.lifecycle.slowest_s == {"p0": 3.0, "p1": 0.5}
     driver.join("t", "trainer", incarnation=2)
     driver.publish(0)
     driver.join("a", slots=4)
@@ -42,14 +42,14 @@ def test_a_resume_has_the_same_ones(driver: Driver):
     [began] = [e for e in take_snapshot(driver.core) if isinstance(e, SnapshotBegan)]
     assert began.slowest_s == {"p0": 3.0, "p1": 0.5}
     driver.restart()
-    assert driver.core.group_filter.slowest_s == {"p0": 3.0, "p1": 0.5}
+    assert driver.core.lifecycle.slowest_s == {"p0": 3.0, "p1": 0.5}
 
 
 def test_limits_of_a_deterministic_run_are_fixed():
     d = Driver(deterministic=True)
     d.start("a", slots=4)
     score(d, "p0@0#0", 3.0)
-    assert d.core.group_filter.slowest_s == {}
+    assert d.core.lifecycle.slowest_s == {}
 
 
 def test_prompts_to_evaluate_on_have_times_of_their_own():
@@ -57,13 +57,13 @@ def test_prompts_to_evaluate_on_have_times_of_their_own():
     d.start("a", slots=4)
     [name] = d.running()
     score(d, name, 2.0)
-    assert d.core.group_filter.slowest_s == {"\0e/0": 2.0}
+    assert d.core.lifecycle.slowest_s == {"\0e/0": 2.0}
 
 
 def test_there_is_a_bound_of_prompts(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group_filter, "MAX_SLOWEST", 1)
+    monkeypatch.setattr(group_lifecycle, "MAX_SLOWEST", 1)
     driver.start("a", slots=4)
     score(driver, "p0@0#0", 3.0)
     score(driver, "p1@0#0", 5.0)
     score(driver, "p0@0#1", 4.0)
-    assert driver.core.group_filter.slowest_s == {"p0": 4.0}
+    assert driver.core.lifecycle.slowest_s == {"p0": 4.0}

@@ -112,7 +112,7 @@ def test_only_deltas_to_the_published_version_are_stored_and_the_oldest_are_forg
     sources = WeightSources(SETTINGS)
     for version in range(1, 3 * MAX_CHAIN):
         deltas = (link(version - 1, version), link(version, version), link(0, version + 1))
-        sources.publish(PublishWeights(version, f"d{version}", 1000, 10, deltas=deltas))
+        sources.set_version(PublishWeights(version, f"d{version}", 1000, 10, deltas=deltas))
     assert not sources.add_deltas([link(version - 1, version)])
     assert sources.add_deltas([link(version - 1, version, 9)])
     assert len(sources._deltas) == MAX_CHAIN

@@ -623,8 +623,8 @@ class World:
         was_on, self.sharing.rule.is_on = self.sharing.rule.is_on, False
         if "t" not in fleet.sources.endpoints:
             self.feed(lambda: self.driver.open("t"))
-        while num_left != fleet.devices.num_moves:
-            num_left = fleet.devices.num_moves
+        while num_left != fleet.devices.num_transitions:
+            num_left = fleet.devices.num_transitions
             self.broadcasts.finish()
             self.sharing.obey_all()
             for name in self.rollouts():

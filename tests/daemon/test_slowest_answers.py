@@ -50,7 +50,7 @@ def test_all_workers_are_given_the_times_of_the_run_and_after_a_resume_too(tmp_p
             await run.add_rollout("b")
             await run.until_finished()
             assert run.head.succeeded
-            assert set(run.head._core.group_filter.slowest_s.values()) == {4.0}
+            assert set(run.head._core.lifecycle.slowest_s.values()) == {4.0}
 
     asyncio.run(scenario())
     first, *later = given(tmp_path)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.coordinator.history_sync import Histories
+from lightrl.daemon.connection import NodeConnection
 from lightrl.daemon.main import DaemonOptions
-from lightrl.daemon.worker import Worker
 from lightrl.errors import LightRLError
 from lightrl.history.saved import SavedHistory
 from lightrl.history.store import History
@@ -72,9 +72,9 @@ def test_a_node_that_has_no_thread_for_a_while_serves_all_versions(tmp_path: Pat
 
 def test_a_node_waits_for_a_thread_to_look_for_devices_in(tmp_path: Path, lack, caplog):
     config = make_config(tmp_path)
-    worker = Worker(DaemonOptions("a", ("rollout",)), "tcp://127.0.0.1:1")
+    connection = NodeConnection(DaemonOptions("a", ("rollout",)), "tcp://127.0.0.1:1")
     lack(*OF_CALLS, times=2)
-    found = asyncio.run(worker._find_gpus(config, model_files(config.model.path)))
+    found = asyncio.run(connection._find_gpus(config, model_files(config.model.path)))
     assert len(found.engines) <= 1
     [line] = [line for line in caplog.messages if NO_THREAD in line]
     assert line == f"the search for devices cannot be started: {NO_THREAD}; trying again"
@@ -99,13 +99,13 @@ def test_a_node_leaves_in_order_without_a_thread_that_would_end_it_by_force(tmp_
         async with a_run(tmp_path) as running:
             running.trainer.may_publish.clear()  # the run is not over before "a" is there
             options = DaemonOptions("b", ("rollout",), key=running.key)
-            worker = Worker(options, running.head.address)
-            working = asyncio.create_task(worker.run())
+            connection = NodeConnection(options, running.head.address)
+            working = asyncio.create_task(connection.run())
             await running.until(
                 lambda s: any(n.name == "b" and n.state == "ready" for n in s.nodes)
             )
             refused = lack("Thread-")  # as timers are named
-            worker.drain("enough")
+            connection.drain("enough")
             async with asyncio.timeout(DEADLINE_S):
                 await working
             assert refused

@@ -7,8 +7,8 @@ import pytest
 
 from lightrl.devices.memory import (
     GIB,
+    LOGITS_PER_CALL,
     SAMPLE_BYTES,
-    SCORED_VALUES,
     Shape,
     Training,
     activation_bytes,
@@ -102,9 +102,9 @@ def test_drafts_fit_into_their_room():
     most = 1 << 28
     for room in (0, 1000, GIB // 2, GIB, 2 * GIB, 2.2 * GIB, 3 * GIB):
         values = draftable_values(room, most)
-        assert 2 * values + SAMPLE_BYTES * min(values, SCORED_VALUES) <= room
+        assert 2 * values + SAMPLE_BYTES * min(values, LOGITS_PER_CALL) <= room
         more = values + 100
-        assert values == most or 2 * more + SAMPLE_BYTES * min(more, SCORED_VALUES) > room
+        assert values == most or 2 * more + SAMPLE_BYTES * min(more, LOGITS_PER_CALL) > room
     assert draftable_values(-GIB, most) == 0
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightrl.adapters import is_adapter, public_name
 from lightrl.engine.base import EngineLoaded, LoadWeights, LoraSpec
-from lightrl.engine.checkpoint import build_model, read_config
+from lightrl.engine.model_dir import build_model, read_config
 from lightrl.messages.responses import Sampling
 from lightrl.weights.version.manifest import AdapterManifest, encode, finish_version, read_manifest
 from lightrl.weights.version.tensors import write_tensors

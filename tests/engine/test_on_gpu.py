@@ -11,7 +11,7 @@ import torch
 from lightrl.devices import memory
 from lightrl.devices.memory import GIB
 from lightrl.engine.base import EngineSpec
-from lightrl.engine.checkpoint import build_model, kv_bytes_per_token, read_config, tensor_targets
+from lightrl.engine.model_dir import build_model, kv_bytes_per_token, read_config, tensor_targets
 from lightrl.engine.torch.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.vllm import engine as vllm
 from lightrl.engine.vllm import memory as vllm_memory
@@ -67,7 +67,7 @@ def used_by_torch(config, spec):
     slots, drafts = fitting(spec, config, sequence)
     repeated = 7 * sequence // 28  # the keys and values of one layer, once for each head
     step = memory.working_bytes(shape, spec.slots) - memory.sampling_bytes(shape, spec.slots)
-    drawn = memory.SAMPLE_BYTES * min(drafts, memory.SCORED_VALUES) + memory.BF16 * drafts
+    drawn = memory.SAMPLE_BYTES * min(drafts, memory.LOGITS_PER_CALL) + memory.BF16 * drafts
     return (
         slots * (sequence + repeated) + step + max(drawn, memory.sampling_bytes(shape, slots)),
         slots,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.engine.base import EngineSpec
-from lightrl.engine.checkpoint import check_fits, tensor_targets
+from lightrl.engine.model_dir import check_fits, tensor_targets
 from lightrl.engine.sampling import keys, sample
 from lightrl.engine.torch.engine import TorchEngine
 from lightrl.errors import EngineError, WeightsError

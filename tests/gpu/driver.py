@@ -210,8 +210,8 @@ class Driven:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        return self.engine.score(token_ids)
+    def logprobs_of(self, token_ids: list[int]) -> list[float]:
+        return self.engine.logprobs_of(token_ids)
 
 
 class Remote:

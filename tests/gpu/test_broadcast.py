@@ -1,7 +1,7 @@
 """Broadcasts over NCCL. Never run so far: no machine with two GPUs.
 
 Nor has it been seen between two machines that NCCL takes the interface by which members reach each
-other: it looks for one once in a process, see `trainer/group.py` and
+other: it looks for one once in a process, see `trainer/process_group.py` and
 `weights/broadcast/group.py`. With NCCL_DEBUG=INFO the line "Bootstrap: Using" says which it took.
 """
 

@@ -12,7 +12,7 @@ from gpu_lib.shapes import SHAPES, make_model
 
 from lightrl.system.child import Child
 from lightrl.trainer.batch import micro_batches
-from lightrl.trainer.group import join
+from lightrl.trainer.process_group import join
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from lightrl.trainer.rank.rank import Rank
 from lightrl.trainer.protocol import Accumulate, Update, Save, StartRank, TrainSample
-from lightrl.trainer.checkpoint.saved import checkpoint_path
+from lightrl.trainer.checkpoint.on_disk import checkpoint_path
 from lightrl.wire import from_json
 from safetensors.torch import save_file
 
@@ -61,7 +61,7 @@ for step in range(job["first"], job["first"] + job["steps"]):
 path = checkpoint_path(run / "checkpoints", job["first"] + job["steps"])
 path.parent.mkdir(parents=True, exist_ok=True)
 list(rank.perform(Save(job["first"] + job["steps"], str(path))))
-rank.saver.wait()
+rank.checkpoint_writer.wait()
 said["master"] = sorted({str(p.dtype) for p in rank.learner.policy.module.parameters()})
 named = rank.learner.policy.module.named_parameters()
 masters = {n: getattr(p.detach(), "full_tensor", p.detach)().cpu().contiguous() for n, p in named}

@@ -193,7 +193,7 @@ def test_sleep_gives_memory_back_and_waking_up_changes_nothing(on, tiny, graphs,
         expected = {}
         for version in (2, 1):
             engine.load(tiny.files[version])
-            expected[version] = engine.run(asked).tokens, engine.score(text)
+            expected[version] = engine.run(asked).tokens, engine.logprobs_of(text)
         awake = engine.free()
         for version in (1, 2, 1):
             said, asleep = engine.sleep()
@@ -202,7 +202,7 @@ def test_sleep_gives_memory_back_and_waking_up_changes_nothing(on, tiny, graphs,
             assert asleep - awake > 0.8 * KV_GIB * 2**30
             engine.wake(tiny.files[version])
             tokens, canary = expected[version]
-            assert engine.score(text) == pytest.approx(canary, abs=MOST_GAP[on.dtype])
+            assert engine.logprobs_of(text) == pytest.approx(canary, abs=MOST_GAP[on.dtype])
             assert engine.run(asked).tokens == tokens
             assert abs(engine.free() - awake) < 0.2 * KV_GIB * 2**30
     finally:
@@ -223,13 +223,13 @@ def test_engines_of_two_sizes_take_turns_over_the_same_gpus(on, tiny, figure):  
         )
         try:
             small.load(tiny.files[1])
-            score, of_small = small.score(text), small.run(asked).tokens
+            score, of_small = small.logprobs_of(text), small.run(asked).tokens
             for _ in range(2):
                 said, free = small.sleep()
                 figure("vLLM: MiB freed by an engine of one GPU", said >> 20)
                 large.wake(tiny.files[1])
                 assert large.free() < free
-                assert large.score(text) == pytest.approx(score, abs=MOST_GAP[on.dtype])
+                assert large.logprobs_of(text) == pytest.approx(score, abs=MOST_GAP[on.dtype])
                 assert len(large.run(asked).tokens) == len(of_small)
                 large.sleep()
                 small.wake(tiny.files[1])

@@ -60,7 +60,7 @@ async def trainer_of(
     """It serves all of this for tickets of the target."""
     version = target.policy_version
     async with serving(*(replace(t, policy_version=version) for t in things), **settings) as one:
-        one.publish(target)
+        one.serve(target)
         yield one
 
 

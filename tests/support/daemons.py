@@ -157,7 +157,7 @@ class ScriptedTrainer:
             if old.digest != file.digest:
                 self._server.retire(old.digest)
         self.files.append(file)
-        self._server.publish(file)
+        self._server.serve(file)
         link.send(published(file, portions=portions))
 
     async def _beat(self, link: Link) -> None:

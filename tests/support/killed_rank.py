@@ -8,14 +8,14 @@ import signal
 import socket
 from pathlib import Path
 
-from lightrl.trainer.checkpoint import saver
+from lightrl.trainer.checkpoint import writer
 from lightrl.trainer.rank import rank
 
 KILLED_TARGET = "tests.support.killed_rank:main"
 
 
 def main(sock: socket.socket) -> None:
-    put_in_place = saver.put_in_place
+    put_in_place = writer.put_in_place
     placed: list[Path] = []
 
     def place(draft: Path, path: Path, keep_last: int, keep_every: int) -> None:
@@ -24,5 +24,5 @@ def main(sock: socket.socket) -> None:
         put_in_place(draft, path, keep_last, keep_every)
         placed.append(path)
 
-    saver.put_in_place = place
+    writer.put_in_place = place
     rank.main(sock)

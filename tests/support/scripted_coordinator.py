@@ -128,7 +128,7 @@ class ScriptedHead:
     def offer(self, node: str, version: int) -> VersionFile:
         file = uniform_version(self.folder, version)
         self.files.append(file)
-        self._server.publish(file)
+        self._server.serve(file)
         self.send(published(file, (source(self._server, node, version),)))
         return file
 

@@ -1,6 +1,6 @@
 """A rollout node that speaks the protocol but has no engine: it answers every order at once.
 
-It keeps a connection as the real node does (worker.py): nothing but a hello leaves before a
+It keeps a connection as the real node does (connection.py): nothing but a hello leaves before a
 welcome, and one that the coordinator gave up or does not hear any more says hello again. So cheap
 that hundreds live in a process.
 """
@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 
-from lightrl.daemon.worker import WELCOME_S
+from lightrl.daemon.connection import WELCOME_S
 from lightrl.errors import PeerUnreachable
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
@@ -82,7 +82,7 @@ class ScriptedRollout:
         return True
 
     def _take_welcome(self, welcome: Welcome) -> bool:
-        """As `Worker` does; False if the run is ending."""
+        """As `NodeConnection` does; False if the run is ending."""
         if welcome.refused == REJOIN:
             if self._said is None:  # else it will be answered
                 self._on_break()

@@ -16,7 +16,7 @@ from lightrl.messages.training import Checkpointed, ShardsTaken, StepDone, Train
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
-from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer.trainer import Trainer
 from lightrl.weights.serve.server import WeightServer
 
 DEADLINE_S = 280

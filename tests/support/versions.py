@@ -68,7 +68,7 @@ async def serving(*versions: VersionFile, **settings: float) -> AsyncIterator[We
     try:
         await server.start("127.0.0.1")
         for version in versions:
-            server.publish(version)
+            server.serve(version)
         yield server
     finally:
         await server.close()

@@ -50,7 +50,7 @@ CHILD_CODE = "from lightrl.system.child import run; run()"
 CLI = "lightrl.cli"
 DAEMONS = (CLI, "lightrl.daemon.main")
 CHILDREN = (
-    "lightrl.engine.checkpoint",
+    "lightrl.engine.model_dir",
     "lightrl.engine.process",
     "lightrl.engine.torch.engine",
     "lightrl.trainer.rank.rank",

@@ -9,7 +9,7 @@ import runpy
 import socket
 from multiprocessing.connection import Connection
 
-import lightrl.engine.checkpoint  # noqa: F401
+import lightrl.engine.model_dir  # noqa: F401
 from lightrl.engine.vllm.engine import CPU_ENVIRONMENT, ENVIRONMENT
 
 os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)  # each child has its own instead

@@ -7,7 +7,7 @@ from lightrl.launch.slurm import job
 from lightrl.rewards import runner
 from lightrl.rollout import agent
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.trainer import supervisor
+from lightrl.trainer import trainer
 
 
 def pauses(policy: RestartPolicy) -> list[float]:
@@ -54,7 +54,7 @@ def test_who_was_given_up_stays_so():
     ("policy", "expected"),
     [
         (local.RESTARTS, [0.2, 0.4, 0.8, 1.6, 3.2]),
-        (supervisor.RESTARTS, pytest.approx([0.2, 0.6, 1.8])),
+        (trainer.RESTARTS, pytest.approx([0.2, 0.6, 1.8])),
         (agent.RESTARTS, [0.0, 0.0]),
         (runner.RESTARTS, [0.0, 0.0]),
         (job.RESTARTS, [0.0] * 5),
@@ -66,5 +66,5 @@ def test_limits_of_each_place(policy: RestartPolicy, expected: object):
 
 
 def test_only_reward_workers_and_slurm_jobs_go_by_how_long_something_lived():
-    policies = (local, supervisor, agent, runner, job)
+    policies = (local, trainer, agent, runner, job)
     assert [p.RESTARTS.settled_s for p in policies] == [float("inf")] * 3 + [10.0, 120.0]

@@ -162,7 +162,7 @@ class LocalRank(Rank):
         """All events of a checkpoint."""
         self.events.clear()
         answers = list(self.perform(command))
-        self.saver.wait()
+        self.checkpoint_writer.wait()
         return [*answers, *self.events]
 
 

@@ -10,10 +10,10 @@ from lightrl.trainer.batch import (
     micro_batches,
     num_tokens,
     plan,
+    plan_micro_batches,
     plan_packed,
-    streamed,
     surprisal_of_rest,
-    trainable,
+    with_gradient,
 )
 from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import pack_f32, pack_i32
@@ -104,7 +104,7 @@ def test_samples_without_gradient_are_left_out(algorithm, kept):
         TrainSample("none", tokens, tokens, logprobs, 0.0),
         TrainSample("empty", tokens, b"", b"", 0.5),
     ]
-    assert [s.response for s in trainable(samples, AlgorithmSection(**algorithm))] == kept
+    assert [s.response for s in with_gradient(samples, AlgorithmSection(**algorithm))] == kept
 
 
 def test_packed_micro_batches_are_the_samples_of_the_plan(samples):
@@ -114,11 +114,20 @@ def test_packed_micro_batches_are_the_samples_of_the_plan(samples):
     assert all(sum(map(num_tokens, batch)) <= 60 for batches in ranks for batch in batches)
 
 
-def test_streamed_by_hand(samples):
+def test_a_plan_by_hand(samples):
     a, b, c = sorted(samples[:3], key=num_tokens, reverse=True)
-    assert streamed([[a, b], [c]], 2, 99, deterministic=True) == [((a,), (c,)), ((b,), ())]
-    assert streamed([[], []], 2, 99, deterministic=True) == streamed([], 2, 99, False) == [(), ()]
-    assert streamed([[c], [b, a]], 1, 99, deterministic=False) == micro_batches([c, b, a], 1, 99)
+    assert plan_micro_batches([[a, b], [c]], 2, 99, deterministic=True) == [
+        ((a,), (c,)),
+        ((b,), ()),
+    ]
+    assert (
+        plan_micro_batches([[], []], 2, 99, deterministic=True)
+        == plan_micro_batches([], 2, 99, False)
+        == [(), ()]
+    )
+    assert plan_micro_batches([[c], [b, a]], 1, 99, deterministic=False) == micro_batches(
+        [c, b, a], 1, 99
+    )
 
 
 @given(st.integers(1, 3), st.integers(1, 200), st.lists(st.integers(1, 24), max_size=8))
@@ -128,11 +137,11 @@ def test_deterministic_batches_do_not_depend_on_how_many_groups_wait(
     groups = [samples[i : i + 3] for i in range(0, 24, 3)]
     borders = [0, *sorted(c % 9 for c in cuts), 8]
     streams = [
-        streamed(groups[begin:end], ranks, max_tokens, deterministic=True)
+        plan_micro_batches(groups[begin:end], ranks, max_tokens, deterministic=True)
         for begin, end in pairwise(borders)
     ]
     joined = [tuple(batch for stream in streams for batch in stream[rank]) for rank in range(ranks)]
-    assert joined == streamed(groups, ranks, max_tokens, deterministic=True)
+    assert joined == plan_micro_batches(groups, ranks, max_tokens, deterministic=True)
     assert len({len(batches) for batches in joined}) == 1
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.trainer.model.policy import load_policy
 from lightrl.trainer.protocol import Accumulate, RankStarted, Save, StepFinished, Update
-from lightrl.trainer.rank.canary import drawn_text, score
+from lightrl.trainer.rank.canary import compute, drawn_text
 from lightrl.weights.canary import NUM_TOKENS
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import unpack_f32, unpack_i32
@@ -111,8 +111,8 @@ def test_engines_that_run_no_model_are_not_held_against_one(new_rank):
 
 def test_checkpointed_activations_change_nothing(model_dir):
     text = drawn_text(load_policy(model_dir, CPU), 64)
-    plain = score(load_policy(model_dir, CPU, served="bfloat16"), text)
-    assert score(load_policy(model_dir, CPU, 1, True, "bfloat16"), text) == plain
+    plain = compute(load_policy(model_dir, CPU, served="bfloat16"), text)
+    assert compute(load_policy(model_dir, CPU, 1, True, "bfloat16"), text) == plain
 
 
 @pytest.mark.usefixtures("warm_ranks")

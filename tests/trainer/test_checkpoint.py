@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
-from lightrl.trainer.checkpoint import saver
+from lightrl.trainer.checkpoint import writer
 from lightrl.trainer.checkpoint.checksums import PIECE_BYTES, find_corruption, with_checksums
 from lightrl.trainer.checkpoint.export import export
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     SavedStep,
     latest,
     newest_sound,
@@ -38,7 +38,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
-from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer.trainer import Trainer
 from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import to_json
 from tests.support.daemons import make_config
@@ -147,11 +147,11 @@ def test_the_rank_goes_on_while_what_it_had_is_written(new_rank, samples, tmp_pa
             assert go_on.wait(DEADLINE_S)
             return super().write_data(*arguments)
 
-    monkeypatch.setattr(saver, "FileSystemWriter", Writer)
+    monkeypatch.setattr(writer, "FileSystemWriter", Writer)
     assert list(rank.perform(Save(1, str(path)))) == [Done(1)]
     for step in (1, 2):
         assert train(rank, samples, step) == train(other, samples, step)
-    assert rank.saver.is_busy
+    assert rank.checkpoint_writer.is_busy
     assert rank.events == []
     assert latest(path.parent) is None
     second = threading.Thread(target=lambda: list(rank.perform(Save(3, str(path) + "3"))))
@@ -160,7 +160,7 @@ def test_the_rank_goes_on_while_what_it_had_is_written(new_rank, samples, tmp_pa
     assert second.is_alive()  # it waits for the first
     go_on.set()
     second.join(DEADLINE_S)
-    rank.saver.wait()
+    rank.checkpoint_writer.wait()
     assert rank.events == [Saved(str(path)), Saved(str(path) + "3")]
     again = new_rank(start_step=1)
     assert again.started.published.file.digest == digest
@@ -181,13 +181,13 @@ def test_an_export_is_given_up_when_the_next_checkpoint_is_due(
         return export(checkpoint, folder, size, is_wanted)
 
     with monkeypatch.context() as slow:
-        slow.setattr(saver, "export", make)
+        slow.setattr(writer, "export", make)
         assert list(rank.perform(Save(1, str(path), export=True))) == [Done(1)]
         assert begun.wait(DEADLINE_S)
         train(rank, samples, 1)
         second = path.with_name("step_2")
         list(rank.perform(Save(2, str(second))))
-    rank.saver.wait()
+    rank.checkpoint_writer.wait()
     given_up = Saved(str(path), "given up: the next checkpoint is due", is_export=True)
     assert rank.events == [Saved(str(path)), given_up, Saved(str(second))]
     assert find_corruption(path) == ""

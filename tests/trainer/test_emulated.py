@@ -17,7 +17,7 @@ from lightrl.errors import TrainerError
 from lightrl.messages.training import Checkpointed
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.checkpoint.checksums import find_corruption
-from lightrl.trainer.checkpoint.saved import latest
+from lightrl.trainer.checkpoint.on_disk import latest
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
     Accumulate,
@@ -56,7 +56,7 @@ def digest(rank, batches, step=0):
 
 def test_neither_it_nor_its_daemon_needs_torch():
     code = (
-        "import sys, lightrl.trainer.rank.emulated, lightrl.trainer.supervisor; print('torch' in "
+        "import sys, lightrl.trainer.rank.emulated, lightrl.trainer.trainer; print('torch' in "
         "sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrl.cli import main
 from lightrl.config.sections import Checkpoint
 from lightrl.launch.export import export_checkpoint, find_checkpoint
-from lightrl.trainer.checkpoint.saved import SavedStep
-from lightrl.trainer.checkpoint.saver import Saver
+from lightrl.trainer.checkpoint.on_disk import SavedStep
+from lightrl.trainer.checkpoint.writer import CheckpointWriter
 from lightrl.trainer.model.policy import load_policy
 from lightrl.trainer.protocol import Saved
 from tests.support.families import PACKED, saved
@@ -44,9 +44,9 @@ def save(source: Path, path: Path):
             parameter.add_(0.02 * torch.randn_like(parameter))
     optimizer = torch.optim.AdamW(policy.module.parameters())
     said: list[object] = []
-    saver = Saver(policy, optimizer, source, Checkpoint(), said.append)
-    saver.begin(path, SavedStep(1, 1, "d", has_optimizer=False), False)
-    saver.wait()
+    writer = CheckpointWriter(policy, optimizer, source, Checkpoint(), said.append)
+    writer.begin(path, SavedStep(1, 1, "d", has_optimizer=False), False)
+    writer.wait()
     assert said == [Saved(str(path))]
     return policy
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrl.trainer.model import score
+from lightrl.trainer.model import logprobs
 from lightrl.trainer.model.collate import collate
 from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.protocol import TrainSample
@@ -84,7 +84,7 @@ def assert_as_alone(policy, folder, responses):
 
 @pytest.fixture(autouse=True)
 def narrow_tiles(monkeypatch):
-    monkeypatch.setitem(score.TILE_VALUES, "cpu", 1)
+    monkeypatch.setitem(logprobs.TILE_VALUES, "cpu", 1)
 
 
 @pytest.mark.parametrize("family", PACKED)

@@ -18,7 +18,7 @@ from lightrl.errors import TrainerError
 from lightrl.trainer.checkpoint import initial
 from lightrl.trainer.checkpoint.checksums import find_corruption, with_checksums
 from lightrl.trainer.checkpoint.initial import take_over, where_to_start
-from lightrl.trainer.checkpoint.saved import SavedStep, latest, oldest_kept, put_in_place
+from lightrl.trainer.checkpoint.on_disk import SavedStep, latest, oldest_kept, put_in_place
 from lightrl.trainer.protocol import Accumulate, Save, Update
 from lightrl.wire import from_json, to_json
 from tests.support.tiers import NEEDS_TORCHAO

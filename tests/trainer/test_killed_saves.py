@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightrl.system.child import ChildDied
-from lightrl.trainer.batch import streamed
+from lightrl.trainer.batch import plan_micro_batches
 from lightrl.trainer.checkpoint.checksums import find_corruption
-from lightrl.trainer.checkpoint.saved import checkpoint_path, latest, newest_sound, step_of, tidy
+from lightrl.trainer.checkpoint.on_disk import checkpoint_path, latest, newest_sound, step_of, tidy
 from lightrl.trainer.protocol import (
     RANK_TARGET,
     Accumulate,
@@ -41,7 +41,7 @@ async def received(rank, kind):
 
 async def train(ranks, samples, step):
     tokens = sum(len(s.token_ids) // 4 for s in samples)
-    batches_R = streamed([samples], len(ranks), 60, False)
+    batches_R = plan_micro_batches([samples], len(ranks), 60, False)
     for rank, batches in zip(ranks, batches_R, strict=True):
         rank.send(Accumulate(step, batches))
         rank.send(Update(step, len(samples), tokens, step + 1))

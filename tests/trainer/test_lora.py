@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lightrl.adapters import PREFIX, is_adapter
 from lightrl.engine.base import LoraSpec
-from lightrl.engine.checkpoint import build_model
+from lightrl.engine.model_dir import build_model
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.export import export_checkpoint
 from lightrl.messages.weights import WeightsBase

@@ -20,7 +20,7 @@ from lightrl.trainer.protocol import (
     StepFinished,
     Update,
 )
-from lightrl.trainer.supervisor import MAX_NONFINITE, NonfiniteSteps
+from lightrl.trainer.trainer import MAX_NONFINITE, NonfiniteSteps
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import num_trained, pack_f32, unpack_f32, unpack_i32
 from tests.support.masks import pack_mask

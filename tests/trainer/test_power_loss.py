@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightrl.trainer.checkpoint.checksums import find_corruption
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     CHECKPOINTS,
     checkpoint_path,
     newest_sound,

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from lightrl.devices import memory
-from lightrl.engine.checkpoint import build_model, check_fits, read_config, tensor_targets
+from lightrl.engine.model_dir import build_model, check_fits, read_config, tensor_targets
 from lightrl.errors import WeightsError
 from lightrl.system.child import Pipe
 from lightrl.trainer.checkpoint.export import export
@@ -183,18 +183,18 @@ local = int(sys.argv[4])
 place = folder / ("versions" if rank < local else "elsewhere")  # which is never made
 publisher = publish.Publisher(Buffers(place), rank, world, local)
 for version in range(3):
-    file = publisher.publish(version, shards_of(made(version), rank, world))
+    file = publisher.write(version, shards_of(made(version), rank, world))
     publisher.allocate_second()
     if rank == 0:
         print(file.digest, flush=True)
-    delta = publisher.publish_delta()
+    delta = publisher.write_delta()
     assert (delta is not None) == (rank == 0 and version > 0), delta
 def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == world - 1:
     publish._copy = publish.Exchange.carry_out = die
 try:
-    publisher.publish(3, shards_of(made(3), rank, world))
+    publisher.write(3, shards_of(made(3), rank, world))
 except RuntimeError as e:
     print("RuntimeError", flush=True)
     os._exit(1)

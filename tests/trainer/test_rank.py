@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lightrl.system.child import ChildDied, Pipe
 from lightrl.trainer.batch import micro_batches
-from lightrl.trainer.checkpoint.saved import latest
+from lightrl.trainer.checkpoint.on_disk import latest
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from lightrl.errors import TrainerError
 from lightrl.trainer import rank_processes
-from lightrl.trainer.group import join
 from lightrl.trainer.nodes.followers import RanksLost
+from lightrl.trainer.process_group import join
 from lightrl.trainer.protocol import (
     Accumulate,
     Done,

@@ -17,8 +17,8 @@ from lightrl.errors import TrainerError
 from lightrl.messages.training import Checkpointed, StepDone, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.algorithm.advantage import train_samples
-from lightrl.trainer.batch import streamed, trainable
-from lightrl.trainer.checkpoint.saved import latest
+from lightrl.trainer.batch import plan_micro_batches, with_gradient
+from lightrl.trainer.checkpoint.on_disk import latest
 from lightrl.trainer.protocol import Accumulate, Update
 from tests.support.tiers import e2e
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
@@ -68,8 +68,8 @@ def undisturbed(rank, groups, portions, steps):
                 done = made[-len(rest) - size : -len(rest)]
                 list(rank.perform(Update(step, *totals(done))))
             part, rest = rest[:portion], rest[portion:]
-            useful = [trainable(samples, config.algorithm) for samples in part]
-            [batches] = streamed(
+            useful = [with_gradient(samples, config.algorithm) for samples in part]
+            [batches] = plan_micro_batches(
                 useful, 1, config.train.max_tokens_per_gpu, config.run.deterministic
             )
             list(rank.perform(Accumulate(step, batches)))

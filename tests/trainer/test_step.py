@@ -15,7 +15,7 @@ from lightrl.config.algorithm import ALGORITHMS
 from lightrl.errors import TrainerError
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.batch import micro_batches, num_tokens
-from lightrl.trainer.model import score
+from lightrl.trainer.model import logprobs
 from lightrl.trainer.model.forward import Way
 from lightrl.trainer.protocol import Accumulate, Done, StepFinished, Update
 from lightrl.weights.version.tensors import read_tensors
@@ -100,8 +100,8 @@ def test_a_step_is_the_same_packed_or_padded_by_tiles_or_by_the_model(
     new_rank, samples, monkeypatch
 ):
     def after(packed, has_tiles, tile, batches):
-        monkeypatch.setattr(score, "NARROWEST_TILE", tile)
-        monkeypatch.setitem(score.TILE_VALUES, "cpu", 1)
+        monkeypatch.setattr(logprobs, "NARROWEST_TILE", tile)
+        monkeypatch.setitem(logprobs.TILE_VALUES, "cpu", 1)
         rank = new_rank(algorithm={"name": "dapo", "tis_bounds": (0, 2.0), "kl_coef": 0.1})
         assert rank.started.is_packed
         assert rank.started.notes == ()

@@ -16,13 +16,13 @@ from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.training import ShardsTaken, StepDone, TrainGroup, TrainResponse, TrainShard
 from lightrl.messages.weights import PublishWeights
 from lightrl.trainer.algorithm.advantage import train_samples
-from lightrl.trainer.batch import num_tokens, streamed
+from lightrl.trainer.batch import num_tokens, plan_micro_batches
 from lightrl.trainer.model.collate import collate
 from lightrl.trainer.model.policy import load_policy, response_logprobs
 from lightrl.trainer.protocol import Accumulate, Update
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
-from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer.trainer import Trainer
 from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import unpack_f32
 from tests.support.tiers import e2e
@@ -55,7 +55,7 @@ def train(rank, steps):
     for step, waits in enumerate(steps):
         train = rank.config.train
         for waiting in waits:
-            [batches] = streamed(
+            [batches] = plan_micro_batches(
                 waiting, 1, train.max_tokens_per_gpu, rank.config.run.deterministic
             )
             list(rank.perform(Accumulate(step, batches)))

@@ -137,7 +137,7 @@ def test_a_lying_peer_is_named_and_avoided_and_spoils_nobody_else(tmp_path):
             lies = tmp_path / "lies"
             lies.write_bytes(bytes(nodes.version.num_bytes))
             await nodes.add("liar", "a", "b")
-            nodes.servers["liar"].publish(replace(nodes.version, path=str(lies)))
+            nodes.servers["liar"].serve(replace(nodes.version, path=str(lies)))
             pulls = [
                 nodes.pull(n, on_bad=lambda node, why, n=n: bad.append((n, node)))
                 for n in ("a", "b")

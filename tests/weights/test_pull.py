@@ -262,7 +262,7 @@ def test_a_ticket_of_another_holder_or_of_what_is_held_no_more_gets_nothing(tmp_
             with pytest.raises(WeightsError, match="closed the connection"):
                 await pull(version, sources, tmp_path / "pulled")
             await one.retire(version.digest)
-            one.publish(newer)
+            one.serve(newer)
             with pytest.raises(WeightsError, match="nothing arrived for 1 s"):
                 await pull(version, [source(one)], tmp_path / "pulled", timeout_s=1)
             # a ticket for the old version does not get the new one
@@ -352,11 +352,11 @@ def test_a_bounded_number_of_things_is_served(tmp_path):
         version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
         server = WeightServer()
         for k in range(MAX_HELD):
-            server.publish(replace(version, digest=f"{k:064x}"))
+            server.serve(replace(version, digest=f"{k:064x}"))
         with pytest.raises(WeightsError, match="64 versions are served"):
-            server.publish(version)
+            server.serve(version)
         await server.retire(f"{0:064x}")
-        server.publish(version)
+        server.serve(version)
         await server.close()
 
     asyncio.run(scenario())
@@ -473,7 +473,7 @@ def test_a_server_listens_where_it_is_told_or_says_why_not(tmp_path):
             WeightsError, match=f"cannot serve weights on 127.0.0.2:{port}: Address already"
         ):
             await second.start(("127.0.0.3", "127.0.0.2"), port)
-        first.publish(version)
+        first.serve(version)
         for address in addresses:
             await pull(version, [source(first, via=address)], tmp_path / address)
         await pull(version, [source(first)], tmp_path / "both")
@@ -491,9 +491,9 @@ def test_publishing_a_file_that_is_not_the_version_is_refused(tmp_path):
         server = WeightServer()
         os.truncate(tmp_path / "v1", 5)
         with pytest.raises(WeightsError, match="has 5 bytes, not "):
-            server.publish(version)
+            server.serve(version)
         with pytest.raises(WeightsError, match="nowhere: cannot be served: No such"):
-            server.publish(replace(version, path=str(tmp_path / "nowhere")))
+            server.serve(replace(version, path=str(tmp_path / "nowhere")))
         await server.close()
 
     asyncio.run(scenario())

@@ -117,7 +117,7 @@ class Fleet:
             since=now,
         )
         self.nodes[node.name] = node
-        self.devices.moved(node)
+        self.devices.state_changed(node)
         if "trainer" in node.roles:
             self.trainers.on_hello(hello)
         self.num_joined += 1
@@ -138,7 +138,7 @@ class Fleet:
             node.base = hello.serves[1] if hello.has_file else ""
         if node.takes_turns and node.state is not NodeState.DRAINING:
             for state in way_to_side(node.state, hello.is_released):
-                self._move(node, state)
+                self._transition(node, state)
         self._send_newest_unless_served(node, hello)
 
     def _send_newest_unless_served(self, node: Node, hello: Hello) -> None:
@@ -150,7 +150,7 @@ class Fleet:
         if hello.serves == (published.policy_version, published.digest):
             node.policy_version = published.policy_version
             if node.state not in {NodeState.READY, NodeState.RELEASING, NodeState.RELEASED}:
-                self._move(node, NodeState.READY)
+                self._transition(node, NodeState.READY)
             self.sources.update(node)
             self._send_new_sources(self.sources.waiting)
         else:
@@ -175,7 +175,7 @@ class Fleet:
         if node is None:
             return
         self.num_preemptible -= node.is_preemptible
-        self._move(node, NodeState.GONE)
+        self._transition(node, NodeState.GONE)
         is_trainer = name == self.trainer
         self.trainers.lost(name)
         self.sources.remove(name)
@@ -198,15 +198,15 @@ class Fleet:
 
     def drain(self, node: Node) -> None:
         """Send the node no more work."""
-        self._move(node, NodeState.DRAINING)
+        self._transition(node, NodeState.DRAINING)
         self._send_sources_to(self.broadcasts.refused(node.name, "drains"))
         self._send_new_sources(self.sources.waiting)
 
-    def _move(self, node: Node, to: NodeState) -> None:
+    def _transition(self, node: Node, to: NodeState) -> None:
         """Change the state of a node and update all views of `nodes`."""
-        node.move(to)
+        node.transition(to)
         node.since = self.now
-        self.devices.moved(node)
+        self.devices.state_changed(node)
         if self.ready.pop(node.name, None) is not None:
             self.share_ready = self.share_ready - node.share if self.ready else 0.0
         if self.updating.pop(node.name, None) is not None:
@@ -225,16 +225,16 @@ class Fleet:
 
     def release(self, node: Node) -> None:
         """Send the node no more work; it gives its devices back."""
-        self._move(node, NodeState.RELEASING)
+        self._transition(node, NodeState.RELEASING)
 
     def on_asleep(self, node: Node) -> None:
         """The engine of the node is asleep: its devices are free."""
-        self._move(node, NodeState.RELEASED)
+        self._transition(node, NodeState.RELEASED)
         self._send_sources(node)
 
     def wake(self, node: Node) -> None:
         """The engine of the node is to sample again."""
-        self._move(node, NodeState.UPDATING)
+        self._transition(node, NodeState.UPDATING)
 
     def expired(self, now: float) -> list[Node]:
         """Return nodes whose lease has expired, and set the time of the next check.
@@ -249,31 +249,31 @@ class Fleet:
 
     # Weights
 
-    def publish(self, message: PublishWeights, now: float) -> None:
+    def announce(self, message: PublishWeights, now: float) -> None:
         """A new version is complete at the trainer: send every rollout node its sources, except
         those that receive it by broadcast."""
-        self._announce(message)
+        self._set_version_of_trainer(message)
         for node in self.nodes.values():
             node.weights_failures = 0
             if node.name in self.ready:
-                self._move(node, NodeState.UPDATING)
+                self._transition(node, NodeState.UPDATING)
             else:
                 self.sources.update(node)  # the node does not hold this version
         self.broadcasts.begin(message.policy_version, now)
         for node in self.nodes.values():
             self._send_sources(node)
 
-    def publish_again(self, message: PublishWeights) -> None:
+    def announce_again(self, message: PublishWeights) -> None:
         """Send the newest version again to nodes without it. If it was trained again with another
         digest, no node has it."""
         published, version = self.published, message.policy_version
         is_other = published is not None and published.digest != message.digest
-        self._announce(message)
+        self._set_version_of_trainer(message)
         for node in self.nodes.values() if is_other else ():
             if node.policy_version == version:
                 node.policy_version = None
             if node.name in self.ready:
-                self._move(node, NodeState.UPDATING)
+                self._transition(node, NodeState.UPDATING)
             else:
                 self.sources.update(node)
         if self.trainer is not None:
@@ -296,14 +296,14 @@ class Fleet:
             if is_pulling and self.sources.deltas_for(node):
                 self._send_sources(node)
 
-    def _announce(self, message: PublishWeights) -> None:
+    def _set_version_of_trainer(self, message: PublishWeights) -> None:
         self.set_current_version(message)
         self.sources.trainer = self.trainer
 
     def set_current_version(self, published: PublishWeights) -> None:
         """Make this version the newest."""
         self.published = published
-        self.sources.publish(published)
+        self.sources.set_version(published)
         self._remember(published)
 
     def add_retrained_version(self, retrained: PublishWeights) -> None:
@@ -367,7 +367,7 @@ class Fleet:
         """The trainer has reported its step: nodes that only train are ready."""
         for node in map(self.nodes.__getitem__, self.trainers.names):
             if node.state is NodeState.JOINING and "rollout" not in node.roles:
-                self._move(node, NodeState.READY)
+                self._transition(node, NodeState.READY)
 
     def _send_sources(self, node: Node, only_news: bool = False) -> None:
         """Send a node the published version and its sources, or note that it waits for a source."""
@@ -382,11 +382,11 @@ class Fleet:
         if node.receives and (only_news or group is None):
             return  # its group is not open yet, or sends it
         if node.state is NodeState.READY:
-            self._move(node, NodeState.UPDATING)
+            self._transition(node, NodeState.UPDATING)
         if (message := self.sources.message_for(node, only_news, group)) is None:
             return
         if node.state is NodeState.JOINING:
-            self._move(node, NodeState.LOADING)
+            self._transition(node, NodeState.LOADING)
         self._outbox.send(node.name, message)
 
     def awaits(self, name: str, ready: WeightsReady) -> bool:
@@ -423,7 +423,7 @@ class Fleet:
         node.policy_version, node.weights = ready.policy_version, None
         node.base = "" if is_by_broadcast else ready.digest
         if node.state in PULLING:
-            self._move(node, NodeState.READY)
+            self._transition(node, NodeState.READY)
         else:
             self.sources.update(node)
         self._send_sources_to(others, but=node)
@@ -443,7 +443,7 @@ class Fleet:
         self._send_sources_to(self.broadcasts.refused(name, failed.reason), but=node)
         node.weights_failures += 1
         if node.state is NodeState.READY:
-            self._move(node, NodeState.UPDATING)
+            self._transition(node, NodeState.UPDATING)
             self._outbox.warn(f"{name}: {failed.reason}")
         else:
             self.num_weights_failed += 1

@@ -1,7 +1,7 @@
 """Accept tokens of responses from nodes, which are not trusted, and from the journal.
 
 Owns the checks of a chunk and finds its new part. `_append` appends all accepted tokens.
-`group_filter` decides the outcome of a response, and `responses` owns the assignment to a node.
+`group_lifecycle` decides the outcome of a response, and `responses` owns the assignment to a node.
 """
 
 import math
@@ -13,7 +13,7 @@ from lightrl.core.log_entries import TokensTaken
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses.responses import ResponseTable, can_exist
 from lightrl.core.rounds import race
-from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.rounds.group_lifecycle import GroupLifecycle
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState
 from lightrl.errors import InvariantViolation
@@ -28,7 +28,7 @@ class Arrivals:
     _settings: Settings
     _fleet: Fleet
     _table: ResponseTable
-    _filter: GroupFilter
+    _lifecycle: GroupLifecycle
     _outbox: Outbox
     # accepted from the current chunk: the items with new data, and the number of new tokens
     _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
@@ -95,12 +95,12 @@ class Arrivals:
             self._taken.append(item)
         if finish is None:
             if held >= group.bound or held >= round.cut:  # as race.has_lost
-                self._filter.give_up(response)
+                self._lifecycle.give_up(response)
         elif finish == "abort":  # by the node, which is draining or loads a new version
             self._table.counters.responses_moved += 1
             self._table.requeue(response)
         else:
-            self._filter.finish(response, finish)
+            self._lifecycle.finish(response, finish)
         return None
 
     def _comes_back(
@@ -138,10 +138,10 @@ class Arrivals:
         num_tokens = len(response.tokens) - held
         self._table.counters.count_tokens(num_tokens, response.group.round.is_eval)
         if item.finish_reason in {"stop", "length"}:
-            response.move(ResponseState.RUNNING)  # the journal does not store the node
-            self._filter.finish(response, item.finish_reason)
+            response.transition(ResponseState.RUNNING)  # the journal does not store the node
+            self._lifecycle.finish(response, item.finish_reason)
         elif race.has_lost(response):
-            self._filter.give_up(response)
+            self._lifecycle.give_up(response)
 
 
 def _append(response: Response, version: int, token_ids: bytes, logprobs: bytes) -> None:

@@ -49,5 +49,5 @@ class Balance:
         self.deadline, self._looked_at = None, now
         nodes = [n for n in self._fleet.ready.values() if n.speed.num_observed or not n.running]
         chunk_tokens = self._settings.chunk_tokens
-        self._table.generate(placement.moves(nodes, self._expect, chunk_tokens))
+        self._table.dispatch(placement.choose_migrations(nodes, self._expect, chunk_tokens))
         self._table.mark_unused()  # for the next look: a prediction may turn out wrong meanwhile

@@ -16,9 +16,9 @@ from lightrl.core.state import Node, Response
 
 LengthForecast = Callable[[Response], float]  # expected total length of an unfinished response
 
-# Cost of a move in engine steps of the receiving node: unsent tokens (up to a chunk) are sampled
-# again, held tokens are prefilled (16,000 tokens take less than 100 ms where a step takes 17 ms;
-# CPUs are slower).
+# Cost of a migration in engine steps of the receiving node: unsent tokens (up to a chunk) are
+# sampled again, held tokens are prefilled (16,000 tokens take less than 100 ms where a step takes
+# 17 ms; CPUs are slower).
 PREFILL_TOKENS_PER_STEP = 256
 # gained seconds for each second that a move costs; eager moves cost 18 to 20 %
 MIN_GAIN = 2.0
@@ -86,14 +86,14 @@ def assign(
     return placed
 
 
-def moves(
+def choose_migrations(
     nodes: Sequence[Node], foresee: LengthForecast, chunk_tokens: int = 16
 ) -> list[tuple[Response, Node]]:
-    """Return (response, target) of running responses to move, when no response waits for a slot.
+    """Return (response, target) of running responses to migrate, when no response waits for a slot.
 
     From the node that finishes last, the longest response moves to the node that would
     finish it first, as long as that pays and the target does not become the last node. The cost of
-    earlier moves to a node is included. O((nodes + moves) log nodes + running responses).
+    earlier moves to a node is included. O((nodes + migrations) log nodes + running responses).
     """
     outlooks = {n.name: outlook(n, foresee) for n in nodes}
     cost_s = dict.fromkeys(outlooks, 0.0)  # of the moves to a node so far
@@ -117,7 +117,7 @@ def moves(
             heapq.heappop(last)
             continue
         tokens, response = candidates[source_name][-1]
-        cost = move_s(response, target.node, chunk_tokens)
+        cost = migration_s(response, target.node, chunk_tokens)
         spent_s = cost_s[target_name] + cost
         arrives = spent_s + target.finishes_in(tokens)
         here_s = taken_s(tokens, source.node, source.running)
@@ -149,7 +149,7 @@ def pays(here: tuple[float, float], there: tuple[float, float], cost_s: float) -
     return here[0] - there[0] > MIN_GAIN * cost_s + SURE * error_s
 
 
-def move_s(response: Response, to: Node, chunk_tokens: int) -> float:
+def migration_s(response: Response, to: Node, chunk_tokens: int) -> float:
     """Return the seconds that a move costs the node `to`, which prefills the prompt and tokens."""
     return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
 

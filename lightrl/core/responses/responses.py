@@ -1,7 +1,7 @@
 """The responses of the open rounds and their places: in the queue, at a node, or held here.
 
 Owns responses and their places; a response is in exactly one. `placement` chooses nodes,
-`arrivals` appends tokens, `group_filter` decides the outcome.
+`arrivals` appends tokens, `group_lifecycle` decides the outcome.
 """
 
 from collections import deque
@@ -71,7 +71,7 @@ class ResponseTable:
     def requeue(self, response: Response) -> None:
         """Queue a response to continue from its tokens, ahead of others: its prefix is paid for."""
         self.release(response)
-        response.move(ResponseState.QUEUED)
+        response.transition(ResponseState.QUEUED)
         self._enqueue(response, resumed=True)
 
     def requeue_all(self, node: Node) -> int:
@@ -122,13 +122,13 @@ class ResponseTable:
 
     # Work that runs
 
-    def generate(self, placed: Iterable[tuple[Response, Node]]) -> None:
+    def dispatch(self, placed: Iterable[tuple[Response, Node]]) -> None:
         """Send each response to its node; stop it first at another node where it runs."""
         sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
         for response, node in placed:
             if response.node is not None:
                 self.stop(response)
-                response.move(ResponseState.QUEUED)
+                response.transition(ResponseState.QUEUED)
                 self.counters.migrations += 1
                 self.counters.responses_moved += 1
             key = (node.name, response.group.sampling)
@@ -152,7 +152,7 @@ class ResponseTable:
 
     def run(self, response: Response, node: Node, attempt: int) -> None:
         """Mark a queued response as running at a node, where it may have begun earlier."""
-        response.move(ResponseState.RUNNING, node)
+        response.transition(ResponseState.RUNNING, node)
         response.attempt = attempt
         node.running[response.id] = response
         node.context += response.context

@@ -11,7 +11,7 @@ no decision requires waiting: an unfinished response with n tokens will have at 
 has lost as soon as n reaches the finishing time of those ahead. A round is over when every response
 has finished and has its score, or has provably lost.
 
-This module changes no state: `group_filter` writes `finishers`, `bound` and `cut`.
+This module changes no state: `group_lifecycle` writes `finishers`, `bound` and `cut`.
 """
 
 import bisect

@@ -16,7 +16,7 @@ from lightrl.core.responses.length_predictor import LengthPredictor
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds import mini_batches, race, rounds
 from lightrl.core.rounds.backlog import Deferred
-from lightrl.core.rounds.group_filter import GroupFilter
+from lightrl.core.rounds.group_lifecycle import GroupLifecycle
 from lightrl.core.rounds.rounds import admissible
 from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundKind, RoundState
 from lightrl.core.training.trainer_feed import TrainerFeed
@@ -30,7 +30,7 @@ class RoundScheduler:
         self,
         fleet: Fleet,
         table: ResponseTable,
-        filter: GroupFilter,
+        lifecycle: GroupLifecycle,
         predictor: LengthPredictor,
         scaling: Scaling,
         feed: TrainerFeed,
@@ -46,8 +46,8 @@ class RoundScheduler:
         self.trainer_feed = feed
         self._fleet = fleet
         self._table = table
-        self._filter = filter
-        self._backlog = filter.backlog
+        self._lifecycle = lifecycle
+        self._backlog = lifecycle.backlog
         self._predictor = predictor
         self._scaling = scaling
         self._outbox = outbox
@@ -55,7 +55,7 @@ class RoundScheduler:
         self._step_done: StepDone | None = None
         self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
 
-    def published(self, now: float) -> None:
+    def set_published_at(self, now: float) -> None:
         """Store the time at which a new version was published."""
         if (round := self._table.training) is not None:
             round.published_at = now
@@ -81,7 +81,7 @@ class RoundScheduler:
     def close_finished_rounds(self, now: float) -> None:
         """Close the groups that are settled and the rounds that are over; open none."""
         # All groups are closed first: one that waited may be ahead of others.
-        for round in self._filter.close_settled_groups():
+        for round in self._lifecycle.close_settled_groups():
             if round.state is RoundState.RUNNING:
                 self._draw_more(round)  # replacements for groups that are out
             self._accept(round)
@@ -98,7 +98,7 @@ class RoundScheduler:
         if round.state is RoundState.RUNNING:
             if not race.is_recheck_due(round):
                 return
-            self._filter.accept_decided(round)
+            self._lifecycle.accept_decided(round)
         mini_batches.assign(self._settings, round)
         self._scaling.accept(round)
         if round is self._table.training:
@@ -169,7 +169,7 @@ class RoundScheduler:
         if missing > 0:
             self._draw(round, missing)
         elif round.state is RoundState.FILLING:
-            round.move(RoundState.RUNNING)
+            round.transition(RoundState.RUNNING)
 
     def _draw(self, round: Round, count: int) -> None:
         self.draws.append(round)
@@ -181,7 +181,7 @@ class RoundScheduler:
         round = self.draws.popleft()
         if round.is_eval:
             self._start(round, [Deferred(p, 0, round.step) for p in prompts])
-            round.move(RoundState.RUNNING)
+            round.transition(RoundState.RUNNING)
             return
         usable = self._backlog.draw(prompts, self._busy(round))
         if round.state is RoundState.FILLING:
@@ -190,7 +190,7 @@ class RoundScheduler:
             )
             for prompt in unseen:
                 usable.remove(prompt)
-                self._filter.defer(Deferred(prompt, 0, round.step))
+                self._lifecycle.defer(Deferred(prompt, 0, round.step))
             round.prompts_launched -= len(unseen)
         self._start(round, [Deferred(p, 0, round.step) for p in usable])
         self._draw_more(round)
@@ -208,21 +208,21 @@ class RoundScheduler:
     def _start(self, round: Round, prompts: list[Deferred]) -> None:
         started = rounds.add(self._settings, round, prompts, self._predictor)
         self._table.start(started)
-        self._filter.count_finished(started)
+        self._lifecycle.count_finished(started)
 
     def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now
-        self._filter.check_scores(round)
+        self._lifecycle.check_scores(round)
         if round.is_eval:
             self.evaluated = round.step
             self._predictor.learn_evaluation(round)
-            round.move(RoundState.CLOSED)
+            round.transition(RoundState.CLOSED)
             self._outbox.add(CloseRound(round))
             self._table.retire()
             return
         self._accept(round)
-        self._filter.end(round)
-        round.move(RoundState.CLOSED)
+        self._lifecycle.end(round)
+        round.transition(RoundState.CLOSED)
         self._accept(round)
         self._predictor.learn(round)
         self._scaling.close(round)
@@ -234,10 +234,10 @@ class RoundScheduler:
         round, done = self._table.rounds[0], self._step_done
         assert done is not None
         for group in round.accepted:
-            group.move(GroupState.TRAINED)
+            group.transition(GroupState.TRAINED)
             self._table.counters.groups_trained += 1
             self._table.counters.trained_responses += len(group.kept)
-        round.move(RoundState.TRAINED)
+        round.transition(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
         closed_at = max(round.closed_at, self._step_began)

@@ -181,7 +181,7 @@ class Colocation:
         round, published, feed = self._table.round, self._fleet.published, self._feed
         devices, training = self._devices, self._table.training
         return (
-            devices.num_moves,
+            devices.num_transitions,
             frozenset(devices.parked),
             (devices.are_training, devices.given, self._is_interrupted),
             self._policy.wanted,
@@ -267,7 +267,7 @@ class DeviceTimes:
         """Count the time since the last call; negative intervals are ignored. O(nodes), if states
         have changed or PAUSE_S has passed."""
         elapsed, trains = now - self._at, self._devices.are_training
-        changes = self._devices.num_moves, trains
+        changes = self._devices.num_transitions, trains
         if not always and changes == self._changes and 0 <= elapsed < PAUSE_S:
             return
         if elapsed > 0:

@@ -29,7 +29,7 @@ class DeviceTurns:
         self._outbox = outbox
         self._may_start: set[str] = set()  # nodes whose engines were not up when ordered to sleep
         self._deadline: float | None = None
-        self._seen: tuple[int, int] = (0, 0)  # (moves, orders) of which the deadline is
+        self._seen: tuple[int, int] = (0, 0)  # (transitions, orders) of which the deadline is
 
     def sleep(self, node: Node) -> None:
         """Order a node to put its engine to sleep, and send it no more work."""
@@ -75,7 +75,7 @@ class DeviceTurns:
     @property
     def deadline(self) -> float | None:
         """The time at which the first node is late."""
-        if self._seen != (seen := (self._devices.num_moves, self.num_orders)):
+        if self._seen != (seen := (self._devices.num_transitions, self.num_orders)):
             self._seen = seen
             ordered = self._ordered()
             self._deadline = min((n.since + self.limit_s(n) for n in ordered), default=None)

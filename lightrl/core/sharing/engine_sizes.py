@@ -142,7 +142,7 @@ class EngineSizes:
 
     def _see(self) -> object:
         reports = sum((n.reported_at is not None) + bool(n.device) for n in self._nodes.values())
-        return self._fleet.devices.num_moves, self.size, reports, self._samples
+        return self._fleet.devices.num_transitions, self.size, reports, self._samples
 
     def _measure(self, round: Round, now: float) -> None:
         seen = self._open

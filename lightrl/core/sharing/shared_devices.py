@@ -60,13 +60,13 @@ class SharedDevices:
         self.parked: set[str] = set()  # trainer nodes, as last reported
         self.are_training = False  # work was sent since the ranks were last parked
         self.given = NO_PARTS  # parts assigned to the ranks since then
-        self.num_moves: int = 0  # changes of the state of any node
+        self.num_transitions: int = 0  # changes of the state of any node
         self._num_parts = num_parts
         self._trainers = trainers
 
-    def moved(self, node: Node) -> None:
+    def state_changed(self, node: Node) -> None:
         """Handle a change of the state of a node."""
-        self.num_moves += 1
+        self.num_transitions += 1
         if not node.takes_turns:
             return
         if node.shares:

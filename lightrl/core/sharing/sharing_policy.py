@@ -109,7 +109,7 @@ class SharingPolicy:
         if round is None or round.is_eval or round.state is not RoundState.RUNNING:
             self.look_again_at = None
             return
-        stamp = self._table.num_finished, self._devices.num_moves, round.step
+        stamp = self._table.num_finished, self._devices.num_transitions, round.step
         if self._since or (stamp == self._stamp and not is_due):
             return
         if self._looked_at <= now < self._look_at:  # False if the clock was set back

@@ -42,7 +42,7 @@ class Versions:
         self._shutdown = shutdown
         self._outbox = outbox
 
-    def publish(self, name: str, message: PublishWeights, now: float) -> None:
+    def accept(self, name: str, message: PublishWeights, now: float) -> None:
         """Handle a version of the trainer: a new one, or its current one after it (re)joined."""
         version = message.policy_version
         published, trained_step = self._fleet.published, self._feed.trained_step
@@ -73,10 +73,10 @@ class Versions:
             m = message
             sizes, what = (m.num_bytes, m.manifest_bytes), (m.canary, m.base, m.replicas)
             self._outbox.record(VersionPublished(version, m.digest, m.portions, *sizes, *what))
-            self._fleet.publish(message, now)
-            self._steps.published(now)
+            self._fleet.announce(message, now)
+            self._steps.set_published_at(now)
         elif version == published.policy_version:
-            self._fleet.publish_again(message)
+            self._fleet.announce_again(message)
         else:
             self._fleet.on_trainer_behind(version)
             behind = f"{name} is at step {version}, the run at step {self._steps.step}"

@@ -52,7 +52,7 @@ class WeightSources:
 
     # Versions
 
-    def publish(self, published: PublishWeights) -> None:
+    def set_version(self, published: PublishWeights) -> None:
         """Replace the published version and forget the assigned sources. A version that was
         trained again with another digest replaces the one that nodes hold."""
         before, self._published = self._published, published

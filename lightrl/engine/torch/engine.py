@@ -17,7 +17,7 @@ import torch
 from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
 from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
-from lightrl.engine.checkpoint import (
+from lightrl.engine.model_dir import (
     attention_windows,
     build_model,
     kv_bytes_per_token,
@@ -174,7 +174,7 @@ class TorchEngine:
         self._rows.clear()
 
     @torch.inference_mode()
-    def score(self, token_ids: list[int]) -> list[float]:
+    def logprobs_of(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)
         ids = torch.tensor([token_ids], device=self.device)
         # Without the cache, all of which may belong to responses.

@@ -7,8 +7,8 @@ Imports torch.
 import torch
 
 from lightrl.engine.base import ReceiveWeights
-from lightrl.engine.checkpoint import VersionLayouts, tensor_targets
 from lightrl.engine.member import Member
+from lightrl.engine.model_dir import VersionLayouts, tensor_targets
 from lightrl.system.process import trim
 from lightrl.weights.broadcast.membership import IsUnwanted
 from lightrl.weights.version.layout import TensorSpec

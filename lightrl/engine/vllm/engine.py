@@ -18,8 +18,8 @@ from lightrl.devices.memory import ENGINE_STEP_TOKENS
 from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
 from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm import lora
+from lightrl.engine.vllm.logprobs import computing_dtype, logprobs_of
 from lightrl.engine.vllm.memory import left_on_gpu, shared_memory_args
-from lightrl.engine.vllm.score import computing_dtype, score
 from lightrl.engine.vllm.versions import (
     BATCH_INVARIANT,
     is_too_old,
@@ -83,7 +83,7 @@ class VllmEngine:
         if is_invariant := spec.is_deterministic and self.device == "cuda":
             os.environ.setdefault(BATCH_INVARIANT, "1")  # read when vLLM is imported
         with importing():
-            from lightrl.engine.checkpoint import (
+            from lightrl.engine.model_dir import (
                 VersionLayouts,
                 build_model,
                 read_config,
@@ -130,7 +130,7 @@ class VllmEngine:
         self._num_preemptions = 0
         self._count_preemptions()
         if self.device == "cuda":  # what vLLM compiles for a score is compiled before anybody waits
-            self.score(arbitrary_text(self._vocabulary, self._max_length))
+            self.logprobs_of(arbitrary_text(self._vocabulary, self._max_length))
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
         if self._speculation is not None:
@@ -242,11 +242,11 @@ class VllmEngine:
                 raise WeightsError(failure)
         self._requeue()
 
-    def score(self, token_ids: list[int]) -> list[float]:
+    def logprobs_of(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)
         self._requeue()  # after a load nothing runs yet
         self._num_added += 1
-        return score(self._core, self._api, str(self._num_added), token_ids)
+        return logprobs_of(self._core, self._api, str(self._num_added), token_ids)
 
     def _requeue(self) -> None:
         """Move running responses back to the queue, to recompute their KV under the current
@@ -320,7 +320,7 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
 
 
 def _cpu_kv_bytes(spec: EngineSpec, config: Any, dtype: Any) -> int:
-    from lightrl.engine.checkpoint import kv_bytes_per_token
+    from lightrl.engine.model_dir import kv_bytes_per_token
 
     if spec.kv_cache_gib:
         return int(spec.kv_cache_gib * 2**30)

@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
 from lightrl.engine.base import LoraSpec, ReceiveWeights
-from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
+from lightrl.engine.model_dir import Layouts
 from lightrl.engine.sampling import keys, sample
 from lightrl.engine.vllm import lora as adapters
 from lightrl.engine.vllm import versions

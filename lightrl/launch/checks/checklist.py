@@ -67,8 +67,7 @@ class Launch:
     is_resumed: bool = False
     gpus: Assignment = NO_GPUS
 
-    @property
-    def required(self) -> Config:
+    def require_config(self) -> Config:
         assert self.config is not None, "checks of a config run with one only"
         return self.config
 
@@ -104,11 +103,13 @@ def judge(launch: Launch, command: Command) -> Iterator[Finding]:
             yield Finding("data" if isinstance(e, DataError) else check.name, "fail", str(e))
 
 
-def required(config: Config, roles: Sequence[Role], slots: int, is_resumed: bool = False) -> Config:
+def checked_config(
+    config: Config, roles: Sequence[Role], slots: int, is_resumed: bool = False
+) -> Config:
     """Return the settled config of a coordinator's daemon that starts here. Raises LightRLError."""
     launch = Launch(config, roles, slots, starts=True, is_resumed=is_resumed)
     list(judge(launch, "up"))
-    return launch.required
+    return launch.require_config()
 
 
 def _packages(_: Launch) -> Iterator[Finding]:
@@ -194,7 +195,7 @@ def _clock(_: Launch) -> Iterator[Finding]:
 
 
 def _memory(launch: Launch) -> Iterator[Finding]:
-    config = launch.required
+    config = launch.require_config()
     if config.train.engine == "emulated":
         yield Finding("training", "warn", "train.engine = emulated: no model is trained")
     if (found := weights.room(config, launch.machine)) is not None:
@@ -206,7 +207,7 @@ def _memory(launch: Launch) -> Iterator[Finding]:
 
 def _files(launch: Launch) -> Iterator[Finding]:
     """Check files, names and ports of the config. Settles it, unless a resumed run has done so."""
-    config = launch.required
+    config = launch.require_config()
     if not launch.is_resumed:
         require_files(config)
         launch.config = config = settled(config)
@@ -218,7 +219,7 @@ def _files(launch: Launch) -> Iterator[Finding]:
 
 def _devices(launch: Launch) -> Iterator[Finding]:
     """Assign GPUs. A start waits a moment for memory that an earlier process still holds."""
-    config = launch.required
+    config = launch.require_config()
     if not launch.starts:
         launch.gpus = assigned(config, launch.machine, launch.roles, launch.slots)
     elif launch.roles:
@@ -229,7 +230,7 @@ def _devices(launch: Launch) -> Iterator[Finding]:
 
 
 def _notes(launch: Launch) -> Iterator[Finding]:
-    config, gpus = launch.required, launch.gpus
+    config, gpus = launch.require_config(), launch.gpus
     for note in (*key_notes(config), *device_notes(config, gpus, launch.roles)):
         yield Finding("config", "warn", note, is_note=True)
 
@@ -241,7 +242,7 @@ def _rewards(launch: Launch) -> Iterator[Finding]:
         return
     from lightrl.launch.checks.first_rows import try_rewards
 
-    tried, notes = try_rewards(launch.required)
+    tried, notes = try_rewards(launch.require_config())
     yield from (Finding("rewards", each.verdict, each.line) for each in tried)
     yield from (Finding("data", "warn", note, is_note=True) for note in notes)
     noted = (each for each in tried if each.note)

@@ -36,7 +36,7 @@ from lightrl.model_files import (
 )
 from lightrl.rewards.kept import FOLDER
 from lightrl.system.threads import num_cores
-from lightrl.trainer.checkpoint.saved import MODEL
+from lightrl.trainer.checkpoint.on_disk import MODEL
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # its id and its logprob

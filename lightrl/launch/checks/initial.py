@@ -16,7 +16,7 @@ from lightrl.data.template import DATE
 from lightrl.errors import ConfigError, ProtocolError
 from lightrl.launch.evaluation.target import Adapters, read_table, saved_adapters
 from lightrl.model_files import folder_here, is_target
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     LAYOUT_FILE,
     MODEL,
     STEP_FILE,

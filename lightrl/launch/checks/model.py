@@ -2,7 +2,7 @@
 `model.lora.targets` names, and is of a family that the torch engine computes.
 
 Must not import torch: if the files do not suffice, a process builds the model
-(trainer/model/lora.py, engine/checkpoint.py).
+(trainer/model/lora.py, engine/model_dir.py).
 """
 
 import importlib.util
@@ -69,7 +69,7 @@ def require_engine(model_path: str, folder: Path, model_type: str) -> None:
             source = Path(place, "models", family, f"modeling_{family}.py").read_text()
             if "_supports_sdpa = True" in source and "CausalLM" in source:
                 return
-    _ask("lightrl.engine.checkpoint", folder, prefix=f"model.path = {model_path!r}: ")
+    _ask("lightrl.engine.model_dir", folder, prefix=f"model.path = {model_path!r}: ")
 
 
 def _ask(module: str, folder: Path, *arguments: str, prefix: str = "") -> None:

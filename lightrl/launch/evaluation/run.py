@@ -23,7 +23,7 @@ from lightrl.launch.evaluation.config import evaluation
 from lightrl.launch.evaluation.report import as_json, last_lines, result_of, table
 from lightrl.launch.evaluation.target import EvalTarget, find_target
 from lightrl.launch.report import stop_reason
-from lightrl.launch.run import judged, run_to_end
+from lightrl.launch.run import run_checks, run_to_end
 from lightrl.system.append_file import read_rows
 from lightrl.system.files import replacing
 from lightrl.system.output import print_error, print_lines, show
@@ -52,9 +52,9 @@ async def evaluate(checkpoint: str, options: EvalOptions) -> int:
     with temporary_folder("eval") as folder:
         config = evaluation(target, options.config, options.overrides, options.sets, folder)
         launch = Launch(config, starts=True)
-        found = await judged(launch, report)
+        found = await run_checks(launch, report)
         gpus = [each.text for each in found if each.is_note and each.subject == "gpu"]
-        notes = [*_notes(target, launch.required), *gpus]
+        notes = [*_notes(target, launch.require_config()), *gpus]
         try:
             run_dir, _ = await run_to_end(launch, notes, report)
         except RunFailed as e:
@@ -63,7 +63,7 @@ async def evaluate(checkpoint: str, options: EvalOptions) -> int:
         if last is None or last.state != RunState.FINISHED:
             report("interrupted; nothing is left of it")
             return 1
-        result = result_of(target, launch.required, run_dir)
+        result = result_of(target, launch.require_config(), run_dir)
         if file is not None:
             written = run_dir / samples.FILE_NAME
             _copy(written, file)

@@ -14,7 +14,7 @@ from lightrl.config.run_file import CONFIG_FILE
 from lightrl.config.sections import Dtype
 from lightrl.errors import ConfigError, ProtocolError
 from lightrl.model_files import ADAPTER_CONFIG, HUB_ID
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     CHECKPOINTS,
     LAYOUT_FILE,
     MODEL,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightrl.errors import ProtocolError
-from lightrl.trainer.checkpoint.saved import EXPORT, STEP_FILE, SavedStep
+from lightrl.trainer.checkpoint.on_disk import EXPORT, STEP_FILE, SavedStep
 from lightrl.wire import from_json, to_json
 
 GONE = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR}  # of a bad disk or a lost file

@@ -29,7 +29,7 @@ from transformers import AutoConfig, PreTrainedModel
 from lightrl.adapters import public_name
 from lightrl.errors import ProtocolError, TrainerError, first_line
 from lightrl.trainer.checkpoint.layout import Layout
-from lightrl.trainer.checkpoint.saved import MODEL, STATE, SavedStep, read_step
+from lightrl.trainer.checkpoint.on_disk import MODEL, STATE, SavedStep, read_step
 from lightrl.trainer.model.loading import build
 from lightrl.trainer.model.policy import Policy
 

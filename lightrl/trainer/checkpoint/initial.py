@@ -20,7 +20,7 @@ from lightrl.system import files
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.trainer.checkpoint.checksums import find_corruption, with_checksums, with_seal
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     EXPORT,
     STEP_FILE,
     SavedStep,

@@ -11,8 +11,8 @@ from typing import Any
 
 from lightrl.adapters import is_adapter, peft_file
 from lightrl.errors import ProtocolError, TrainerError
-from lightrl.trainer.checkpoint.saved import LAYOUT_FILE as LAYOUT_FILE
-from lightrl.trainer.checkpoint.saved import MODEL as MODEL
+from lightrl.trainer.checkpoint.on_disk import LAYOUT_FILE as LAYOUT_FILE
+from lightrl.trainer.checkpoint.on_disk import MODEL as MODEL
 from lightrl.trainer.model.policy import Policy, shards
 from lightrl.weights.version.tensors import dtype_name
 from lightrl.wire import from_json, to_json

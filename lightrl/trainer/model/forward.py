@@ -1,8 +1,8 @@
 """The pass of a model over a micro-batch: logprobs of its responses.
 
 When a model is loaded, a few tokens are computed in its own way and in ours: sequences packed back
-to back (`attention`), logits by tiles (`score`). A family that differs keeps its own way, and the
-log has the reason.
+to back (`attention`), logits by tiles (`logprobs`). A family that differs keeps its own way, and
+the log has the reason.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from lightrl.devices.memory import SCORED_VALUES
+from lightrl.devices.memory import LOGITS_PER_CALL
 from lightrl.errors import first_line
 from lightrl.trainer.model import attention
 from lightrl.trainer.model.collate import Batch, collate
+from lightrl.trainer.model.logprobs import Projection, token_logprobs
 from lightrl.trainer.model.rows import put_rows, take_rows
-from lightrl.trainer.model.score import Projection, token_scores
 from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import pack_f32, pack_i32
 
 # values of logits of a piece (256 MiB) where a model computes its own logits
-PIECE_VALUES = SCORED_VALUES
+PIECE_VALUES = LOGITS_PER_CALL
 
 # layers that attend to earlier tokens of the sequence, and keep no state
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -66,20 +66,20 @@ def response_logprobs(
     if way.projection is None:
         kept = batch.sources if batch.packing is not None else batch.num_kept
         logits = module(**inputs, logits_to_keep=kept).logits.flatten(0, 1)
-        scores = _own_scores(_at_sources(logits, batch), targets, temperature, is_entropy_trained)
+        found = _own_logprobs(_at_sources(logits, batch), targets, temperature, is_entropy_trained)
     else:
         scale, softcap = way.projection.scale, way.projection.softcap
         projection = Projection(scale, softcap, temperature)
-        method: Any = module.token_scores
-        scores = method(inputs, batch.sources, targets, projection, is_entropy_trained)
-    logprobs, entropy = (put_rows(x, batch.cells, rows * width).view(rows, width) for x in scores)
+        method: Any = module.token_logprobs
+        found = method(inputs, batch.sources, targets, projection, is_entropy_trained)
+    logprobs, entropy = (put_rows(x, batch.cells, rows * width).view(rows, width) for x in found)
     return logprobs, entropy
 
 
 def prepare(module: PreTrainedModel, device: torch.device) -> Way:
     """Choose how this model is computed. A collective if it is sharded."""
-    setattr(module, "token_scores", MethodType(_token_scores, module))  # noqa: B010 - not its own
-    register_fsdp_forward_method(module, "token_scores")
+    setattr(module, "token_logprobs", MethodType(_token_logprobs, module))  # noqa: B010 - not its own
+    register_fsdp_forward_method(module, "token_logprobs")
     try:
         with torch.no_grad():
             return _chosen(module, device)
@@ -184,7 +184,7 @@ def _texts(module: PreTrainedModel) -> list[TrainSample]:
     ]
 
 
-def _token_scores(
+def _token_logprobs(
     module: PreTrainedModel,
     inputs: dict[str, Any],
     sources: Tensor,
@@ -197,7 +197,7 @@ def _token_scores(
     hidden = take_rows(hidden.flatten(0, 1), sources)
     head: Any = module.get_output_embeddings()
     bias = getattr(head, "bias", None)
-    return token_scores(hidden, head.weight, bias, targets, projection, is_entropy_trained)
+    return token_logprobs(hidden, head.weight, bias, targets, projection, is_entropy_trained)
 
 
 def _at_sources(logits: Tensor, batch: Batch) -> Tensor:
@@ -209,23 +209,23 @@ def _at_sources(logits: Tensor, batch: Batch) -> Tensor:
     return take_rows(logits, row * batch.num_kept + column - (length - batch.num_kept))
 
 
-def _own_scores(
+def _own_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, is_entropy_trained: bool
 ) -> tuple[Tensor, Tensor]:
     """[tokens, vocabulary] of any dtype -> logprobs, entropies [tokens]. The backward pass keeps no
     float32 copy of all logits."""
     piece = max(1, PIECE_VALUES // logits.shape[-1])
     if len(targets) <= piece:
-        return _score(logits, targets, temperature, is_entropy_trained)
+        return _logprobs(logits, targets, temperature, is_entropy_trained)
     parts = [
-        checkpoint(_score, some, ids, temperature, is_entropy_trained, use_reentrant=False)
+        checkpoint(_logprobs, some, ids, temperature, is_entropy_trained, use_reentrant=False)
         for some, ids in zip(logits.split(piece), targets.split(piece), strict=True)
     ]
     logprobs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
     return logprobs, entropy
 
 
-def _score(
+def _logprobs(
     logits: Tensor, targets: Tensor, temperature: float, is_entropy_trained: bool
 ) -> tuple[Tensor, Tensor]:
     logits = logits.float()

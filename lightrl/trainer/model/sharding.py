@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.errors import TrainerError
-from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S, join_alone
+from lightrl.trainer.process_group import COLLECTIVE_TIMEOUT_S, join_alone
 
 COMPUTED = {"cuda": torch.bfloat16}  # others in float32
 

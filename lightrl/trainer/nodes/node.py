@@ -1,6 +1,6 @@
 """The trainer role of a daemon where several nodes train together: it leads, or it follows.
 
-The coordinator decides which; a node that leads does so until it ends (supervisor.py). The ranks of
+The coordinator decides which; a node that leads does so until it ends (trainer.py). The ranks of
 a follower carry out the leader's commands, which come by way of the coordinator. Must not import
 torch: the daemon imports this file.
 """
@@ -23,6 +23,7 @@ from lightrl.messages.trainers import TrainerRelay, TrainerSet
 from lightrl.messages.training import TrainShard
 from lightrl.system.child import ChildDied
 from lightrl.system.threads import cancel, in_thread
+from lightrl.trainer.checkpoint_schedule import CheckpointSchedule
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import FRAMES, RankFrame
 from lightrl.trainer.protocol import (
@@ -35,8 +36,7 @@ from lightrl.trainer.protocol import (
     StepFinished,
 )
 from lightrl.trainer.rank_processes import STOP_S, Place, Rank, start_rank
-from lightrl.trainer.saves import Saves
-from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class FollowerNode:
     uses."""
 
     device = ""
-    saves: Saves | None = None
+    saves: CheckpointSchedule | None = None
     all_steps_done = False
 
     def __init__(
@@ -219,7 +219,7 @@ class TrainerNode:
         return self.role.device
 
     @property
-    def saves(self) -> Saves | None:
+    def saves(self) -> CheckpointSchedule | None:
         return self.role.saves
 
     @property
@@ -272,7 +272,7 @@ class TrainerNode:
         self.role.stop()
 
     async def run(self) -> None:
-        """Run until it is stopped. Raises TrainerError as the supervisor does."""
+        """Run until it is stopped. Raises TrainerError as `Trainer.run` does."""
         await self._follower.run()
         if self._trainer is not None:
             await self._trainer.run()

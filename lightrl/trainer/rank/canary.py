@@ -34,8 +34,8 @@ def drawn_text(policy: Policy, max_length: int) -> list[int]:
     return text
 
 
-def score(policy: Policy, text: list[int]) -> Canary:
-    """Score each token of the text but the first."""
+def compute(policy: Policy, text: list[int]) -> Canary:
+    """Compute the logprob of each token of the text but the first."""
     every = _logits(policy, text[:-1]).log_softmax(-1)
     logprobs = every[torch.arange(len(text) - 1), text[1:]].tolist()
     return Canary(pack_i32(text), pack_f32(logprobs), dtype_name(_dtype(policy)))

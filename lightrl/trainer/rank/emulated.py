@@ -24,9 +24,9 @@ from lightrl.emulation import arguments, logprobs
 from lightrl.errors import ProtocolError, TrainerError, first_line
 from lightrl.messages.weights import Canary
 from lightrl.system import files
-from lightrl.trainer.batch import trainable
+from lightrl.trainer.batch import with_gradient
 from lightrl.trainer.checkpoint.checksums import with_checksums
-from lightrl.trainer.checkpoint.saved import (
+from lightrl.trainer.checkpoint.on_disk import (
     CHECKPOINTS,
     STEP_FILE,
     SavedStep,
@@ -101,7 +101,7 @@ class EmulatedRank:
         if path is not None:
             saved, self._trained = _restore(Path(self.config.eval.checkpoint or path))
         self._steps_before = saved.steps_before if saved else 0
-        self._publish(start.start_step)
+        self._write_version(start.start_step)
         if saved and self.file:
             saved.require_digest(self.file.digest, DTYPE)
         published, suspended = self._published(), self._suspend()
@@ -124,7 +124,7 @@ class EmulatedRank:
             case Update(step, policy_version=version):
                 metrics = self._finish(command)
                 began = time.monotonic()
-                self._publish(version or 0)
+                self._write_version(version or 0)
                 publish_s = time.monotonic() - began
                 self.step += 1
                 yield finished(step, metrics, publish_s, self._published(), self._suspend())
@@ -168,7 +168,7 @@ class EmulatedRank:
         num_tokens = sum(
             num_trained(s.token_ids, s.loss_mask)
             for samples in command.batches
-            for s in trainable(samples, self.config.algorithm)
+            for s in with_gradient(samples, self.config.algorithm)
         )
         self._num_tokens += num_tokens
         self._sleep("train_token_ms", num_tokens)
@@ -252,7 +252,7 @@ class EmulatedRank:
             time.sleep(seconds)
         return seconds
 
-    def _publish(self, policy_version: int) -> None:
+    def _write_version(self, policy_version: int) -> None:
         self.policy_version = policy_version
         self.file: VersionFile | None = None
         if self.start.rank == 0:

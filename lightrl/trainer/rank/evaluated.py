@@ -27,7 +27,7 @@ from lightrl.errors import ProtocolError, TrainerError
 from lightrl.model_files import ADAPTERS, weights_folder
 from lightrl.trainer.checkpoint.contents import read_adapters, read_model
 from lightrl.trainer.checkpoint.layout import MODEL, read_layout
-from lightrl.trainer.checkpoint.saved import SavedStep, read_step
+from lightrl.trainer.checkpoint.on_disk import SavedStep, read_step
 from lightrl.trainer.model.forward import Way
 from lightrl.trainer.model.loading import cast
 from lightrl.trainer.model.policy import Policy, load_policy, shards
@@ -62,7 +62,7 @@ class EvaluatedRank:
         base: VersionFile | None = None
         if config.model.lora.rank:
             policy = _with_adapters(config, start.model_dir, checkpoint)
-            base = _publish(folder / BASE_FOLDER, 0, shards(policy, of_base=True))
+            base = _write_version(folder / BASE_FOLDER, 0, shards(policy, of_base=True))
             served, found = policy.served, shards(policy)
         elif saved is not None:
             served = _served_dtype(config, checkpoint / MODEL)
@@ -71,7 +71,7 @@ class EvaluatedRank:
             model_dir = weights_folder(start.model_dir)
             served = _served_dtype(config, model_dir)
             found = shards(_load(model_dir, served))
-        file = _publish(folder, step, found, base.digest if base else "")
+        file = _write_version(folder, step, found, base.digest if base else "")
         if saved is not None and saved.dtype == dtype_name(served) and saved.digest != file.digest:
             # in another dtype the digest is another one, too
             why = f"it was trained beside another model than {start.model_dir}, or " if base else ""
@@ -150,8 +150,8 @@ def _adapters(checkpoint: Path) -> dict[str, Tensor]:
         raise TrainerError(f"{file}: cannot be read: {e}") from None
 
 
-def _publish(folder: Path, version: int, found: list[Shard], base: str = "") -> VersionFile:
+def _write_version(folder: Path, version: int, found: list[Shard], base: str = "") -> VersionFile:
     with contextlib.closing(Publisher(Buffers(folder))) as publisher:
-        file = publisher.publish(version, found, base)
+        file = publisher.write(version, found, base)
     assert file is not None  # there is no rank but this one
     return file

@@ -19,13 +19,13 @@ from lightrl.devices.cuda import has_cuda
 from lightrl.errors import TrainerError
 from lightrl.model_files import weights_folder
 from lightrl.trainer.checkpoint import contents as checkpoint
-from lightrl.trainer.checkpoint.saved import CHECKPOINTS, SavedStep, restored_at
-from lightrl.trainer.checkpoint.saver import Saver
-from lightrl.trainer.group import join
+from lightrl.trainer.checkpoint.on_disk import CHECKPOINTS, SavedStep, restored_at
+from lightrl.trainer.checkpoint.writer import CheckpointWriter
 from lightrl.trainer.learner import out_of_memory
 from lightrl.trainer.learner.learner import Learner
 from lightrl.trainer.model import attention
 from lightrl.trainer.model.policy import shards
+from lightrl.trainer.process_group import join
 from lightrl.trainer.protocol import (
     Accumulate,
     Done,
@@ -74,7 +74,7 @@ def main(sock: socket.socket) -> None:
     try:
         serve(sock, new_rank)
     except EOFError:
-        if ranks and ranks[0].saver.is_busy:
+        if ranks and ranks[0].checkpoint_writer.is_busy:
             os._exit(1)  # else the ranks outlive their daemon
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -108,7 +108,7 @@ class Rank:
                 start.world,
                 lambda: report(StillAlive(self.step)),
             )
-            self.saver = Saver(
+            self.checkpoint_writer = CheckpointWriter(
                 self.learner.policy,
                 self.learner.optimizer,
                 self.model_dir,
@@ -119,9 +119,9 @@ class Rank:
             )
             # Before a checkpoint is restored: the same for the whole run.
             self._text = self._canary_text()
-            self._base = self._publish_base()
+            self._base = self._write_base()
             saved = self._restore()
-            self._publish(start.start_step)
+            self._write_version(start.start_step)
         if saved and self.file:
             policy = self.learner.policy
             dtype = dtype_name(policy.served)
@@ -157,10 +157,10 @@ class Rank:
             case Suspend():
                 yield Done(self.step, suspended=self._suspend())
             case EncodeDelta(step):
-                yield Done(step, delta=self._publish_delta())
+                yield Done(step, delta=self._write_delta())
             case Save(step, path, export):
                 began = time.monotonic()
-                self.saver.begin(Path(path), self._saved(), export)
+                self.checkpoint_writer.begin(Path(path), self._saved(), export)
                 self._staging_s += time.monotonic() - began
                 yield Done(step)
             case OpenGroup() | SendWeights():
@@ -175,18 +175,18 @@ class Rank:
     def _finish(self, update: Update, policy_version: int) -> StepFinished:
         metrics = self.learner.finish(update)
         began = time.monotonic()
-        self._publish(policy_version)
+        self._write_version(policy_version)
         published, publish_s = self._published(), time.monotonic() - began
         metrics["timing_s/stage"], self._staging_s = self._staging_s, 0.0
         suspended = self._suspend()  # before the version is announced, for which engines wake
         self.step += 1
         return finished(update.step, metrics, publish_s, published, suspended)
 
-    def _publish(self, policy_version: int) -> None:
+    def _write_version(self, policy_version: int) -> None:
         """Write this rank's shards; on rank 0 the file appears when all ranks have."""
         self.policy_version = policy_version
         base = self._base.digest if self._base else ""
-        self.file = self._publisher.publish(policy_version, shards(self.learner.policy), base)
+        self.file = self._publisher.write(policy_version, shards(self.learner.policy), base)
 
     def _suspend(self) -> Suspended | None:
         """Free the device, if it is shared."""
@@ -201,19 +201,19 @@ class Rank:
         path = Path(self.start.model_dir)
         return str(path.resolve()) if path.is_dir() else self.start.model_dir
 
-    def _publish_base(self) -> VersionFile | None:
+    def _write_base(self) -> VersionFile | None:
         """Publish the model beside adapters, once. Return its file on rank 0."""
         if not self.learner.policy.has_adapters:
             return None
         folder = Path(self.start.publish_dir) / BASE_FOLDER
         publisher = self._new_publisher(folder)
         try:
-            return publisher.publish(0, shards(self.learner.policy, of_base=True))
+            return publisher.write(0, shards(self.learner.policy, of_base=True))
         finally:
             publisher.close()
 
-    def _publish_delta(self) -> VersionDelta | None:
-        made = self._publisher.publish_delta()
+    def _write_delta(self) -> VersionDelta | None:
+        made = self._publisher.write_delta()
         if made is None or self.file is None:
             return None
         base, delta = made
@@ -232,7 +232,7 @@ class Rank:
 
     def _published(self) -> Published | None:
         """The version with its canary, on rank 0. A collective."""
-        known = canary.score(self.learner.policy, self._text) if self._text else None
+        known = canary.compute(self.learner.policy, self._text) if self._text else None
         return Published(self.file, known, self._base) if self.file else None
 
     def _restore(self) -> SavedStep | None:

@@ -249,7 +249,7 @@ def _gloo(store: Any, rank: int, world: int, timeout: timedelta, host: str) -> A
 
 def _nccl(store: Any, rank: int, world: int, timeout: timedelta, host: str) -> Any:
     """NCCL looks for its interface once in a process, so this counts only where the communicator is
-    the first; trainer/group.py sees to ranks that had one before."""
+    the first; trainer/process_group.py sees to ranks that had one before."""
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:
         raise WeightsError("this torch has no nccl")

@@ -102,7 +102,7 @@ class Publisher:
         self._mapped: dict[int, Tensor] = {}  # uint8, by the key of the file
         self._specs: tuple[TensorSpec, ...] = ()
 
-    def publish(
+    def write(
         self, policy_version: int, shards: Sequence[Shard], base: str = ""
     ) -> VersionFile | None:
         """Write a version, of which these are this rank's shards. Rank 0 returns it when all ranks
@@ -119,7 +119,7 @@ class Publisher:
         draft = self._buffers.take(size) if self._rank == 0 else None
         try:
             key = self._map(draft, size)
-            digests = self._write(self._mapped.get(key), size, shards)
+            digests = self._write_shards(self._mapped.get(key), size, shards)
         except BaseException:
             if draft is not None:
                 self._buffers.give_back(draft)
@@ -133,7 +133,7 @@ class Publisher:
         self._published = [*self._published[-1:], (key, file)]
         return file
 
-    def publish_delta(self) -> tuple[VersionFile, VersionFile] | None:
+    def write_delta(self) -> tuple[VersionFile, VersionFile] | None:
         """Rank 0 returns the version before the last, and the delta to the last one, whose file is
         the caller's; None if there is no delta that is small enough."""
         if len(self._published) < 2 or not self._is_local:
@@ -191,7 +191,7 @@ class Publisher:
         with contextlib.suppress(OSError):  # an old kernel: they come later
             mapped.madvise(_POPULATE_WRITE, start, min(end, len(mapped)) - start)
 
-    def _write(self, file: Tensor | None, size: int, shards: Sequence[Shard]) -> bytes:
+    def _write_shards(self, file: Tensor | None, size: int, shards: Sequence[Shard]) -> bytes:
         """Write the shards. Rank 0 returns the digests of all buckets. Without a `file` this rank
         is on another machine and sends its shards.
 

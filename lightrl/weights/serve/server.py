@@ -95,12 +95,12 @@ class WeightServer:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = min(self._max_connections, limit // 2)
         most = min(MAX_STRANGERS, limit // 4)
-        self._acceptor = Acceptor(tuple(listeners.values()), most, self._serve)
+        self._acceptor = Acceptor(tuple(listeners.values()), most, self._serve_connection)
         ports = ((host, sock.getsockname()[1]) for host, sock in listeners.items())
         self._addresses = tuple(join_address(host, port) for host, port in ports)
         return self._addresses
 
-    def publish(self, file: VersionFile) -> None:
+    def serve(self, file: VersionFile) -> None:
         """Serve the version in `file`, which is complete and verified; the file may be unlinked.
 
         The same digest under another policy_version adds that version's tickets. Opens two files,
@@ -173,7 +173,7 @@ class WeightServer:
         held = self._held.get(request.digest)
         return held if held is not None and request.policy_version in held.policy_versions else None
 
-    async def _serve(self, sock: socket.socket, first: Request) -> None:
+    async def _serve_connection(self, sock: socket.socket, first: Request) -> None:
         """Answer one node until it closes the connection, sends a wrong request or falls silent."""
         node = first.node
         if not self._admits(first):

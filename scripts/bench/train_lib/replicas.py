@@ -1,4 +1,4 @@
-"""Replicas that accumulate whole groups, fed by a trainer's supervisor as in a run: each for
+"""Replicas that accumulate whole groups, fed by a `Trainer` as in a run: each for
 itself, or with the next groups only once all are done ("lockstep").
 
 Owns the workload, the feeding and the figures of one contender of scripts/bench/train.
@@ -22,7 +22,7 @@ from lightrl.trainer import step
 from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.step import Replicas
-from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer.trainer import Trainer
 from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import pack_f32, pack_i32
 

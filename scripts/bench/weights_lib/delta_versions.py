@@ -103,11 +103,11 @@ def main(folder: Path, model: str, dtype: str, rate: float, updates: int) -> Non
     for number in range(updates + 1):
         if number:
             update(policy, optimizer, random)
-        published = publisher.publish(number + 1, shards(policy))
+        published = publisher.write(number + 1, shards(policy))
         assert published is not None
         publisher.allocate_second()
         begun = time.perf_counter()
-        made = publisher.publish_delta()
+        made = publisher.write_delta()
         seconds = time.perf_counter() - begun
         file = kept(published, folder, f"v{number}")
         reported: dict[str, Any] = {"version": asdict(file), "encode_s": seconds}

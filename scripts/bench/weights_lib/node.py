@@ -58,7 +58,7 @@ async def main(name: str, host: str) -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         if "publish" in order:
-            server.publish(VersionFile(**order["publish"]))
+            server.serve(VersionFile(**order["publish"]))
             report(published=True)
         elif "retire" in order:
             await server.retire(order["retire"])

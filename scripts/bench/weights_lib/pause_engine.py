@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightrl.engine.base import EngineSpec
-from lightrl.engine.checkpoint import build_model, read_config
+from lightrl.engine.model_dir import build_model, read_config
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from lightrl.weights.version.tensors import write_tensors

@@ -87,9 +87,9 @@ def main() -> None:
     publisher = Publisher(Buffers(folder / "versions"), rank, world)
     dist.barrier()
     before = anonymous_bytes()
-    first_s = timed(lambda: publisher.publish(0, given))
+    first_s = timed(lambda: publisher.write(0, given))
     publisher.allocate_second()
-    publisher.publish(1, given)
+    publisher.write(1, given)
     took: dict[str, list[float]] = {"publish": [], "bare": [], "delta": []}
     # Of its own: what is published must stay what its digests say.
     file = torch.zeros_like(next(iter(publisher._mapped.values())))
@@ -98,9 +98,9 @@ def main() -> None:
         for shard in given:
             changed = torch.randint(len(shard.values), (int(CHANGED * len(shard.values)),))
             shard.values[changed] *= 1.02
-        took["publish"].append(timed(lambda v=version: publisher.publish(v, given)))
+        took["publish"].append(timed(lambda v=version: publisher.write(v, given)))
         took["bare"].append(timed(lambda: bare(rank, world, file, given)))
-        took["delta"].append(timed(publisher.publish_delta))
+        took["delta"].append(timed(publisher.write_delta))
     if rank == 0:
         reported = {"seconds": took, "first_s": first_s, "num_bytes": len(file)}
         print(json.dumps({**reported, "anonymous_bytes": anonymous}))

@@ -23,11 +23,11 @@ from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.trainer.broadcasts import BroadcastOrders
 from lightrl.trainer.checkpoint.initial import where_to_start
+from lightrl.trainer.checkpoint_schedule import CheckpointSchedule
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
 from lightrl.trainer.protocol import Done, EncodeDelta, RankStarted, StepFinished, Update
 from lightrl.trainer.rank_processes import Place, Ranks, worst
-from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.state import EDGES, TrainerEvent, TrainerState
 from lightrl.trainer.step import Step
@@ -105,7 +105,7 @@ class Trainer:
         self._broadcasts = BroadcastOrders(config, place.host, send_if, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # optimizer steps ever done by this process
-        self.saves = Saves(self._checkpoints, config, send_if)
+        self.saves = CheckpointSchedule(self._checkpoints, config, send_if)
         self._crashes = CrashCounter(RESTARTS)
         self._published: PublishWeights | None = None  # the ranks' version
         self._file: VersionFile  # of that version; set once ranks have started
@@ -170,7 +170,7 @@ class Trainer:
                 return
             except RanksLost as e:
                 lost = e
-            self._move(TrainerEvent.RANKS_LOST)
+            self._transition(TrainerEvent.RANKS_LOST)
             self._connected = self._rejoined = False
             is_away = self.devices.lost()
             self._forget_orders()
@@ -263,7 +263,7 @@ class Trainer:
         self._file = started.published.file
         self._published = await self._versions.serve(started.published)
         announce = self._on_restart if self._state is TrainerState.DOWN else self._announce
-        self._move(TrainerEvent.RANKS_STARTED)
+        self._transition(TrainerEvent.RANKS_STARTED)
         announce()
 
     def _require_saved(self) -> None:
@@ -322,7 +322,7 @@ class Trainer:
         """Update, and publish the version of the next step."""
         queue, began_at = whole.queue, asyncio.get_running_loop().time()
         step, version = queue.step, queue.step + 1
-        self._move(TrainerEvent.UPDATE_BEGAN)
+        self._transition(TrainerEvent.UPDATE_BEGAN)
         await self._versions.make_room()
         ranks.send_all(Update(step, queue.num_responses, queue.num_tokens, version))
         finished, *_ = await ranks.replies(StepFinished)
@@ -343,7 +343,7 @@ class Trainer:
         if self._done > self._furthest:
             self._furthest = self._done
             self._crashes.progressed()
-        self._move(TrainerEvent.UPDATE_ENDED)
+        self._transition(TrainerEvent.UPDATE_ENDED)
         if self._rejoined:  # shards of the next step follow from what is announced
             self._rejoined = False
             self._announce()
@@ -401,5 +401,5 @@ class Trainer:
     def _waits_for_devices(self) -> bool:
         return self._state is TrainerState.DOWN and self.devices.are_away
 
-    def _move(self, event: TrainerEvent) -> None:
+    def _transition(self, event: TrainerEvent) -> None:
         self._state = next_state(EDGES, self._state, event)

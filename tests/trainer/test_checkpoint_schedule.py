@@ -5,9 +5,9 @@ import asyncio
 
 import pytest
 
-from lightrl.trainer.checkpoint.saved import EXPORT
+from lightrl.trainer.checkpoint.on_disk import EXPORT
+from lightrl.trainer.checkpoint_schedule import CheckpointSchedule
 from lightrl.trainer.protocol import Save, Saved
-from lightrl.trainer.saves import Saves
 from tests.support.trainer_coordinator import turns
 
 
@@ -33,7 +33,7 @@ def test_with_an_export_of_every_checkpoint_training_waits_for_it_and_says_so(
     config, tmp_path, path, caplog
 ):
     async def scenario():
-        saves = Saves(
+        saves = CheckpointSchedule(
             tmp_path, config(checkpoint={"interval": 1, "export": "every"}), lambda _: None
         )
         ranks = Exporting()
@@ -62,7 +62,7 @@ def test_with_an_export_of_every_checkpoint_training_waits_for_it_and_says_so(
 @pytest.mark.parametrize("is_end", [True, False])
 def test_only_the_end_of_a_run_has_time_for_an_export(config, tmp_path, path, export, is_end):
     async def scenario():
-        saves = Saves(tmp_path, config(checkpoint={"export": export}), lambda _: None)
+        saves = CheckpointSchedule(tmp_path, config(checkpoint={"export": export}), lambda _: None)
         ranks = Exporting()
         last = asyncio.create_task(saves.save_last(ranks, 5, is_end))
         await turns()
@@ -79,7 +79,7 @@ def test_an_export_that_its_ranks_did_not_live_to_write_is_said(
     config, tmp_path, path, export, caplog
 ):
     async def lives():
-        saves = Saves(tmp_path, config(checkpoint={"export": export}), lambda _: None)
+        saves = CheckpointSchedule(tmp_path, config(checkpoint={"export": export}), lambda _: None)
         saves.begin_life(5)  # of others, which had saved this step
         await saves.exported()
         messages = list(caplog.messages)

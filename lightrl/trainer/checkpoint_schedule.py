@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightrl.config.schema import Config
 from lightrl.messages.training import Checkpointed
-from lightrl.trainer.checkpoint.saved import EXPORT, checkpoint_path, oldest_kept, step_of
+from lightrl.trainer.checkpoint.on_disk import EXPORT, checkpoint_path, oldest_kept, step_of
 from lightrl.trainer.protocol import Done, Save, Saved
 from lightrl.trainer.rank_processes import Ranks
 
@@ -22,7 +22,7 @@ LAST_SAVE_TRIES = 3
 SAVE_PAUSE_S = 1.0
 
 
-class Saves:
+class CheckpointSchedule:
     """Decides when checkpoints are written. `begin_life` for each set of ranks, `handle` for their
     reports; one caller at a time for the coroutines."""
 

@@ -44,7 +44,7 @@ def drive(engine: Any, requests: list[ResponseRequest], texts: dict[int, list[in
     num_steps, before = 0, engine.load().num_preemptions
     while engine.num_unfinished():
         if num_steps in texts:
-            scores[num_steps] = engine.score(texts[num_steps])
+            scores[num_steps] = engine.logprobs_of(texts[num_steps])
         for d in engine.step():
             tokens[d.response] += d.token_ids
         num_steps += 1
@@ -58,7 +58,7 @@ def load(engine: Any, *version: Any) -> None:
 
 def score(engine: Any, text: list[int]) -> list[float]:
     """In the child."""
-    return engine.score(text)
+    return engine.logprobs_of(text)
 
 
 def cached(engine: Any, text: list[int], request: ResponseRequest) -> tuple[int, int]:
@@ -73,9 +73,9 @@ def cached(engine: Any, text: list[int], request: ResponseRequest) -> tuple[int,
         return output
 
     engine._core.scheduler.schedule = watched
-    engine.score(text)
+    engine.logprobs_of(text)
     drive(engine, [request], {})
-    engine.score(text)
+    engine.logprobs_of(text)
     engine._core.scheduler.schedule = schedule
     _, of_request, of_text = found
     return of_request, of_text

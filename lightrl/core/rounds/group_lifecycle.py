@@ -19,7 +19,7 @@ from lightrl.messages.responses import FinishReason
 MAX_SLOWEST = 100_000  # prompts
 
 
-class GroupFilter:
+class GroupLifecycle:
     """Decides which responses and groups are kept, given up, dropped or deferred. Owns the races of
     the open rounds, and the groups that are settled and not yet judged."""
 
@@ -57,7 +57,7 @@ class GroupFilter:
         response.finish_reason = reason
         self._table.num_finished += 1
         self._table.release(response)
-        response.move(ResponseState.DONE)
+        response.transition(ResponseState.DONE)
         if race.has_lost(response):
             self.give_up(response)
         else:
@@ -119,7 +119,7 @@ class GroupFilter:
         if response.state is ResponseState.RUNNING:
             self._table.stop(response)
         if response.state is not ResponseState.DONE:
-            response.move(ResponseState.ABORTED)
+            response.transition(ResponseState.ABORTED)
         self._settle(response)
 
     def _settle(self, response: Response) -> None:
@@ -150,7 +150,7 @@ class GroupFilter:
 
     def _complete(self, group: Group) -> None:
         round = group.round
-        group.move(GroupState.COMPLETE)
+        group.transition(GroupState.COMPLETE)
         if self._settings.dynamic_sampling and not round.is_eval and race.has_zero_std(group):
             if not round.races:  # in a race it is dropped only if it would have won
                 self._drop(group)
@@ -178,7 +178,7 @@ class GroupFilter:
         round.recheck_at = race.next_recheck(round)
         accepted = race.decided_groups(self._settings, round)
         for group in accepted:
-            group.move(GroupState.ACCEPTED)
+            group.transition(GroupState.ACCEPTED)
         round.accepted += accepted
 
     def end(self, round: Round) -> None:
@@ -193,7 +193,7 @@ class GroupFilter:
             self._drop(group)
             return
         self._give_up_all(group)
-        group.move(GroupState.DEFERRED)
+        group.transition(GroupState.DEFERRED)
         group.continues = self._settings.tail.continues
         attempts = max(r.attempt for r in group.responses)
         held = tuple(rounds.hold(self._settings, r) for r in group.responses[: group.size])
@@ -209,7 +209,7 @@ class GroupFilter:
         # dropped although complete: all its rewards were equal; the others lack scores
         self._table.counters.groups_flat += group.state is GroupState.COMPLETE
         self._give_up_all(group)
-        group.move(GroupState.DROPPED)
+        group.transition(GroupState.DROPPED)
 
     def _give_up_all(self, group: Group) -> None:
         for response in group.responses:

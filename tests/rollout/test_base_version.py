@@ -65,7 +65,7 @@ def test_adapters_wait_for_their_base(tmp_path: Path):
             offer(a, file, base, trainer)
             await until(lambda: list(a.folder.glob(f"{base.digest}.pull")))
             assert a.weights._next is None
-            trainer.publish(base)
+            trainer.serve(base)
             assert (await a.got(file)).base_file is not None
             a.weights.loaded()
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightrl.trainer.model import score
-from lightrl.trainer.model.score import Projection, token_scores
+from lightrl.trainer.model import logprobs as module
+from lightrl.trainer.model.logprobs import Projection, token_logprobs
 
 VOCABULARY = 1000
 
@@ -50,11 +50,11 @@ def values_and_gradients(function, projection, has_bias, factors):
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_tiles_give_what_whole_logits_give(monkeypatch, projection, has_bias):
-    monkeypatch.setitem(score.TILE_VALUES, "cpu", 1)  # tiles of 256, the last one of 232
+    monkeypatch.setitem(module.TILE_VALUES, "cpu", 1)  # tiles of 256, the last one of 232
     factors = torch.randn(2, 37)
 
     def by_tiles(*args):
-        return token_scores(*args, is_entropy_trained=True)
+        return token_logprobs(*args, is_entropy_trained=True)
 
     found = values_and_gradients(by_tiles, projection, has_bias, factors)
     expected = values_and_gradients(whole, projection, has_bias, factors)
@@ -65,7 +65,7 @@ def test_tiles_give_what_whole_logits_give(monkeypatch, projection, has_bias):
 def test_an_entropy_has_no_gradient_unless_asked():
     hidden, weight, _, targets = inputs()
     weight.requires_grad_()
-    logprobs, entropy = token_scores(hidden, weight, None, targets, Projection())
+    logprobs, entropy = token_logprobs(hidden, weight, None, targets, Projection())
     assert logprobs.requires_grad
     assert not entropy.requires_grad
 
@@ -75,7 +75,7 @@ def test_logits_far_apart_and_far_from_zero():
     hidden, weight, _, targets = inputs()
     weight[700] += 300 * hidden[0]
     bias = torch.full((VOCABULARY,), -1e4)
-    found = token_scores(hidden, weight, bias, targets, Projection())
+    found = token_logprobs(hidden, weight, bias, targets, Projection())
     expected = whole(hidden.double(), weight.double(), bias.double(), targets, Projection())
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=2e-3)  # -1e4 in float32
@@ -84,7 +84,7 @@ def test_logits_far_apart_and_far_from_zero():
 def test_bfloat16_is_rounded_before_the_softmax_only():
     hidden, weight, _, targets = inputs()
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
-    logprobs, entropy = token_scores(hidden, weight, None, targets, Projection())
+    logprobs, entropy = token_logprobs(hidden, weight, None, targets, Projection())
     logprobs.sum().backward()
     gradients = [hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
@@ -101,7 +101,7 @@ def test_bfloat16_is_rounded_before_the_softmax_only():
 def test_frozen_weights_get_no_gradient():
     hidden, weight, _, targets = inputs()
     hidden.requires_grad_()
-    logprobs, _ = token_scores(hidden, weight, None, targets, Projection())
+    logprobs, _ = token_logprobs(hidden, weight, None, targets, Projection())
     logprobs.sum().backward()
     assert weight.grad is None
     assert hidden.grad is not None
@@ -122,11 +122,11 @@ def test_a_single_tile_is_all_that_there_is_of_the_logits(monkeypatch):
                     largest = max(largest, t.numel())
             return out
 
-    monkeypatch.setitem(score.TILE_VALUES, "cpu", 1)
+    monkeypatch.setitem(module.TILE_VALUES, "cpu", 1)
     hidden, weight, _, targets = inputs()
     weight.requires_grad_()
     hidden.requires_grad_()
     with Watch():
-        logprobs, _ = token_scores(hidden, weight, None, targets, Projection())
+        logprobs, _ = token_logprobs(hidden, weight, None, targets, Projection())
         logprobs.sum().backward()
     assert largest == 37 * 256

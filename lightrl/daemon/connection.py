@@ -54,7 +54,7 @@ TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process s
 TAKEN_S = 120.0
 
 
-class Worker:
+class NodeConnection:
     def __init__(self, options: "DaemonOptions", address: str, is_alone: bool = True) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be
         ended."""
@@ -147,7 +147,7 @@ class Worker:
         if self._link is not None and self._link.is_up:
             self._link.send(message)
 
-    def _move(self, event: ConnectionEvent) -> None:
+    def _transition(self, event: ConnectionEvent) -> None:
         self._state = next_state(EDGES, self._state, event)
         if self._state is ConnectionState.ADMITTED:
             self._admitted.set()
@@ -163,14 +163,14 @@ class Worker:
 
     def _disconnect(self) -> None:
         was_admitted = self._state is ConnectionState.ADMITTED
-        self._move(ConnectionEvent.CONNECTION_LOST)
+        self._transition(ConnectionEvent.CONNECTION_LOST)
         self._roles.on_disconnect()
         if was_admitted and not self._drained.is_set():
             logger.warning("disconnected from the coordinator; the work continues")
 
     def _send_hello(self) -> None:
         if self._link is not None:
-            self._move(ConnectionEvent.HELLO_SENT)
+            self._transition(ConnectionEvent.HELLO_SENT)
             self._last_hello, self._hello_at = self._hello_now(), time.monotonic()
             self._link.send(self._last_hello)
 
@@ -200,21 +200,21 @@ class Worker:
             require_kept(welcome)
             return  # the connection broke meanwhile, or the welcome is a duplicate
         if welcome.refused == ENDING:
-            self._move(ConnectionEvent.DISMISSED)
+            self._transition(ConnectionEvent.DISMISSED)
             self.drain(ENDING)
             return
         if welcome.refused == TAKEN and self._waits_for_name():
             return
         require_welcome(welcome)
         if self._roles.has_trainer and not is_same_config(self._config, config_of(welcome)):
-            self._move(ConnectionEvent.DISMISSED)
+            self._transition(ConnectionEvent.DISMISSED)
             self.drain("the config of the run has changed: restart this trainer")
             return
         sent, now = self._last_hello, self._hello_now()
         if replace(sent, running=()) != replace(now, running=()):
             self._send_hello()  # the last one is out of date
             return
-        self._move(ConnectionEvent.WELCOMED)
+        self._transition(ConnectionEvent.WELCOMED)
         logger.info("reconnected to the coordinator")
         if self._weights is not None:
             self._send(self._weights.endpoint)
@@ -275,7 +275,7 @@ class Worker:
                     if message.refused == TAKEN and self._waits_for_name():
                         continue
                     require_welcome(message)
-                    self._move(ConnectionEvent.WELCOMED)
+                    self._transition(ConnectionEvent.WELCOMED)
                     return message, messages[i + 1 :]
 
     async def _find_gpus(self, config: Config, model_files: dict[str, bytes]) -> Assignment:

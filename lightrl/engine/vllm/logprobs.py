@@ -14,7 +14,7 @@ from lightrl.errors import EngineError
 MAX_STEPS = 64  # of one text; it is put into the KV cache by pieces of max_num_batched_tokens
 
 
-def score(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> list[float]:
+def logprobs_of(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> list[float]:
     """Return logprobs of all tokens but the first, at temperature 1. Nothing may be running;
     waiting requests keep waiting. Raises EngineError if vLLM does not finish it."""
     scheduler = core.scheduler
@@ -28,7 +28,9 @@ def score(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> lis
                 if out.request_id == request_id and out.new_prompt_logprobs_tensors is not None:
                     return out.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         core.abort_requests([request_id])
-        raise EngineError(f"vLLM has not scored {len(token_ids)} tokens in {MAX_STEPS} steps")
+        raise EngineError(
+            f"vLLM has not computed the logprobs of {len(token_ids)} tokens in {MAX_STEPS} steps"
+        )
     finally:
         scheduler.waiting = hidden
 

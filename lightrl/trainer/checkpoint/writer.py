@@ -1,8 +1,8 @@
 """Asynchronous checkpoints: the tensors are copied, and a thread writes them while the rank
 continues.
 
-A checkpoint appears whole or not at all (saved.py). The copy uses memory that is kept for the next
-one: 12 bytes for each parameter of this rank's shards, pinned on CUDA.
+A checkpoint appears whole or not at all (on_disk.py). The copy uses memory that is kept for the
+next one: 12 bytes for each parameter of this rank's shards, pinned on CUDA.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from lightrl.trainer.checkpoint.checksums import with_checksums
 from lightrl.trainer.checkpoint.contents import View, as_it_is, reason_of, state_of
 from lightrl.trainer.checkpoint.export import export
 from lightrl.trainer.checkpoint.layout import describe, write_description
-from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
-from lightrl.trainer.group import COLLECTIVE_TIMEOUT_S
+from lightrl.trainer.checkpoint.on_disk import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.model.policy import Policy
+from lightrl.trainer.process_group import COLLECTIVE_TIMEOUT_S
 from lightrl.trainer.protocol import Saved
 from lightrl.wire import to_json
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 MB = 1_000_000
 
 
-class Saver:
+class CheckpointWriter:
     def __init__(
         self,
         policy: Policy,
@@ -67,7 +67,7 @@ class Saver:
         assert not isinstance(group, int)  # of a rank that is not in it
         self._group = group
         self._stager = _Stager(policy.device)
-        self._thread = ThreadPoolExecutor(1, "saver")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._exporter = ThreadPoolExecutor(1, "export")
         self._work: Future[None] | None = None
         self._export_work: Future[None] | None = None

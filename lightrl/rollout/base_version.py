@@ -60,7 +60,7 @@ class BaseVersion:
         self._held, self._is_doubted = version, False
         if not is_own and not was_pulled:
             try:
-                self._server.publish(replace(version.file, policy_version=0))
+                self._server.serve(replace(version.file, policy_version=0))
             except WeightsError as e:  # others have it from elsewhere
                 logger.warning("the base of adapters is not served here: %s", e)
         if before is not None:

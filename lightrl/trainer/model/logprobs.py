@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightrl.devices.memory import SCORED_VALUES
+from lightrl.devices.memory import LOGITS_PER_CALL
 
 # logits of a tile, which on a processor fits its cache, and its smallest width
-TILE_VALUES = {"cuda": SCORED_VALUES, "cpu": 1 << 19}
+TILE_VALUES = {"cuda": LOGITS_PER_CALL, "cpu": 1 << 19}
 NARROWEST_TILE = 256
 
 
@@ -49,7 +49,7 @@ class Projection:
         return of_logits if factor == 1.0 else of_logits.mul_(factor)
 
 
-def token_scores(
+def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -62,10 +62,10 @@ def token_scores(
 
     The product has the dtype of `hidden`, all that follows is float32.
     """
-    return _Score.apply(hidden, weight, bias, targets, projection, is_entropy_trained)  # pyright: ignore[reportReturnType] - apply has no types
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, projection, is_entropy_trained)  # pyright: ignore[reportReturnType] - apply has no types
 
 
-class _Score(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -174,7 +174,7 @@ class _Gradients:
 
 
 def _tiles(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
-    values = TILE_VALUES.get(hidden.device.type, SCORED_VALUES)
+    values = TILE_VALUES.get(hidden.device.type, LOGITS_PER_CALL)
     width = max(NARROWEST_TILE, values // max(1, len(hidden)))
     vocabulary = len(weight)
     return [(begin, min(begin + width, vocabulary)) for begin in range(0, vocabulary, width)]

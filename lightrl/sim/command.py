@@ -180,12 +180,7 @@ def _fleet(
     others are asked for."""
     stay = always_there(options.preemptible)
     is_own &= options == FleetOptions(preemptible=options.preemptible)
-    if (
-        run is not None
-        and is_own
-        and adds_only
-        and config.rollout.nodes == run.config.rollout.nodes
-    ):
+    if run is not None and is_own and config.rollout.nodes == run.config.rollout.nodes:
         return SimFleet((), stay, run.changes(config.rollout.slots))
     come_and_go = _events(options, config.run.seed)
     num = options.nodes

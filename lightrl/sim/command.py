@@ -143,12 +143,11 @@ def _head(
 ) -> None:
     """Print what is simulated: the steps, the nodes, the workload, and notes."""
     responses = settings.prompts_per_step * settings.group_size
+    nodes = f"{len(fleet.nodes)} node{'s' * (len(fleet.nodes) != 1)}"
     if fleet.changes is not None:
-        num = len({c.spec.name for many in fleet.changes.values() for c in many})
-        nodes = f"the {num} node{'s' * (num != 1)} of the run"
+        nodes = f"the {nodes} of the run"
     else:
-        num = len(fleet.nodes)
-        nodes = f"{num} node{'s' * (num != 1)} x {config.rollout.slots} slots"
+        nodes += f" x {config.rollout.slots} slots"
     others = [f"{options.preemptible} preemptible ones"] if options.preemptible else []
     if options.trace is not None:
         num = len({e.node for e in fleet.trace}) - options.preemptible
@@ -181,7 +180,7 @@ def _fleet(
     stay = always_there(options.preemptible)
     is_own &= options == FleetOptions(preemptible=options.preemptible)
     if run is not None and is_own and config.rollout.nodes == run.config.rollout.nodes:
-        return SimFleet((), stay, run.changes(config.rollout.slots))
+        return SimFleet(run.own_nodes(config.rollout.slots), stay, run.changes)
     come_and_go = _events(options, config.run.seed)
     num = options.nodes
     if num is None:

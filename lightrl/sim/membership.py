@@ -4,6 +4,7 @@ core drains them."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightrl.core.events import (
     Event,
@@ -17,7 +18,7 @@ from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello
 from lightrl.messages.weights import WeightsEndpoint
 from lightrl.sim.colocation import DEVICE, SimColocation
 from lightrl.sim.fleet.machines import SimMachine
-from lightrl.sim.inputs.nodes import NodeChange, NodeChanges, NodeSpec
+from lightrl.sim.inputs.nodes import NodeChanges, NodeSpec
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.observer import Observer
 from lightrl.sim.simulation import Simulation
@@ -39,7 +40,7 @@ class SimMembership:
         parked = Hello(TRAINER, 1, ("trainer",), PROTOCOL, pid=1, host=TRAINER, is_released=True)
         world.at(0.0, lambda: self._announce(parked, Heartbeat(device=DEVICE)))
         world.at(0.0, lambda: self._transfers.publish(0))
-        for spec in nodes:
+        for spec in () if self._changes else nodes:
             world.at(0.0, lambda name=spec.name: self.join(world.machines[name]))
         for event in trace:
             machine = world.machines[event.node]
@@ -50,18 +51,19 @@ class SimMembership:
     def begin_step(self, step: int) -> None:
         """Schedule what the nodes of the recorded run did in this step."""
         world = self._world
-        for change in self._changes.get(step, ()):
-            world.at(world.now + change.at_s, lambda c=change: self._repeat(c))
+        for at_s, node, what in self._changes.get(step, ()):
+            if (machine := world.machines.get(node)) is not None:
+                act = partial(self._repeat, machine, what)
+                world.at(world.now + max(0.0, at_s), act)
 
-    def _repeat(self, change: NodeChange) -> None:
-        machine = self._world.machines[change.spec.name]
-        match change.what:
+    def _repeat(self, machine: SimMachine, what: str) -> None:
+        match what:
             case "ready":
                 machine.joins_ready = True
                 self.join(machine)
             case "lost":
                 self.kill(machine)
-            case "left":
+            case _:
                 for event in self.leave(machine, "left"):
                     self._world.feed(event)
 

@@ -4,6 +4,8 @@ The simulator knows the full length of every response, also of aborted ones: fro
 derives the bias of what is trained.
 """
 
+from functools import lru_cache
+
 from lightrl.core.commands import CloseStep
 from lightrl.core.state import GroupState, Round
 from lightrl.sim.fleet.machines import SimMachine
@@ -12,6 +14,8 @@ from lightrl.sim.outcome import StepRecord
 from lightrl.sim.responses import Lengths
 from lightrl.sim.simulation import Simulation
 from lightrl.sim.trainer import TRAINER, SimTrainer
+
+_token_cost_s = lru_cache(EngineProfile.token_cost_s)
 
 
 class Observer:
@@ -26,7 +30,6 @@ class Observer:
         self._node_s_before = [0.0, 0.0]  # when the last step closed
         self._updated_at = self._step_at = 0.0
         self._preemptions = 0
-        self._token_s: dict[int, float] = {}  # least cost of a token, by parallelism
         world.outcome.limit = world.settings.max_response_tokens
 
     def fleet_changes(self, machine: SimMachine, sign: int) -> None:
@@ -103,10 +106,11 @@ class Observer:
         world = self._world
         engine, prompt = world.engines[record.parallelism], world.scenario.workload.prompt_tokens
         record.kept, record.kept_tokens = len(kept), sum(kept)
-        record.kept_longest = max(kept, default=0)
+        record.longest_tokens = max(kept, default=0)
         fastest = max(m.speed for m in world.machines.values())
-        record.longest_s = engine.alone_s(prompt, record.kept_longest) / fastest
-        per_token = self._token_cost_s(record.parallelism, engine)
+        record.longest_s = engine.alone_s(prompt, record.longest_tokens) / fastest
+        slots = max(m.engine.slots for m in world.machines.values())
+        per_token = _token_cost_s(engine, slots)
         context = sum(n * prompt + n * (n - 1) / 2 for n in kept)
         spec = engine.speculation
         drafted = spec.tokens_per_forward(spec.max_window) if spec is not None else 1.0
@@ -114,12 +118,6 @@ class Observer:
         training = world.scenario.training
         tokens = record.kept_tokens + prompt * len(kept)
         record.training_s = training.step_s + training.seconds(len(kept), tokens)
-
-    def _token_cost_s(self, parallelism: int, engine: EngineProfile) -> float:
-        if parallelism not in self._token_s:
-            slots = max(m.engine.slots for m in self._world.machines.values())
-            self._token_s[parallelism] = engine.token_cost_s(slots)
-        return self._token_s[parallelism]
 
     def _bound_s(self, record: StepRecord) -> float:
         """Return the least seconds that any schedule of the same kept responses takes.

@@ -21,7 +21,7 @@ class StepRecord:
     # responses
     kept: int = 0
     kept_tokens: int = 0
-    kept_longest: int = 0
+    longest_tokens: int = 0
     # of the longest kept response alone on a fast node
     longest_s: float = 0.0
     # the least that all kept responses take on one node
@@ -39,6 +39,10 @@ class StepRecord:
     @property
     def step_s(self) -> float:
         return self.rollout_s + self.train_s + self.weights_s
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.kept_tokens / max(1, self.kept)
 
 
 @dataclass(slots=True)

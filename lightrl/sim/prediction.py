@@ -61,7 +61,7 @@ def simulate_again(run: RecordedRun, num_steps: int) -> SimOutcome:
     """Simulate the first steps of a run in its own setting."""
     settings = settings_of(run.config, run.scenario.workload.num_prompts)
     settings = replace(settings, num_steps=num_steps)
-    fleet = SimFleet((), (), run.changes(settings.slots))
+    fleet = SimFleet(run.own_nodes(settings.slots), (), run.changes)
     return simulate(configured(settings), run.scenario, fleet)
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
 from rich.console import RenderableType
@@ -16,7 +16,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RoundFigures:
-    """Means over the rounds of one kind."""
+    """Means over the rounds of one kind, of what `StepRecord` has of each."""
 
     rounds: int
     step_s: float
@@ -148,20 +148,14 @@ def _share_at_limit(lengths: Counter[int], limit: int) -> float:
 
 
 def _by_kind(steps: Sequence[StepRecord]) -> dict[str, RoundFigures]:
-    kinds: dict[str, RoundFigures] = {}
-    for kind in dict.fromkeys(s.kind for s in steps):
-        mine = [s for s in steps if s.kind == kind]
-        kinds[kind] = RoundFigures(
-            rounds=len(mine),
-            step_s=fmean(s.step_s for s in mine),
-            rollout_s=fmean(s.rollout_s for s in mine),
-            train_s=fmean(s.train_s for s in mine),
-            weights_s=fmean(s.weights_s for s in mine),
-            bound_s=fmean(s.bound_s for s in mine),
-            longest_tokens=fmean(s.kept_longest for s in mine),
-            mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
-        )
-    return kinds
+    by_kind: dict[str, list[StepRecord]] = {}
+    for step in steps:
+        by_kind.setdefault(step.kind, []).append(step)
+    names = [f.name for f in fields(RoundFigures)][1:]
+    return {
+        kind: RoundFigures(len(mine), *(fmean(getattr(s, name) for s in mine) for name in names))
+        for kind, mine in by_kind.items()
+    }
 
 
 def _weights(outcome: SimOutcome, scenario: Scenario) -> WeightsFigures:

@@ -21,7 +21,7 @@ Variant: TypeAlias = tuple[Settings, Switches]
 
 @dataclass(frozen=True, slots=True)
 class SimFleet:
-    """Nodes that stay, nodes that join and leave by a trace, and as the nodes of a run did."""
+    """Nodes that stay, or join and leave as those of a run did; others do so by a trace."""
 
     nodes: Sequence[NodeSpec]
     trace: Sequence[TraceEvent] = ()

@@ -33,8 +33,8 @@ from lightrl.messages.responses import Abort, Generate
 from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
 from lightrl.sim.colocation import SimColocation, settings_in
-from lightrl.sim.fleet.engine import Attempt
-from lightrl.sim.fleet.machines import SimMachine, blank, new_machine
+from lightrl.sim.fleet.engine import Attempt, blank
+from lightrl.sim.fleet.machines import SimMachine, new_machine
 from lightrl.sim.inputs.hardware import SimSpeculation
 from lightrl.sim.inputs.nodes import SPOT, NodeChanges, NodeSpec, of_all_sizes, profile_of
 from lightrl.sim.inputs.scenario import DEFAULT, Scenario, Switches
@@ -59,8 +59,8 @@ class World(Simulation):
         switches: Switches = DEFAULT,
         changes: NodeChanges | None = None,
     ) -> None:
-        """`changes`: when nodes join and leave, beside the trace."""
-        if not (nodes or trace or changes):
+        """`changes`: when the nodes join and leave, which else stay."""
+        if not (nodes or trace):
             raise SimError("a simulation needs nodes: --nodes, --trace or rollout.nodes")
         settings = settings_in(scenario, settings, switches, nodes)
         super().__init__(settings, scenario, switches)
@@ -73,8 +73,7 @@ class World(Simulation):
         nodes = of_all_sizes(nodes, settings.parallel)
         spot_slots = nodes[0].slots if nodes else settings.slots
         spots = (NodeSpec(event.node, spot_slots, kind=SPOT) for event in trace)
-        repeated = (change.spec for many in (changes or {}).values() for change in many)
-        for spec in (*nodes, *spots, *repeated):
+        for spec in (*nodes, *spots):
             if spec.name not in self.machines:
                 profile = profile_of(spec, self.engines, scenario.spot_kv_tokens)
                 self.machines[spec.name] = new_machine(spec, profile, switches)

@@ -199,5 +199,5 @@ def test_a_large_fleet_is_simulated_quickly():
     ).run()
     assert out.kept.total() == 1000
     assert out.kept[LIMIT] > 0
-    assert out.steps[0].kept_longest == LIMIT
+    assert out.steps[0].longest_tokens == LIMIT
     assert process_time() - began < 4.0

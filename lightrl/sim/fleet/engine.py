@@ -19,7 +19,9 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
+from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.sim.inputs.hardware import EngineProfile
 
 INFINITE = math.inf
@@ -47,16 +49,16 @@ class Attempt:
     # of its admission; -1 = it waits
     order: int = -1
 
+    def tokens(self, begin: int, end: int, reason: FinishReason | None = None) -> ResponseTokens:
+        """Return the message with its tokens from `begin` to `end`."""
+        zeros = blank(end - begin)
+        return ResponseTokens(self.response, self.number, begin, zeros, zeros, reason)
 
-@dataclass(frozen=True, slots=True)
-class SimDelta:
-    """`count` new tokens of one response, from `offset` on; `finished` is None while it runs."""
 
-    response: str
-    attempt: int
-    offset: int
-    count: int
-    finished: str | None
+@lru_cache(maxsize=4096)
+def blank(num_tokens: int) -> bytes:
+    """Return int32 or float32 zeros: every simulated token is token 0 with logprob 0."""
+    return bytes(4 * num_tokens)
 
 
 @dataclass(slots=True)
@@ -134,12 +136,12 @@ class SimEngine:
             self._finished = [a for a in self._finished if (a.response, a.number) != gone]
         self._plan(now)
 
-    def step(self, now: float) -> list[SimDelta]:
+    def step(self, now: float) -> list[ResponseTokens]:
         """Return all new tokens if a chunk is due at `next_at`, or the finished responses if they
         are."""
         self._advance(now)
         self._finish(now)
-        deltas: list[SimDelta] = []
+        deltas: list[ResponseTokens] = []
         if self._chunk_at <= self._clock or (self._finished and self._sends_immediately):
             deltas = self._flush()
         elif self._finished_due <= self._clock:
@@ -149,14 +151,14 @@ class SimEngine:
         self._plan(now)
         return deltas
 
-    def abort_all(self, now: float) -> list[SimDelta]:
+    def abort_all(self, now: float) -> list[ResponseTokens]:
         """Abort all responses and return their tokens so far."""
         self._advance(now)
         self._finish(now)
         deltas = self._flush(everything=True)
         for attempt in [*self.running.values(), *self.waiting]:
             held = self._tokens(attempt)
-            deltas.append(SimDelta(attempt.response, attempt.number, held, 0, "abort"))
+            deltas.append(attempt.tokens(held, held, "abort"))
         self.clear(now)
         return deltas
 
@@ -278,25 +280,23 @@ class SimEngine:
             return max(1, min(self.chunk_tokens, math.ceil(self.chunk_s / self._linear)))
         return max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
 
-    def _send_finished(self) -> list[SimDelta]:
-        deltas: list[SimDelta] = []
-        for a in self._finished:
-            reason = "length" if a.truncated else "stop"
-            deltas.append(SimDelta(a.response, a.number, a.sent, a.tokens0 - a.sent, reason))
+    def _send_finished(self) -> list[ResponseTokens]:
+        deltas = [
+            a.tokens(a.sent, a.tokens0, "length" if a.truncated else "stop") for a in self._finished
+        ]
         self._finished.clear()
         self._finished_due = NEVER
         return deltas
 
-    def _flush(self, everything: bool = False) -> list[SimDelta]:
+    def _flush(self, everything: bool = False) -> list[ResponseTokens]:
         """Return all tokens that were not sent."""
         deltas = self._send_finished()
         self._chunk_at = self._clock + self._chunk()
         if self.streams or everything:
             for attempt in (*self.running.values(), *self.waiting):
-                held, sent = self._tokens(attempt), attempt.sent
-                if held > sent:
-                    new = held - sent
-                    deltas.append(SimDelta(attempt.response, attempt.number, sent, new, None))
+                held = self._tokens(attempt)
+                if held > attempt.sent:
+                    deltas.append(attempt.tokens(attempt.sent, held))
                     attempt.sent = held
         return deltas
 

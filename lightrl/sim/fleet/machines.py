@@ -6,21 +6,13 @@ Schedules nothing; `world` does.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import cast
 
 from lightrl.messages.load import Load
-from lightrl.messages.responses import FinishReason, ResponseTokens, TokenChunk
-from lightrl.sim.fleet.engine import SimDelta, SimEngine
+from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.sim.fleet.engine import SimEngine
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
 from lightrl.sim.inputs.scenario import Switches
-
-
-@lru_cache(maxsize=4096)
-def blank(num_tokens: int) -> bytes:
-    """Return int32 or float32 zeros: every simulated token is token 0 with logprob 0."""
-    return bytes(4 * num_tokens)
 
 
 def digest_of(policy_version: int) -> str:
@@ -64,12 +56,8 @@ class SimMachine:
     def is_spot(self) -> bool:
         return self.spec.kind == SPOT
 
-    def chunk(self, deltas: list[SimDelta]) -> TokenChunk:
-        items: list[ResponseTokens] = []
-        for d in deltas:
-            zeros, finished = blank(d.count), cast("FinishReason", d.finished)
-            items.append(ResponseTokens(d.response, d.attempt, d.offset, zeros, zeros, finished))
-        return TokenChunk(self.serves, digest_of(self.serves), tuple(items))
+    def chunk(self, deltas: list[ResponseTokens]) -> TokenChunk:
+        return TokenChunk(self.serves, digest_of(self.serves), tuple(deltas))
 
     def load(self) -> Load:
         """Return the load of its engine; with several sizes of engines also the cost of its

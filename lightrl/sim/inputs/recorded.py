@@ -19,7 +19,7 @@ from lightrl.history import lengths
 from lightrl.metrics import sinks
 from lightrl.metrics.speeds import Decoded, NodeSpeeds, Start, StepSpeeds
 from lightrl.sim.inputs.hardware import MIN_STEP_S, Curve, EngineProfile, SimTraining, SimTransfer
-from lightrl.sim.inputs.nodes import SPOT, NodeChange, NodeChanges, NodeSpec
+from lightrl.sim.inputs.nodes import SPOT, NodeChanges, NodeSpec
 from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.inputs.workload import (
     Drawn,
@@ -109,23 +109,19 @@ class RecordedRun:
             specs[name] = NodeSpec(name, seen[-1].slots, kind, profile=profile)
         return specs
 
-    def changes(self, slots: int) -> NodeChanges:
-        """Return when nodes joined and left, by step; the first recorded step counts as step 0, and
-        what happened before a step as its begin. Nodes with the number of slots of the run's config
-        get `slots` instead."""
-        first, usual = self.steps[0].step, self.config.rollout.slots
-        specs = {
-            name: replace(spec, slots=slots) if spec.slots == usual else spec
-            for name, spec in self.nodes.items()
-        }
-        return {
-            0 if step.step == first else step.step: tuple(
-                NodeChange(max(0.0, at_s), specs[name], cast("Any", what))
-                for at_s, name, what in step.changes
-                if name in specs
-            )
-            for step in self.steps
-        }
+    @property
+    def changes(self) -> NodeChanges:
+        """When nodes joined and left, by step; the first recorded step counts as step 0."""
+        first = self.steps[0].step
+        return {0 if s.step == first else s.step: s.changes for s in self.steps}
+
+    def own_nodes(self, slots: int) -> list[NodeSpec]:
+        """Return the nodes; those with the number of slots of the run's config get `slots`."""
+        usual = self.config.rollout.slots
+        return [
+            replace(spec, slots=slots) if spec.slots == usual else spec
+            for spec in self.nodes.values()
+        ]
 
     def alike(self, nodes: Sequence[NodeSpec]) -> list[NodeSpec]:
         """Return these nodes with the speeds of the run's nodes in turn."""

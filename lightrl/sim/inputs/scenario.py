@@ -79,11 +79,11 @@ class Switches:
 DEFAULT = Switches()
 
 
-def generic(max_response_tokens: int, prompt_tokens: int = 200) -> Scenario:
+def generic(max_response_tokens: int) -> Scenario:
     """Return a guess: the shape of a published tail, scaled to the limit."""
     note = "nothing is known of this model: lengths, speeds and times are guesses; give --workload"
     lengths = SHORT_TAIL.scaled(max_response_tokens)
-    return Scenario(Workload("generic", lengths, prompt_tokens=prompt_tokens, note=note))
+    return Scenario(Workload("generic", lengths, note=note))
 
 
 # Bytes of the parameters in bfloat16, `total_size` in model.safetensors.index.json of each model at

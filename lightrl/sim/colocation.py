@@ -19,7 +19,6 @@ from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
 from lightrl.sim.inputs.scenario import Scenario, Switches
-from lightrl.sim.observer import Observer
 from lightrl.sim.simulation import FOREVER_S, Simulation
 from lightrl.sim.trainer import TRAINER, SimTrainer
 from lightrl.sim.weights.transfers import Transfers
@@ -72,12 +71,9 @@ def _sizes_in(scenario: Scenario, settings: Settings, switches: Switches) -> tup
 
 
 class SimColocation:
-    def __init__(
-        self, world: Simulation, trainer: SimTrainer, observer: Observer, transfers: Transfers
-    ) -> None:
+    def __init__(self, world: Simulation, trainer: SimTrainer, transfers: Transfers) -> None:
         self._world = world
         self._trainer = trainer
-        self._observer = observer
         self._transfers = transfers
         self._is_colocated = world.scenario.is_colocated
         # the core decides when devices change sides
@@ -225,9 +221,7 @@ class SimColocation:
     def _set_asleep(self, machine: SimMachine, asleep: bool) -> None:
         machine.asleep = asleep
         if machine.spec.parallel:  # it sleeps for engines of another size
-            self._observer.fleet_changes(machine, -1)
             machine.turn(self._world.now, asleep)
-            self._observer.fleet_changes(machine, 1)
 
     def _switch_s(self, machine: SimMachine) -> float:
         round = self._world.core.table.round

@@ -20,7 +20,6 @@ from lightrl.sim.colocation import DEVICE, SimColocation
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.inputs.nodes import NodeChanges, NodeSpec
 from lightrl.sim.inputs.traces import TraceEvent
-from lightrl.sim.observer import Observer
 from lightrl.sim.simulation import Simulation
 from lightrl.sim.trainer import TRAINER
 from lightrl.sim.weights.transfers import Transfers
@@ -29,7 +28,6 @@ from lightrl.sim.weights.transfers import Transfers
 @dataclass(eq=False)
 class SimMembership:
     _world: Simulation
-    _observer: Observer
     _transfers: Transfers
     _colocation: SimColocation
     _changes: NodeChanges
@@ -71,7 +69,6 @@ class SimMembership:
         if machine.present:
             return
         machine.join(self._world.now)
-        self._observer.fleet_changes(machine, 1)
         heartbeat = self._colocation.heartbeat(machine)
         num_workers = self._transfers.num_workers(machine)
         self._announce(self._colocation.hello(machine), replace(heartbeat, num_workers=num_workers))
@@ -119,6 +116,5 @@ class SimMembership:
         return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]
 
     def _remove(self, machine: SimMachine) -> None:
-        self._observer.fleet_changes(machine, -1)
         machine.leave(self._world.now)
         self._transfers.lose(machine)

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.state import GroupState, Round
-from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.outcome import StepRecord
 from lightrl.sim.responses import Lengths
@@ -24,26 +23,10 @@ class Observer:
         self._lengths = lengths
         self._records: dict[int, StepRecord] = {}
         self._first: dict[tuple[str, int], list[int]] = {}  # lengths of prompts not trained yet
-        # speeds of the machines, all and those that also train: present now; times seconds so far
-        self._present = [0.0, 0.0]
-        self._node_s = [0.0, 0.0]
-        self._node_s_before = [0.0, 0.0]  # when the last step closed
-        self._updated_at = self._step_at = 0.0
+        # when the last step closed; node seconds until then, of all and of those that also train
+        self._step_at, self._node_s = 0.0, (0.0, 0.0)
         self._preemptions = 0
         world.outcome.limit = world.settings.max_response_tokens
-
-    def fleet_changes(self, machine: SimMachine, sign: int) -> None:
-        """A machine joins (1) or leaves (-1); one that sleeps does neither."""
-        if machine.engine.width:
-            self._update()
-            self._present[0] += sign * machine.speed
-            self._present[1] += sign * machine.speed * (not machine.is_spot)
-
-    def _update(self) -> None:
-        now = self._world.now
-        for k, present in enumerate(self._present):
-            self._node_s[k] += present * (now - self._updated_at)
-        self._updated_at = now
 
     def round_closed(self, round: Round) -> None:
         world, out = self._world, self._world.outcome
@@ -72,11 +55,12 @@ class Observer:
         world, record = self._world, self._records.pop(step.step)
         record.rollout_s, record.train_s = step.rollout_s, step.train_s
         record.weights_s = step.weights_s
-        self._update()
+        seconds = [(m.node_s(world.now), m.is_spot) for m in world.machines.values()]
+        node_s = sum(s for s, _ in seconds), sum(s for s, is_spot in seconds if not is_spot)
         if elapsed := world.now - self._step_at:
-            pairs = zip(self._node_s, self._node_s_before, strict=True)
+            pairs = zip(node_s, self._node_s, strict=True)
             record.nodes, record.training_nodes = ((a - b) / elapsed for a, b in pairs)
-        self._node_s_before, self._step_at = [*self._node_s], world.now
+        self._step_at, self._node_s = world.now, node_s
         record.bound_s = self._bound_s(record)
         world.outcome.steps.append(record)
 
@@ -89,14 +73,12 @@ class Observer:
             times = out.device_times.setdefault(kind, {})
             for label, seconds in engine.times.items():
                 times[label] = times.get(label, 0.0) + seconds
-            out.device_s[kind] = out.device_s.get(kind, 0.0) + machine.present_s
             out.sampled_tokens += engine.num_tokens
             out.prefilled_tokens += engine.prefilled_tokens
             out.preemptions += engine.num_preemptions
         if not world.scenario.is_colocated:
             trainer.advance()
             out.device_times[TRAINER] = dict(trainer.times)
-            out.device_s[TRAINER] = world.now
         counters = world.core.table.counters
         out.counters = {name: getattr(counters, name) for name in counters.__slots__}
         out.waiting_prompts = len(world.core.backlog.deferred)

@@ -53,8 +53,6 @@ class SimOutcome:
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     # kind of node -> state -> seconds
     device_times: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    # kind of node -> seconds of presence
-    device_s: dict[str, float] = field(default_factory=dict[str, float])
     # limit of a response
     limit: int = 0
     # length of a trained response -> number
@@ -86,3 +84,8 @@ class SimOutcome:
     @property
     def step_s(self) -> float:
         return fmean(s.step_s for s in self.steps)
+
+    @property
+    def device_s(self) -> dict[str, float]:
+        """Kind of node -> seconds of presence."""
+        return {kind: sum(times.values()) for kind, times in self.device_times.items()}

@@ -83,10 +83,8 @@ class World(Simulation):
         self._trainer = SimTrainer(self, self._trained)
         self._observer = Observer(self, self._lengths)
         self._transfers = Transfers(self, self._trainer)
-        self._colocation = SimColocation(self, self._trainer, self._observer, self._transfers)
-        self.fleet = SimMembership(
-            self, self._observer, self._transfers, self._colocation, changes or {}
-        )
+        self._colocation = SimColocation(self, self._trainer, self._transfers)
+        self.fleet = SimMembership(self, self._transfers, self._colocation, changes or {})
         self.fleet.start(nodes, trace)
 
     def _speculate(self, speculation: SimSpeculation) -> None:

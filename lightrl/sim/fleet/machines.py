@@ -44,9 +44,6 @@ class SimMachine:
     holds: int = -1
     # it joins with a loaded version
     joins_ready: bool = False
-    # times the machines that worked as one
-    present_s: float = 0.0
-    _since: float = 0.0
 
     @property
     def speed(self) -> float:
@@ -68,11 +65,10 @@ class SimMachine:
         return Load(num_preemptions=preemptions, kv_tokens=profile.kv_tokens, costs=costs)
 
     def join(self, now: float) -> None:
-        self.engine.now = self._since = now
+        self.engine.now = now
         if (start_s := now - self.booted_at) > 0:
             times = self.engine.times
-            times["start"] = times.get("start", 0.0) + start_s
-            self.present_s += start_s * self.engine.width
+            times["start"] = times.get("start", 0.0) + start_s * self.engine.width
         self.booted_at = math.inf
         self.present, self.asleep = True, self.spec.parallel > 0
         if self.asleep:
@@ -84,7 +80,6 @@ class SimMachine:
         if self.present:
             self.engine.clear(now)
             self.engine.hold(now, None)
-            self._count_presence(now)
         self.changes += 1
         self.present, self.loading = False, -1
 
@@ -92,12 +87,15 @@ class SimMachine:
         """Sleep for engines of another size, or wake."""
         self.engine.account(now)
         self.engine.hold(now, None)
-        self._count_presence(now)
         self.engine.width = 0 if asleep else self.spec.width
 
-    def _count_presence(self, now: float) -> None:
-        self.present_s += (now - self._since) * self.engine.width
-        self._since = now
+    def node_s(self, now: float) -> float:
+        """Return the seconds so far in which it was present and awake; those of a slow machine
+        count less."""
+        if self.present:
+            self.engine.account(now)
+        times = self.engine.times
+        return self.speed * (sum(times.values()) - times.get("start", 0.0)) / self.spec.width
 
 
 def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> SimMachine:

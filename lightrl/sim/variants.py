@@ -1,5 +1,6 @@
 """What a run is compared with: the synchronous baseline, and each mechanism alone on top of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -66,8 +67,9 @@ def variants(settings: Settings, offload: OffloadRule = "off") -> dict[str, Vari
 
 def simulate(variant: Variant, scenario: Scenario, fleet: SimFleet) -> SimOutcome:
     settings, switches = variant
-    if scenario.chunk_s:
-        switches = replace(switches, chunk_tokens=settings.chunk_tokens, chunk_s=scenario.chunk_s)
+    if scenario.chunk_s < math.inf:
+        chunk_s, chunk_tokens = scenario.chunk_s, settings.chunk_tokens
+        switches = replace(switches, chunk_tokens=chunk_tokens, chunk_s=chunk_s, prompt_batch=0)
     elif settings.prompts_launched * settings.responses_launched > LARGE_STEP:
         switches = replace(switches, chunk_tokens=8 * switches.chunk_tokens)
     return World(settings, scenario, fleet.nodes, fleet.trace, switches, fleet.changes).run()

@@ -146,9 +146,8 @@ def test_speculation_stops_paying_with_large_batches_and_never_costs():
 
 def told(chunk_s: float, step_s: float, lengths: list[int]) -> list[tuple[float, list[int]]]:
     """When chunks came, and tokens of each that had ended."""
-    engine = SimEngine(
-        EngineProfile(step_s, 1e9, 0.0, 0.0), len(lengths), 16, now=0.0, chunk_s=chunk_s
-    )
+    profile = EngineProfile(step_s, 1e9, 0.0, 0.0)
+    engine = SimEngine(profile, len(lengths), 16, now=0.0, prompt_batch=0, chunk_s=chunk_s)
     engine.add(0.0, [attempt(k, n) for k, n in enumerate(lengths)])
     chunks: list[tuple[float, list[int]]] = []
     while engine.next_at < float("inf"):

@@ -110,7 +110,7 @@ def leave(folder: Path, *overrides: str, slots: int = 8) -> list[dict[str, float
     config = load_config(QUICKSTART, [*OVERRIDES, *overrides])
     (folder / "config.toml").write_text(to_toml(config))
     fleet = [replace(spec, slots=slots) for spec in FLEET]
-    switches = Switches(chunk_tokens=16, chunk_s=0.05)
+    switches = Switches(chunk_tokens=16, chunk_s=0.05, prompt_batch=0)
     settings = settings_of(config, NUM_PROMPTS)
     return Left(World(settings, TRUTH, fleet, COMES_AND_GOES, switches), folder).run()
 

@@ -26,8 +26,7 @@ from lightrl.sim.inputs.hardware import EngineProfile
 
 INFINITE = math.inf
 NEVER = 1 << 62  # tokens
-PROMPT_BATCH = 16  # a finish is sent immediately with so few running; else with the next chunk
-MAX_CHUNK = 64  # tokens; large batches send less often
+PROMPT_BATCH = 16
 FINISHED_SHARE = 5  # as of real engines: a finish waits at most chunk_s / 5
 
 
@@ -72,10 +71,10 @@ class SimEngine:
     now: float
     # False: tokens are sent only when a response has finished
     streams: bool = True
+    # a finish is sent immediately with so few running, else with the next chunk
     prompt_batch: int = PROMPT_BATCH
-    # as real engines send: a chunk after this many seconds, a finish after a fifth of that; 0 = by
-    # tokens and `prompt_batch` alone
-    chunk_s: float = 0.0
+    # a chunk is sent after this many seconds at the latest, a finish after a fifth of that
+    chunk_s: float = INFINITE
     # machines that work as one
     width: int = 1
     next_at: float = INFINITE
@@ -264,21 +263,23 @@ class SimEngine:
                 self.num_tokens -= surplus
                 attempt.tokens0 -= surplus
                 self._finished.append(attempt)
-                if self.chunk_s and self._finished_due == NEVER:
+                if self._finished_due == NEVER:
                     # the step that ended it counts
-                    more = math.ceil(self.chunk_s / FINISHED_SHARE / self._linear) - 1
-                    self._finished_due = clock + max(0, more)
+                    more = self._steps_in(self.chunk_s / FINISHED_SHARE, NEVER) - 1
+                    self._finished_due = clock + more
 
     @property
     def _sends_immediately(self) -> bool:
-        return len(self.running) <= (0 if self.chunk_s else self.prompt_batch)
+        return len(self.running) <= self.prompt_batch
 
     def _chunk(self) -> int:
         """Return the tokens of each response between two chunks."""
-        if self.chunk_s:
-            self._update_rate()
-            return max(1, min(self.chunk_tokens, math.ceil(self.chunk_s / self._linear)))
-        return max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
+        self._update_rate()
+        return self._steps_in(self.chunk_s, self.chunk_tokens)
+
+    def _steps_in(self, seconds: float, most: int) -> int:
+        """Return the steps until so many seconds are over, at least one."""
+        return max(1, math.ceil(min(most, seconds / self._linear)))
 
     def _send_finished(self) -> list[ResponseTokens]:
         deltas = [
@@ -344,8 +345,7 @@ class SimEngine:
             seconds = tokens * self.profile.prefill_s
             if was_idle:
                 self._at = now
-                chunk = self._chunk() if self.chunk_s else self.chunk_tokens
-                self._chunk_at = self._clock + chunk
+                self._chunk_at = self._clock + self._chunk()
                 seconds += self.profile.start_s
             self._at += seconds
             self._count_prefill(seconds)

@@ -24,7 +24,7 @@ _PARTS = (".lora_A.", ".lora_B.")
 
 
 class AdapterSettings(Protocol):
-    """As `model.lora` has them."""
+    """The settings of an adapter, as in `model.lora`."""
 
     @property
     def rank(self) -> int: ...
@@ -53,8 +53,8 @@ def add_adapters(module: nn.Module, settings: AdapterSettings) -> None:
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """What an adapter's parameter is before training, float32: B is zero, so that the model is what
-    it was; A is uniform, as that of a linear layer."""
+    """Return the float32 values of an adapter's parameter before training: B is zero, so that the
+    model is unchanged; A is uniform, as in a linear layer."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     seed = hashlib.blake2b(name.encode(), digest_size=8).digest()
@@ -64,13 +64,13 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter, not of the model."""
+    """Return whether a parameter of this name is one of an adapter, not of the model."""
     return any(part in name for part in _PARTS)
 
 
 def public_name(name: str) -> str:
-    """Of a parameter or buffer: an adapter's as in peft's files, any other as in the model without
-    adapters."""
+    """Return the name of a parameter or buffer in files: for an adapter as in peft's files,
+    otherwise as in the model without adapters."""
     if is_adapter(name):
         return PREFIX + name.replace(f".{ADAPTER}.", ".")
     return name.replace(".base_layer.", ".")
@@ -107,7 +107,7 @@ def _peft_config(module: nn.Module, settings: AdapterSettings) -> Any:
 
 
 def require_layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
-    """As `linear_layers`. Raises ConfigError if there are none, or for a target that none is."""
+    """Return the `linear_layers`; raise ConfigError if none exists or a target is none of them."""
     names = linear_layers(module)
     if not names:
         raise ConfigError(f"model.lora.rank: {type(module).__name__} has no linear layers")

@@ -53,7 +53,7 @@ class PeerUnreachable(LightRLError):
 
 
 class WrongKey(LightRLError):
-    """Who listens there does not know our key, or we not his."""
+    """The process at the address does not accept our key, or we do not accept its key."""
 
 
 class SimError(LightRLError):

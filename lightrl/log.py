@@ -29,6 +29,9 @@ ENVIRONMENT = "LIGHTRL_LOG"  # the settings for child processes
 LAST_BYTES = 1 << 16  # read of the end of a log
 WARNING = "WARNING: "  # prefix of a line on a screen; a log has levels
 
+# Loggers that warn of what a CPU lacks, used or not.
+_OPTIONAL = ("torch._library.triton", "torch.utils._pytree")
+
 _TEXT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ([A-Z]+) \S+ \S*: (.*)")
 
 logger = logging.getLogger(__name__)
@@ -210,6 +213,14 @@ def _handle_with(handler: LogOutput, settings: LogSettings) -> None:
     if top is root:
         root.setLevel(max(level, logging.WARNING))
         logging.captureWarnings(True)
+        for name in _OPTIONAL:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        handler.addFilter(_is_used)
+
+
+def _is_used(record: logging.LogRecord) -> bool:
+    """Drop what torchao reports when transformers imports it: kernels that nothing here calls."""
+    return "/torchao/" not in record.pathname or record.levelno >= logging.ERROR
 
 
 def _log_printed(stream: str, line: str) -> None:

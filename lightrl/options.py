@@ -107,7 +107,7 @@ def read_config(settings: Sequence[str], initial: str = "") -> "Config | None":
 
 
 def required_config(settings: Sequence[str], initial: str = "", more: str = "") -> "Config":
-    """As `read_config`, but raise BadParameter without a config."""
+    """Return the config of `read_config`; raise BadParameter without a CONFIG."""
     if (config := read_config(settings, initial)) is None:
         raise typer.BadParameter(f"give a CONFIG{more}")
     return config

@@ -46,7 +46,7 @@ def settle(config: Any, max_length: int) -> str:
 
 
 def settled(config: Any, max_length: int) -> Any:
-    """As `settle`; the config itself, as vLLM's `hf_overrides` returns it."""
+    """Run `settle` and return the config, as vLLM's `hf_overrides` must."""
     settle(config, max_length)
     return config
 

@@ -1,5 +1,5 @@
-"""Settings that all tests share, their order, the end of what they leave behind, and the lines at
-the end of a run that say what was not tested, and what failed and why.
+"""Configure all tests: shared settings, their order, the end of processes that they leave, and the
+last lines of a run, which list skipped tests, and failed tests with the reasons.
 """
 
 import gc
@@ -16,22 +16,22 @@ from hypothesis import settings
 from tests.support.reaper import Reaper
 from tests.support.warm import origin_of_daemons, origin_of_runs, warm_daemons, warm_runs
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run side by side on few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run in parallel on few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Of an example, too, no time is asserted: other jobs run beside.
+# Examples have no deadline, since other jobs run on the machine at the same time.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 __all__ = ["origin_of_daemons", "origin_of_runs", "warm_daemons", "warm_runs"]  # fixtures
 
-# What is imported while tests are collected stays: to look through it for garbage again and again
-# takes as long as all the rest of a collection.
+# Objects that are imported during the collection remain: repeated searches for garbage among them
+# would double the time of the collection.
 gc.disable()
 
 _SKIPPED = "Skipped: "
 ROOT = Path(__file__).parents[1]
-# Of each file that takes a second or more, as `--record-durations` last found it.
+# The seconds of each file that takes at least RECORDED_S, as `--record-durations` last measured.
 DURATIONS = Path(__file__).with_name("durations.json")
 RECORDED_S = 1.0
 MESSAGE_CHARACTERS = 600
@@ -61,21 +61,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--pure"):
         sys.addaudithook(_refuse_the_impure)
-    elif not hasattr(config, "workerinput"):  # before there are workers: they are marked, too
+    elif not hasattr(config, "workerinput"):  # before workers start, so that they inherit its mark
         config.add_cleanup(Reaper().end)
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder())
 
 
 def _refuse_the_impure(event: str, arguments: tuple[Any, ...]) -> None:
-    """`PYTEST_CURRENT_TEST`: pytest itself and its workers may."""
+    """Raise AssertionError during a test; pytest itself and its workers may use processes."""
     if event in IMPURE and "PYTEST_CURRENT_TEST" in os.environ:
         raise AssertionError(f"not a pure test: {event}{arguments!r}"[:300])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests marked "e2e" that `--e2e` does not select. The longest file comes first, so
-    that two workers end together; the order within a file stays."""
+    """Deselect tests marked "e2e" that `--e2e` does not name. Sort the longest file first, so that
+    two workers end at about the same time; the order within a file does not change."""
     folders = config.getoption("--e2e").split(",")
     selected, left_out = list[pytest.Item](), list[pytest.Item]()
     for item in items:
@@ -94,7 +94,7 @@ def _is_selected(item: pytest.Item, folders: list[str]) -> bool:
 
 
 class _Recorder:
-    """How long each file takes, its fixtures included."""
+    """Record the seconds of each file, including its fixtures."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
@@ -103,7 +103,7 @@ class _Recorder:
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        """Files that did not run now keep what they had."""
+        """Write the durations. Files that did not run keep their recorded ones."""
         known = json.loads(DURATIONS.read_bytes()) if DURATIONS.exists() else {}
         found = {**known, **{f: round(s, 1) for f, s in self._seconds.items()}}
         kept = {f: s for f, s in found.items() if s >= RECORDED_S and (ROOT / f).exists()}
@@ -117,8 +117,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Stop the servers of multiprocessing that tests have used: they outlive this process by a
-    moment, and the test run reports processes that tests have left."""
+    """Stop the servers of multiprocessing that tests have used: they outlive this process briefly,
+    and the test run reports all processes that tests have left."""
     for name in ("forkserver", "resource_tracker"):
         module = sys.modules.get(f"multiprocessing.{name}")
         if module is not None:
@@ -126,8 +126,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A machine without root, TUN, Slurm, vLLM or a GPU tests less: a green run must not hide
-    that. And whoever has only the end of what a run said must know what failed."""
+    """Print the skipped tests, since a machine without root, TUN, Slurm, vLLM or a GPU tests less;
+    then the failed ones, for readers who have only the end of the output."""
     stats = terminalreporter.stats
     skipped = stats.get("skipped", [])
     terminalreporter.write_line(not_tested([(r.nodeid, reason(r.longrepr)) for r in skipped]))
@@ -142,8 +142,8 @@ def reason(longrepr: object) -> str:
 
 
 def failed(nodeid: str, when: str | None, longrepr: object) -> str:
-    """One line of a test that failed, with as much of the reason as a line can have; pytest's own
-    has the test alone where that is as long as a terminal is wide.
+    """Return one line for a failed test, with at most MESSAGE_CHARACTERS of the reason. pytest's
+    own line omits the reason if the name of the test is as long as a terminal is wide.
 
     Example: "failed in call: tests/core/test_a.py::test_b: AssertionError: assert 1 == 2"
     """
@@ -157,8 +157,8 @@ def failed(nodeid: str, when: str | None, longrepr: object) -> str:
 
 
 def not_tested(skipped: list[tuple[str, str]]) -> str:
-    """One line from (test, reason) of each test that was skipped; a file with all its reasons
-    counts once.
+    """Return one line from the (test, reason) of each skipped test; tests of a file with the same
+    reason are counted together.
 
     Example: "not tested here: 3 of tests/slurm/test_jobs.py (no slurmctld here)"
     """

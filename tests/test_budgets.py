@@ -46,6 +46,19 @@ def test_no_function_is_longer_than_its_budget():
     assert too_long == {}
 
 
+def test_no_constructor_has_more_parameters_than_its_budget():
+    too_many = {
+        f"{name_of(f)}:{node.lineno}": num
+        for f in FILES
+        for node in ast.walk(ast.parse(f.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "__init__"
+        and (num := len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1)
+        > BUDGETS["parameters_of_constructor"]
+    }
+    assert too_many == {}
+
+
 def test_every_folder_keeps_to_its_budget():
     lines: Counter[str] = Counter()
     for f in FILES:

@@ -1,5 +1,5 @@
-"""The config: what it accepts, that it survives its file, and one line for everything that is
-wrong."""
+"""Test the config: accepted values, the round trip through its file, and one line for every
+error."""
 
 import math
 from pathlib import Path
@@ -59,18 +59,18 @@ def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
         ("data.too_long", "error | drop"),
     ],
 )
-def test_the_reference_says_what_a_value_may_be(key, values):
+def test_the_reference_states_the_allowed_values_of_a_key(key, values):
     assert allowed(key) == values
 
 
-def test_the_reference_says_something_of_every_key():
+def test_the_reference_describes_every_key():
     assert [key for key, _, text in keys() if not text or "anything" in allowed(key)] == []
 
 
 def test_number_of_keys_stays_small():
-    # 7 of them are prices and scale: what nodes cost is known to nobody but the user
-    # 8 more describe a set of prompts, of which there may be several; 13 rewards "code", "judge";
-    # 14 a set to evaluate on, and what such sets have in common
+    # 7 keys are prices and scale, since only the user knows the cost of nodes; 8 describe a set of
+    # prompts, of which a config may have several; 13 belong to the rewards "code" and "judge";
+    # 14 describe an evaluation set and the settings that such sets share
     assert len(list(keys())) <= 184
 
 
@@ -95,7 +95,7 @@ def test_number_of_keys_stays_small():
         {"tables": [{"a": 1, "b c": {"d": [True]}}, {"a": 2}], "mixed": [1, "two", 3.0, {"f": 4}]},
     ],
 )
-def test_what_is_written_reads_back_to_the_same(tmp_path, engine_args):
+def test_a_written_config_is_read_back_unchanged(tmp_path, engine_args):
     (tmp_path / "data.jsonl").touch()
     before = config(
         data={"path": str(tmp_path / "data.jsonl"), "system_prompt": 'Say "hi"\\\n\x7f漢字'},
@@ -151,16 +151,16 @@ def test_what_is_written_reads_back_to_the_same(tmp_path, engine_args):
         ({"zzz": 3}, "zzz: unknown key; sections are run, model, "),
     ],
 )
-def test_unknown_keys_get_the_nearest_name(tree, text):
+def test_unknown_keys_suggest_the_nearest_name(tree, text):
     assert complaint({**MINIMAL, **tree}).startswith(text)
 
 
-def test_what_others_call_a_key_leads_to_a_key_that_there_is():
+def test_names_of_other_libraries_map_to_existing_keys():
     known = {key for key, _, _ in keys()}
     arguments = "rollout.engine_args."
     missing = {k for k in OTHER_NAMES.values() if not k.startswith(arguments)} - known
     assert missing == set()
-    # a name of our own means what it says
+    # a key of LightRL is never mapped to another one
     assert [n for n in OTHER_NAMES if n in known or f"train.{n}" in known] == []
 
 
@@ -402,7 +402,7 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
         ({"eval": {"path": "e", "interval": "x"}}, ("eval.interval = 'x':", "valid integer")),
     ],
 )
-def test_wrong_values_are_one_line_with_key_and_value(tree, parts):
+def test_wrong_values_raise_one_line_with_key_and_value(tree, parts):
     line = complaint({**MINIMAL, **tree})
     assert all(part in line for part in parts), line
     assert len(line) < 300
@@ -453,7 +453,7 @@ def test_overrides(tmp_path, override, key, value):
     assert found == value
 
 
-def test_tis_cap_is_the_upper_bound_in_a_file_too_and_the_last_one_counts(tmp_path):
+def test_tis_cap_sets_the_upper_bound_in_a_file_and_an_override_replaces_it(tmp_path):
     toml = TOML + "[algorithm]\ntis_cap = 2\n"
     assert load(tmp_path, toml=toml).algorithm.tis_bounds == (0.0, 2.0)
     of_a_run = to_toml(load(tmp_path, toml=toml))
@@ -461,7 +461,7 @@ def test_tis_cap_is_the_upper_bound_in_a_file_too_and_the_last_one_counts(tmp_pa
     assert changed.algorithm.tis_bounds == (0.0, 3.0)
 
 
-def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written(tmp_path):
+def test_the_asynchronous_section_is_read_and_written_as_async(tmp_path):
     loaded = load(tmp_path, "async.max_staleness=2")
     assert loaded.async_.max_staleness == 2
     assert "[async]\nmax_staleness = 2\n" in to_toml(loaded)
@@ -489,7 +489,7 @@ def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written
         ({"rollout": {"engine_args": {"kv_cache_dtype": "fp8"}}}, (0, 2), (0, 2)),
     ],
 )
-def test_tokens_are_weighted_unless_they_come_from_the_trained_probabilities(
+def test_tokens_are_weighted_unless_sampled_with_the_trained_probabilities(
     sections, exact, rounded
 ):
     made = config(**sections)
@@ -497,7 +497,7 @@ def test_tokens_are_weighted_unless_they_come_from_the_trained_probabilities(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_compares_a_group_refuses_a_group_of_one(name):
+def test_algorithms_that_compare_a_group_refuse_a_group_of_one(name):
     tree = {"algorithm": {"name": name}, "rollout": {"group_size": 1}}
     if name == "reinforce++":
         assert config(**tree).rollout.group_size == 1
@@ -520,7 +520,7 @@ def test_what_compares_a_group_refuses_a_group_of_one(name):
         ({"name": "gspo", "clip_high": 0}, (3e-4, 0)),
     ],
 )
-def test_ratios_are_clipped_as_the_algorithm_has_it(tmp_path, algorithm, clip):
+def test_default_clip_bounds_follow_from_the_algorithm(tmp_path, algorithm, clip):
     made = config(algorithm=algorithm, data={"path": str(tmp_path)})
     assert made.algorithm.clip == clip
     assert load(tmp_path, toml=to_toml(made)).algorithm == made.algorithm
@@ -532,10 +532,10 @@ def test_ratios_are_clipped_as_the_algorithm_has_it(tmp_path, algorithm, clip):
         ({}, 1),
         ({"tensor_parallel_size": 4}, 4),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
-        ({"tensor_parallel_size": "two"}, 1),  # vLLM says what is wrong with it
+        ({"tensor_parallel_size": "two"}, 1),  # vLLM reports the error
     ],
 )
-def test_how_many_gpus_an_engine_takes(engine_args, gpus):
+def test_the_number_of_gpus_per_engine(engine_args, gpus):
     assert config(rollout={"engine_args": engine_args}).gpus_per_engine == gpus
 
 
@@ -549,7 +549,7 @@ def test_how_many_gpus_an_engine_takes(engine_args, gpus):
         ({"tail_batching": "prompts", "eta": [1.125, 1.5]}, (1.125, 1.0), (36, 8)),
     ],
 )
-def test_what_a_short_round_launches(round, etas, launched):
+def test_prompts_and_responses_launched_in_a_short_round(round, etas, launched):
     c = config(round=round)
     assert (c.round.etas, c.launched) == (etas, launched)
 
@@ -567,14 +567,14 @@ def test_what_a_short_round_launches(round, etas, launched):
         ("data.path=a\0.jsonl", "data.path = "),
     ],
 )
-def test_wrong_overrides_are_one_line(tmp_path, override, text):
+def test_wrong_overrides_raise_one_line(tmp_path, override, text):
     with pytest.raises(ConfigError) as error:
         load(tmp_path, override)
     assert str(error.value).startswith(text)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_paths_are_relative_to_the_file_and_overrides_to_where_one_is(tmp_path, monkeypatch):
+def test_paths_of_overrides_are_relative_to_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -592,7 +592,7 @@ def test_paths_are_relative_to_the_file_and_overrides_to_where_one_is(tmp_path, 
     ("mode", "staleness", "acts"),
     [("auto", 0, "auto"), ("auto", 1, "off"), ("always", 1, "always"), ("off", 0, "off")],
 )
-def test_asynchronous_runs_broadcast_only_when_told_to(tmp_path: Path, mode, staleness, acts):
+def test_asynchronous_runs_broadcast_only_if_always_is_set(tmp_path: Path, mode, staleness, acts):
     config = load(tmp_path, f"weights.broadcast={mode}", f"async.max_staleness={staleness}")
     assert config.broadcast == acts
     assert settings_of(config, 1).broadcast == acts
@@ -600,12 +600,12 @@ def test_asynchronous_runs_broadcast_only_when_told_to(tmp_path: Path, mode, sta
 
 @pytest.mark.parametrize("grace_s", [0.1, 20.0])
 def test_a_node_counts_as_lost_only_after_it_has_killed_an_engine_that_keeps_its_devices(grace_s):
-    kill_s = 2 * STOP_S  # asked to end, and then killed
+    kill_s = 2 * STOP_S  # once for the request to stop, once for the kill
     assert settings_of(config(node={"grace_s": grace_s}), 1).release_s > grace_s + kill_s
 
 
 @pytest.mark.parametrize("rule", ["foreseen", "window", "off"])
-def test_the_core_is_told_when_shared_devices_change_sides(rule: str):
+def test_the_core_receives_the_offload_rule_of_shared_devices(rule: str):
     shared = config(rollout={"placement": "shared"}, offload={"rule": rule})
     assert settings_of(shared, 1).offload == rule
 
@@ -625,7 +625,7 @@ def test_the_core_is_told_when_shared_devices_change_sides(rule: str):
         ),
     ],
 )
-def test_settings_of_adapters_that_cannot_act_are_refused(sections, said):
+def test_adapter_settings_without_effect_are_refused(sections, said):
     with pytest.raises(ConfigError) as caught:
         parse_config({"data": {"path": "d"}, **sections})
     assert said in str(caught.value)
@@ -636,7 +636,7 @@ def test_adapters_are_neither_broadcast_nor_sent_as_differences():
     assert (lora.broadcast, lora.has_deltas) == ("off", False)
 
 
-def test_arguments_of_functions_are_for_functions_of_ones_own(tmp_path):
+def test_reward_kwargs_and_form_require_functions_of_the_user(tmp_path):
     model = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
     own = {"functions": "r.py:f", "form": "trl", "kwargs": {"scale": 2.0, "names": ["a"], "t": {}}}
     config = parse_config({**model, "reward": own})

@@ -1,7 +1,7 @@
-"""Which run a user means, whether it is over, and whether it is the one that answers.
+"""Find the run that a user selects; check whether it is over and whether it answers.
 
-An address outlives a coordinator that was killed, and another run may listen there by now: a user
-who names a run gets that run or an error. Changes nothing.
+Another run may listen at the address of a coordinator that was killed: a user who names a run gets
+that run or an error. Changes no files and no run.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from lightrl.wire import from_json
 
 @dataclass(frozen=True)
 class Target:
-    """The run that a user means by ADDR and --key FILE."""
+    """The run that a user selects with ADDR and --key FILE."""
 
     # None: no coordinator has listened yet, or the run is over
     address: str | None
-    # None: only its address is known
+    # None: only the address is known
     run_dir: Path | None
     key_file: Path | None = None
 
@@ -56,17 +56,17 @@ def resolve_target(addr: str | None, key_file: Path | None = None) -> Target:
 
 
 async def one_snapshot(target: Target) -> Snapshot:
-    """Return the state of a run: "interrupted" at the end of its journal if the coordinator is
-    gone.
+    """Return the snapshot of a run. Without a coordinator it is made from the journal, with the
+    state "interrupted".
 
-    Raises LightRLError if there is neither an answer nor a journal.
+    Raises LightRLError if the run neither answers nor has a journal.
     """
     return target.last() or await _ask(target, or_journal=True)
 
 
 async def live_run(target: Target) -> tuple[str, Snapshot]:
-    """Return address and snapshot of a run that is not over. Raises LightRLError if there is
-    none."""
+    """Return address and snapshot of a run that is not over. Raises LightRLError if it is over or
+    does not answer."""
     if target.last() is not None:
         raise LightRLError(f"{target.name}: this run is over")
     snapshot = await _ask(target)
@@ -90,10 +90,10 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
         if or_journal and run_dir is not None and (left := _interrupted(run_dir)) is not None:
             return left
         raise PeerUnreachable(
-            f"{target.name}: its coordinator never came up; see {target.name}/logs"
+            f"{target.name}: its coordinator has not started; see {target.name}/logs"
         )
-    why = f"nobody answers at {address}"
-    if run_dir is None or accepts(address):  # else no key is needed
+    why = f"no answer from {address}"
+    if run_dir is None or accepts(address):  # a closed port needs no key
         try:
             snapshot = await ask(address, target.key())
         except PeerUnreachable:
@@ -108,7 +108,7 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
                 return snapshot
             why = f"another run answers at {address}"
     assert run_dir is not None
-    if (last := final_snapshot(run_dir)) is not None:  # it ended at this moment
+    if (last := final_snapshot(run_dir)) is not None:  # the run has just ended
         return last
     left = _interrupted(run_dir)
     if or_journal and left is not None:
@@ -118,8 +118,8 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
 
 
 def _interrupted(run_dir: Path) -> Snapshot | None:
-    """Return the state at the end of the journal. Imports its reader here, which live runs do not
-    need."""
+    """Return the snapshot at the end of the journal. Imports the journal reader here, since live
+    runs do not need it."""
     from lightrl.replay.log import interrupted
 
     return interrupted(run_dir)
@@ -141,14 +141,14 @@ def require_drainable(snapshot: Snapshot, node: str) -> None:
     """Raise LightRLError if the run has no such node or cannot continue without it."""
     roles = {n.name: n.roles for n in snapshot.nodes if n.state != "gone"}
     if node not in roles:
-        raise LightRLError(f"{node}: no such node; there are {', '.join(roles) or 'none'}")
+        raise LightRLError(f"{node}: no such node; nodes are {', '.join(roles) or 'none'}")
     for role in ("coordinator", "trainer"):
         if role in roles[node]:
-            raise LightRLError(f"{node} is the {role}: lightrl down stops the run")
+            raise LightRLError(f"{node} is the {role}; use lightrl down to stop the run")
 
 
 def final_snapshot(run_dir: Path) -> Snapshot | None:
-    """Return the snapshot at the end of a run; None while it runs (again). Raises LightRLError."""
+    """Return the snapshot at the end of a run, or None while it runs. Raises LightRLError."""
     file = run_dir / "snapshot.json"  # a resumed coordinator removes it
     try:
         return from_json(file.read_bytes(), Snapshot)

@@ -71,7 +71,7 @@ class AlgorithmSection(Section):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far ratios may leave 1, down and up; down inf = open."""
+        """Return how far ratios may go below and above 1; inf below = no limit."""
         low, high = CLIP.get(self.name, USUAL_CLIP)
         return (
             low if self.clip_low is None else self.clip_low,
@@ -84,5 +84,5 @@ class AlgorithmSection(Section):
 
     @property
     def trains_all(self) -> bool:
-        """Whether a response whose advantage is 0 has a gradient all the same."""
+        """Return whether a response whose advantage is 0 has a gradient all the same."""
         return self.is_whitened or self.kl_coef > 0 or self.entropy_coef > 0

@@ -30,7 +30,7 @@ class EvaluationSet(DataSet):
 
 @dataclass(frozen=True, slots=True)
 class EvalSampling:
-    """How the prompts of one set are answered. `max_response_length`: tokens."""
+    """The sampling of the responses to one set. `max_response_length`: tokens."""
 
     samples: int
     temperature: float

@@ -17,7 +17,7 @@ LONGEST_TEST_S = 30.0  # of the reward "code"
 
 
 class Code(Section):
-    """Of the reward "code"."""
+    """Settings of the reward "code"."""
 
     partial: bool = False
     """reward the share of tests that pass, not only all of them"""
@@ -37,12 +37,12 @@ OF_OWN_FUNCTIONS = ("kwargs", "form")  # keys of [reward]
 
 
 def is_own_function(name: str) -> bool:
-    """Whether it is a "path.py:function"."""
+    """Return whether it is a "path.py:function"."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 class Judge(Section):
-    """Of the reward "judge"."""
+    """Settings of the reward "judge"."""
 
     url: str = ""
     """OpenAI-compatible endpoint, up to its /v1, as http://127.0.0.1:8000/v1"""

@@ -76,7 +76,7 @@ class Config(sections.Section):
 
     @property
     def reward_functions(self) -> set[str]:
-        """Those of all sets of prompts."""
+        """Return the names of the reward functions of all sets."""
         sets = (*self.data.all_sets, *self.eval_sets)
         return {name for one in sets for name in one.reward or self.reward.functions}
 
@@ -123,7 +123,7 @@ class Config(sections.Section):
 
     @property
     def orders_attention(self) -> bool:
-        """Whether ranks on GPUs use the deterministic backward pass of attention."""
+        """Return whether ranks on GPUs use the deterministic backward pass of attention."""
         wanted = self.train.deterministic
         return self.run.deterministic or (self.journal.enabled if wanted == "auto" else wanted)
 
@@ -141,7 +141,7 @@ class Config(sections.Section):
 
     @property
     def continues(self) -> bool:
-        """Whether responses that were put off are trained with tokens of older versions."""
+        """Return whether responses that were put off are trained with tokens of older versions."""
         return self.round.tail_batching != "off" and self.deferred == "continue"
 
     @property
@@ -154,7 +154,7 @@ class Config(sections.Section):
 
     @property
     def has_deltas(self) -> bool:
-        """Whether differences between versions are published; never for adapters."""
+        """Return whether differences between versions are published; never for adapters."""
         return self.weights.delta == "auto" and not self.model.lora.rank
 
     def tis_bounds(self, is_float32: bool) -> tuple[float, float] | None:

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -67,7 +66,8 @@ report_here = reporter(logger)
 
 
 class CoordinatorDaemon:
-    """Listens from its construction on, so that nodes can connect while data is being read."""
+    """Feeds events to the core and carries out its commands. Listens from its construction on, so
+    that nodes can connect while data is being read."""
 
     def __init__(
         self,
@@ -153,16 +153,8 @@ class CoordinatorDaemon:
                 (scratch / name).write_bytes(data)
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
-            self._scoring = ResponseScoring(
-                self._config,
-                scratch,
-                logs,
-                self._prompts,
-                self._core,
-                self._records,
-                self.feed,
-                self._warn,
-            )
+            parts = self._prompts, self._core, self._records
+            self._scoring = ResponseScoring(scratch, logs, *parts, self.feed, self._warn)
             rewards = self._scoring.pool
             try:
                 # what is recorded now is part of the next segment
@@ -231,7 +223,10 @@ class CoordinatorDaemon:
 
     def feed(self, event: Event) -> None:
         """Pass an event to the core and carry out its commands; failures become events."""
-        commands = self._records.speeds.handle(self._core, event, time.monotonic())
+        core, now = self._core, time.monotonic()
+        self._records.speeds.before(core, event, now)
+        commands = core.handle(event, now)
+        self._records.speeds.after(core, event, commands)
         self._carry_out(commands)
         self._begin_if_due()
         self._set_timer()
@@ -272,17 +267,10 @@ class CoordinatorDaemon:
         self._begin_if_due()
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
-        todo: deque[Event] = deque()
-        while True:
-            for command in commands:
-                if (consequence := self._perform(command)) is not None:
-                    todo.append(consequence)
-            if not todo:
-                return
-            event, now = todo.popleft(), time.monotonic()
-            commands = self._records.speeds.handle(self._core, event, now)
+        for command in commands:
+            self._perform(command)
 
-    def _perform(self, command: Command) -> Event | None:
+    def _perform(self, command: Command) -> None:
         match command:
             case Record(entry):
                 self._journaling.record(entry)
@@ -332,7 +320,6 @@ class CoordinatorDaemon:
                 self._reason = command.reason
                 if not self._finished.done():
                     self._finished.set_result(None)
-        return None
 
     def _send(self, node: str, message: Message) -> None:
         """Send to a node, with the histories that it needs to draft from."""

@@ -26,8 +26,8 @@ MAX_MESSAGE_BYTES = 8 << 20  # of one message, so that the next one is not delay
 
 
 class Histories:
-    """Example: attach("a/0f", Generate(...), {"p7@1#0": r}).histories == (PromptHistory("p7@1",
-    ...),)"""
+    """Adds to a request the histories that its node lacks. Example: attach("a/0f", Generate(...),
+    {"p7@1#0": r}).histories == (PromptHistory("p7@1", ...),)"""
 
     def __init__(self, history: History | None, saved: SavedHistory | None = None) -> None:
         """Without a history nothing is stored or sent."""

@@ -30,7 +30,7 @@ MAX_TURN_S = 0.05  # spent on messages before other tasks run
 
 @dataclass(eq=False)
 class Inbound:
-    """The receiving side of the coordinator of `run`."""
+    """Receives messages of the peers of `run`, and feeds them to the core as events."""
 
     _run: str
     _router: Router
@@ -81,6 +81,8 @@ class Inbound:
             self._peers.restore(hello.node, before)
 
     def _handle(self, peer: Peer, message: Message | ProtocolError) -> None:
+        """Feed the message of a node to the core as an event. Messages that do not concern the core
+        are answered, relayed or ignored here."""
         node = peer.name
         if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
             self._peers.send(node, Welcome(self._run, refused=REJOIN))

@@ -69,7 +69,7 @@ def recall(records: Records, core: Coordinator, run_dir: Path, known: RecordsNot
 
 
 class Journaling:
-    """With `journal.enabled = false` nothing is written, and actions run immediately."""
+    """Write the journal. With `journal.enabled = false` only run actions, immediately."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Journaling:
 
     @property
     def is_due(self) -> bool:
-        """Whether to `begin` a segment: a step is over, or the current segment is long."""
+        """Return whether to `begin` a segment: a step is over, or the current segment is long."""
         if self._is_step_over or self._writer is None:
             return self._is_step_over
         if self._writer.is_beginning:

@@ -23,8 +23,8 @@ LEASE_S = 10.0  # of a watcher
 
 @dataclass(eq=False)
 class Peers:
-    """`head`: the name of the coordinator's own node. `lost` is called with a node of the fleet
-    that has no connected process."""
+    """Binds names of nodes to processes, and sends to them. `head`: the coordinator's own node;
+    `lost` is called with a node of the fleet that has no connected process."""
 
     _router: Router
     _fleet: Fleet

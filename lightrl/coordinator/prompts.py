@@ -48,7 +48,7 @@ class Prompts:
         given = (*config.data.all_sets, *config.eval_sets)
         if any(one.path.startswith(VERIFIERS) for one in given):
             config = with_rows(config, self._folders.enter_context(temporary_folder("rows")))
-        self._config = config
+        self.config = config
         self.model_files = model_files(config.model.path)
         require_context(self.model_files, config)
         tokenizer = load_tokenizer(config.model.path)
@@ -122,7 +122,7 @@ class Prompts:
 
     async def first_rows(self) -> list[FirstRow]:
         """Return a row of each set, to try reward functions with. Raises DataError."""
-        config, sets = self._config, (*self.train_sets, *self.eval_sets)
+        config, sets = self.config, (*self.train_sets, *self.eval_sets)
         sizes = [config.rollout.group_size] * len(self.train_sets)
         sizes += [config.eval_sampling(one).samples for one in config.eval_sets]
         given = zip(sets, self.scored_alike, sizes, strict=True)
@@ -147,7 +147,7 @@ class Prompts:
                 report(line)
         if names := [one.name for one in self._unchecked]:
             log = logs / "data.log"
-            await check_large(self._config, names, self._vocabulary, log, report)
+            await check_large(self.config, names, self._vocabulary, log, report)
         for note in self.notes():
             report(f"note: {note}")
 

@@ -15,7 +15,7 @@ from lightrl.messages.training import ShardsTaken, TrainShard
 
 
 class Replays:
-    """Sends one step at a time."""
+    """Sends the shards of one step from the journal, at the pace of the trainer."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ LAST_OUTPUT_S = 0.2  # after its end
 
 
 class ScaleCommand:
-    """Of numbers that follow each other quickly the last one counts."""
+    """Run the scale command; of numbers in quick succession only the last one is used."""
 
     def __init__(
         self, settings: ScaleSection, num_there: Callable[[], int], warn: Callable[[str], None]

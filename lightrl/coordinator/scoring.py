@@ -29,7 +29,7 @@ from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
 from lightrl.rewards import kept
 from lightrl.rewards.base import SLOWEST
-from lightrl.rewards.protocol import RewardJob, RewardResult
+from lightrl.rewards.protocol import RewardJob, RewardResult, WorkerSetup
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials
 
@@ -38,9 +38,11 @@ PATIENCE_S = 0.5
 
 
 class ResponseScoring:
+    """Scores finished responses by the reward pool, and feeds the scores to the core. Owns the pool
+    and the responses on their way to it; decides which of them are scored in one call."""
+
     def __init__(
         self,
-        config: Config,
         tokenizer_dir: Path,
         log_dir: Path,
         prompts: Prompts,
@@ -51,17 +53,16 @@ class ResponseScoring:
     ) -> None:
         """`log_dir` lies in the run directory. `serve` as a task; `submit` at any time;
         `pool.stop()` and `samples.close()` at the end. Raises RewardError."""
-        sets, steps = prompts.scored_alike, config.train.steps
+        config, sets = prompts.config, prompts.scored_alike
         functions = [name for each in sets for name in each.functions if is_own_function(name)]
         place, is_anew = log_dir.parent / kept.FOLDER, config.reward.source == "files"
         own, change = kept.sources(functions, place, is_anew)
         if change:
             report(change)
-        self.pool = RewardPool(
-            config.reward, sets, tokenizer_dir, log_dir, self._scored, report, steps, own
-        )
+        reward, steps = config.reward.model_dump_json(), config.train.steps
+        setup = WorkerSetup(reward, sets, str(tokenizer_dir), steps, own)
+        self.pool = RewardPool(config.reward, setup, log_dir, self._scored, report)
         self.samples = SamplesLog(log_dir.parent, config.logging.samples, report)
-        self._config = config
         self._prompts = prompts
         self._core = core
         self._records = records
@@ -92,7 +93,7 @@ class ResponseScoring:
         workers cannot be kept alive; DataError for a row that cannot be read.
         """
         await self.pool.start()
-        require_whole_groups(self._config, self.pool.by_group)
+        require_whole_groups(self._prompts.config, self.pool.by_group)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.pool.run(), name="pool")
             tasks.create_task(self._read(), name="rows")
@@ -114,6 +115,8 @@ class ResponseScoring:
                 self._report(f"rewards: {each.note}")
 
     def submit(self, command: ScoreResponse) -> None:
+        """Pass a finished response to the pool. Where functions compare the responses of a prompt,
+        it waits for the others."""
         response, group = command.response, command.response.group
         if self._by_group is None:
             self._early.append(command)

@@ -49,7 +49,7 @@ class ScoreResponse:
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Every group is accepted, deferred or dropped. Read metrics now: tokens go with the step."""
+    """All groups are accepted, deferred or dropped. Read metrics now: the step frees the tokens."""
 
     round: Round
 

@@ -62,6 +62,9 @@ from lightrl.messages.weights import (
 
 
 class Coordinator:
+    """Routes each event to the parts of the core, and returns the commands of all of them. Decides
+    when waiting responses are dispatched to nodes; the parts, which it owns, decide the rest."""
+
     def __init__(self, settings: Settings, now: float) -> None:
         self.settings = settings
         self.outbox = out = Outbox()

@@ -42,7 +42,7 @@ class MessageArrived:
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """Its connection is gone, it broke the protocol, or its lease ran out."""
+    """The connection to a node was lost, it violated the protocol, or its lease expired."""
 
     node: str
     reason: str

@@ -1,9 +1,9 @@
 """Entries of the journal, in the order in which the core recorded them.
 
-Owns the vocabulary of the journal. From a `SnapshotBegan` and all entries after it
-`recovery.recover` restores the run without any node: entries do not contain the places of work,
-which nodes report when they reconnect. Entries are emitted as commands (`Record`); the shell writes
-them.
+Owns the types of all entries. `recovery.recover` restores the run, without any node, from a
+`SnapshotBegan` and all entries after it: entries do not contain the nodes of running responses,
+which nodes report when they reconnect. The core emits entries as commands (`Record`); the shell
+writes them.
 """
 
 from dataclasses import dataclass, field
@@ -26,28 +26,28 @@ class Counters:
     """Counts of the run so far, all shown to operators."""
 
     nodes_lost: int = 0
-    # of nodes that served the newest version
+    # losses of engines that served the newest version
     engines_lost: int = 0
-    # resumed elsewhere from their tokens
+    # responses that resumed from their tokens on another node
     responses_moved: int = 0
-    # of these, because another node is faster
+    # those of them that were moved because another node is faster
     migrations: int = 0
-    # of attempts given up
+    # late chunks of attempts that were given up
     chunks_ignored: int = 0
-    # chunks with tokens missing before them
+    # chunks before which tokens are missing
     holes: int = 0
-    # wrong version, digest or size; the sender is lost
+    # chunks with a wrong version, digest or size; their sender counts as lost
     bad_chunks: int = 0
     rewards_failed: int = 0
     groups_dropped: int = 0
-    # of these, with equal rewards (`race.has_zero_std`): replaced by dynamic sampling
+    # dropped groups with equal rewards (`race.has_zero_std`), replaced by dynamic sampling
     groups_flat: int = 0
-    # a prompt at most once in an epoch
+    # each prompt counts at most once in an epoch
     prompts_put_off: int = 0
-    # accepted for training rounds
+    # tokens accepted for training rounds
     rollout_tokens: int = 0
     eval_tokens: int = 0
-    # accepted from nodes, but never trained
+    # tokens accepted from nodes, but never trained
     aborted_tokens: int = 0
     groups_trained: int = 0
     trained_responses: int = 0
@@ -61,7 +61,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class WindowMemory:
-    """State of the rule "window", by kind of round."""
+    """The state of the rule "window", by kind of round."""
 
     seeds: dict[str, float] = field(default_factory=dict[str, float])
     # (nodes that share nothing, kind of round, seconds)
@@ -70,11 +70,11 @@ class WindowMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
-    """Example: SharingMemory(0.6, longest={"short": 4096})"""
+    """Measurements of shared devices. Example: SharingMemory(0.6, longest={"short": 4096})"""
 
     # mean seconds of a switch; 0 = unknown
     switch_s: float = 0.0
-    # seconds of the trainer, by tokens of a step
+    # seconds of training, by tokens of a step
     training: LineFit = field(default_factory=LineFit)
     # tokens of the longest trained response of the last round, by kind
     longest: dict[str, int] = field(default_factory=dict[str, int])
@@ -83,52 +83,52 @@ class SharingMemory:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """State of a run without its open rounds: the first entry of every segment of a journal. The
-    groups that were deferred follow, one entry each, oldest first: they hold tokens.
+    """The first entry of every journal segment: the state of a run without its open rounds. One
+    entry for each deferred group follows, oldest first, since these groups hold tokens.
 
     Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: ("9f3a...",)})
     """
 
-    # in journals
+    # the name of this entry in journals
     TAG: ClassVar[str] = "Resumed"
 
     # optimizer steps done
     step: int = 0
-    # prompts, over all epochs: the position in the data
+    # prompts drawn over all epochs: the position in the data
     num_drawn: int = 0
-    # prompts that were held back; the name is that of the format
+    # prompts that were held back; the journal format requires this name
     spare: tuple[DrawnPrompt, ...] = ()
     last_cut: int = 0
     # the policy version evaluated last
     evaluated: int | None = None
-    # the one published last
+    # the policy version published last
     version: int | None = None
-    # of the newest versions, as Fleet has them
+    # of the newest versions, as in Fleet
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     canaries: dict[int, Canary] = field(default_factory=dict[int, Canary])
-    # of the newest one, as in VersionPublished
+    # of the newest version, as in VersionPublished
     num_bytes: int = 0
     manifest_bytes: int = 0
     base: WeightsBase | None = None
     counters: Counters = field(default_factory=Counters)
-    # of lengths
+    # of the length predictor
     memory: Memory = field(default_factory=Memory)
     # of the cost model
     learned: Observed = field(default_factory=Observed)
-    # of devices that change sides
+    # of the rule for shared devices
     sharing: SharingMemory = field(default_factory=SharingMemory)
-    # of engines of several sizes
+    # of the planner of engine sizes
     planner: PlannerMemory = field(default_factory=PlannerMemory)
-    # of right answers, as GroupFilter has it
+    # of right answers by prompt, as in GroupFilter
     slowest_s: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that is open when a segment begins. The responses that its groups had when they were
-    deferred, its tokens and its scores follow: `recovery.take_snapshot`."""
+    """A round that is open when a segment begins. `recovery.take_snapshot` then adds the responses
+    that its groups had when they were deferred, its tokens and its scores."""
 
-    # in journals
+    # the name of this entry in journals
     TAG: ClassVar[str] = "RoundStood"
 
     step: int
@@ -141,15 +141,15 @@ class RoundSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnded:
-    """The snapshot at the beginning of the segment is complete; events follow."""
+    """The end of the snapshot at the beginning of a segment; events follow."""
 
-    # in journals
+    # the name of this entry in journals
     TAG: ClassVar[str] = "Restated"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
-    """A round was opened. Earlier entries determine its content; PromptsDrawn follow."""
+    """A round was opened. Earlier entries determine its content; PromptsDrawn entries follow."""
 
     step: int
     kind: RoundKind
@@ -157,7 +157,7 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class TokensTaken:
-    """Accepted tokens of one policy version; known tokens of an item are skipped."""
+    """Accepted tokens of one policy version; readers skip tokens of an item that are known."""
 
     version: int
     items: tuple[ResponseTokens, ...]
@@ -165,12 +165,12 @@ class TokensTaken:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """A version was published by the trainer; fields as in PublishWeights."""
+    """The trainer published a version; the fields are those of PublishWeights."""
 
     version: int
     digest: str
     portions: tuple[int, ...] = ()
-    # so that nodes can pull the version from each other before the trainer returns
+    # sizes with which nodes can pull the version from each other while the trainer is away
     num_bytes: int = 0
     manifest_bytes: int = 0
     canary: Canary | None = None
@@ -180,8 +180,8 @@ class VersionPublished:
 
 @dataclass(frozen=True, slots=True)
 class VersionRetrained:
-    """A version was trained again after a restart of the trainer, with other bits, and replaces the
-    version with digest `replaced`. Tokens sampled under the replaced version are kept.
+    """A version was trained again after a restart of the trainer, with different bits, and replaces
+    the version with digest `replaced`. Tokens sampled under the replaced version are kept.
 
     Example: VersionRetrained(7, "9f3a...", "a01c...", largest=3e-6, mean=4e-7)
     """
@@ -189,7 +189,7 @@ class VersionRetrained:
     version: int
     replaced: str
     digest: str
-    # absolute differences of the canary's logprobs, in nats; None = there was no canary to compare
+    # absolute differences of the canary's logprobs, in nats; None = no canary to compare
     largest: float | None = None
     mean: float | None = None
     # as in VersionPublished
@@ -201,7 +201,7 @@ class VersionRetrained:
 
 @dataclass(frozen=True, slots=True)
 class ShardSent:
-    """A shard, sent to the trainer once this entry is durable. Index 0 restarts its step."""
+    """A shard that is sent to the trainer once this entry is durable; index 0 restarts its step."""
 
     shard: TrainShard
 
@@ -210,7 +210,7 @@ class ShardSent:
 class ShellNote:
     """Data of the shell, which the core does not read. Example: ShellNote(b'{"evals": []}')."""
 
-    # in journals
+    # the name of this entry in journals
     TAG: ClassVar[str] = "Noted"
 
     data: bytes

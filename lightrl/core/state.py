@@ -394,7 +394,7 @@ class Node:
 
     @property
     def has_file(self) -> bool:
-        """Whether it has a file of its policy_version, which others can pull."""
+        """Return whether it has a file of its policy_version, which others can pull."""
         return bool(self.base)
 
     @property

@@ -34,7 +34,7 @@ from lightrl.trainer.supervisor import Trainer
 
 @dataclass(eq=False)
 class Roles:
-    """Empty until `start`; always `await close()` after that.
+    """Runs the roles of this node. Empty until `start`; always `await close()` after that.
 
     `coordinator` is its address; `send`, `on_restart`, `relay` and `rejoin` are as
     `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares` and

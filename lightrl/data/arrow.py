@@ -73,7 +73,7 @@ def parquet_table(file: Path) -> pa.Table:
 
 
 def num_rows(file: Path) -> int:
-    """From the file's footer. Raises DataError."""
+    """Return the number of rows in the file's footer. Raises DataError."""
     return int(_open(file).metadata.num_rows)
 
 

@@ -87,7 +87,7 @@ def _csv_lines(file: Path, text: IO[str], delimiter: str) -> Lines:
 
 
 def _array_lines(text: IO[str]) -> Lines:
-    """Of the whole file, in memory."""
+    """Yield the numbered lines of a JSON array, which is read into memory as a whole."""
     value = json.load(text)
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         yield number, json.dumps(row).encode()

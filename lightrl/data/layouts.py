@@ -75,7 +75,7 @@ def _parsed(value: Any) -> Any:
 
 
 def is_message(value: Any) -> bool:
-    """Whether it has the keys of a chat message."""
+    """Return whether it has the keys of a chat message."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
@@ -137,7 +137,7 @@ def text_key(text: bytes | memoryview) -> int:
 
 
 def without_nan(value: Any) -> Any:
-    """With None for each NaN, pandas' missing value."""
+    """Return `value` with None in place of each NaN, pandas' missing value."""
     if isinstance(value, dict):
         return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -146,7 +146,7 @@ def without_nan(value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Without keys whose value is None: parquet gives all objects of a column the same keys."""
+    """Omit keys whose value is None: parquet gives all objects of a column the same keys."""
     if isinstance(value, dict):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(v) for v in value] if isinstance(value, list) else value
@@ -171,8 +171,8 @@ def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[st
 
 
 def _carried(value: Any, depth: int = 8) -> Any:
-    """Without what JSON cannot carry among the values of objects; an object of nothing else is left
-    out as a whole."""
+    """Return `value` without the parts that JSON cannot represent; an object that contains nothing
+    else is omitted as a whole."""
     if not isinstance(value, dict) or not depth or not _obstacle(value):
         return value
     rests = {k: _carried(v, depth - 1) for k, v in value.items()}
@@ -191,7 +191,7 @@ def _obstacle(value: Any) -> str:
 
 
 def _is_binary(value: Any) -> bool:
-    """Whether it holds binary data."""
+    """Return whether it holds binary data."""
     if isinstance(value, dict):
         return any(map(_is_binary, value.values()))
     if isinstance(value, list):

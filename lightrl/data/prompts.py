@@ -86,12 +86,12 @@ class PromptSet:
 
     @property
     def weight(self) -> float | None:
-        """Of the set's draws in training; None: its size."""
+        """Return the weight of the set in training; None = its size."""
         return self.settings.weight if isinstance(self.settings, TrainSet) else None
 
     @property
     def have_answers(self) -> bool:
-        """Whether any row has a reference answer; unread rows count if they have the column."""
+        """Return whether a row has a reference answer, or is unread and has the column."""
         could = {self.settings.answer_key, *ANSWER_COLUMNS} & set(self.columns)
         return self._has_answers or (UNKNOWN in self.states and bool(could))
 
@@ -125,13 +125,13 @@ class PromptSet:
                 indices, rows = [], []
 
     def first(self, most: int) -> Iterator[Prompt]:
-        """As `scan`, of the first `most` rows, one by one."""
+        """Yield the prompts of the first `most` rows, one by one, as `scan` does."""
         for index, row in enumerate(islice(self.rows.scan(), most)):
             yield from self._prepare([index], [self._portable(index, row)])
 
     @property
     def num_dropped(self) -> int:
-        """Of the rows that were read."""
+        """Return the number of rows read so far whose prompt was dropped."""
         return self.states.count(DROPPED)
 
     def require_any(self) -> None:

@@ -46,8 +46,8 @@ def open_rows(one: DataSet) -> "Rows":
 
 
 def count_rows(one: DataSet) -> int | None:
-    """From lines and footers; None for a set that is not here yet, or needs pyarrow that is
-    missing. Raises DataError."""
+    """Count rows by lines or footers; None for a set that is not on this machine yet, or needs
+    pyarrow and lacks it. Raises DataError."""
     path, split = _path_and_split(one)
     place = Path(path)
     if not place.exists():
@@ -129,7 +129,7 @@ def _is_data(file: Path, folder: Path) -> bool:
 
 
 def _is_parquet(file: Path) -> bool:
-    """By its name or its first bytes."""
+    """Return whether a file is parquet, by its name or its first bytes."""
     try:
         with file.open("rb") as content:
             return file.suffix == ".parquet" or content.read(4) == b"PAR1"
@@ -181,7 +181,7 @@ def _split_of(file: Path) -> str:
 
 
 def _rows_of_files(files: Sequence[Path], prompt_key: str) -> Iterator["Rows"]:
-    """With one temporary file for all lines that are converted."""
+    """Yield the rows of files; all converted lines share one temporary file."""
     from lightrl.data.jsonl import JsonlRows, Spool
 
     spool = Spool()
@@ -273,7 +273,7 @@ def _datasets(what: str) -> Any:
 
 
 def _not_loaded(name: str, subset: str, split: str, error: Exception) -> DataError:
-    """In the words of the library, which lists the subsets or splits that there are."""
+    """Return an error with the text of the library, which lists existing subsets or splits."""
     if isinstance(error, ConnectionError):
         return DataUnreachable(f"{name}: the hub cannot be reached: {first_line(error)}")
     text = " ".join(str(error).split())[:500]

@@ -64,8 +64,8 @@ class Template:
         self._acted: set[str] = set()  # keys of the config
 
     def apply(self, prompts: Sequence[tuple[str, Any, Any]]) -> list[Templated]:
-        """Of (where, text or messages, descriptions of functions or None) each. Raises
-        DataError."""
+        """Apply the template to (where, text or messages, descriptions of functions or None) of
+        each prompt. Raises DataError."""
         texts = [self._text(*prompt) for prompt in prompts]
         encoded = self._tokenizer([t for t, _ in texts], add_special_tokens=False)["input_ids"]
         templated: list[Templated] = []
@@ -84,7 +84,7 @@ class Template:
         return templated
 
     def is_too_long(self, where: str, templated: Templated) -> bool:
-        """Whether the prompt is dropped. Raises DataError with data.too_long = "error"."""
+        """Return whether the prompt is dropped. Raises DataError with data.too_long = "error"."""
         num, most = len(templated.token_ids), self._data.max_prompt_length
         if num > most and self._data.too_long == "error":
             raise DataError(
@@ -165,7 +165,7 @@ class Template:
             yield f"the chat template writes the date: {day} during the whole run (data.date)"
 
     def _require_last(self, where: str, last: dict[str, Any]) -> bool:
-        """Whether the response continues this message. Raises DataError if it cannot be last."""
+        """Return whether the response continues `last`. Raises DataError if it cannot be last."""
         role = last["role"]
         if role == ASSISTANT and not self._data.continue_final:
             raise DataError(
@@ -209,7 +209,7 @@ class Template:
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """Without keys whose value is None, which another message of the file has."""
+    """Return a message without the keys whose value is None, which other messages have."""
     if not is_message(message):
         raise DataError(
             f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not "
@@ -220,7 +220,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _text_of(where: str, content: Any) -> str | None:
-    """Of a message; parts of a list are joined by line ends, as in vLLM."""
+    """Return the text of a message; parts of a list are joined by line ends, as in vLLM."""
     if content is None or isinstance(content, str):
         return content
     texts: list[str] = []

@@ -95,7 +95,7 @@ def for_run(config: Config) -> Assignment:
 def assigned(
     config: Config, machine: Machine, roles: Sequence[Role] = (), slots: int = 0
 ) -> Assignment:
-    """As `for_run`, for a known machine; with `roles`, for one daemon with these roles."""
+    """Assign devices as `for_run` for a known machine; with `roles`, for one such daemon."""
     return assign(machine, os.environ, _here(config, roles, slots)[1])
 
 

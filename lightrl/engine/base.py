@@ -130,14 +130,15 @@ class EngineSlept:
 
 @dataclass(frozen=True, slots=True)
 class EngineWoken:
-    """There is room for weights."""
+    """The engine is awake: there is room for weights."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """`num_workers`: processes that can be members of a broadcast group; 0 = it has no weights."""
+    """The engine is built. `num_workers`: processes that can be members of a broadcast group; 0 =
+    it has no weights."""
 
     device: str
     start_s: float

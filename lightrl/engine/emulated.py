@@ -201,8 +201,8 @@ class EmulatedEngine:
         return seed, _branch(r.seed, self._token(uniform(seed, at), r.stop))
 
     def _ends(self, r: Running, branch: int) -> bool:
-        """Whether the response ends here, with a constant hazard: its length is geometric, wherever
-        it was resumed."""
+        """Return whether the response ends here. The hazard is constant: lengths are geometric,
+        wherever a response was resumed."""
         if not self._mean_length or uniform(branch ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
         return uniform(branch ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length

@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 import time
+import warnings
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,7 @@ FINISHED_SHARE = 5  # a finished response waits chunk_ms / 5 for others to finis
 def main(sock: socket.socket) -> None:
     """Run the child: build the engine of the first command, serve until the pipe closes."""
     pipe: EnginePipe = Pipe(sock, Codec(EngineCommand), Codec(EngineEvent))
+    warnings.simplefilter("ignore", FutureWarning)  # of what vLLM calls
     try:
         spec, *commands = pipe.receive()
         if not isinstance(spec, EngineSpec):
@@ -206,6 +208,7 @@ class Server:
         self._send(aborted)
 
     def _load_weights(self, command: LoadWeights) -> None:
+        """Load a version from its file, and report it. If this fails, responses are aborted."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()
@@ -218,7 +221,8 @@ class Server:
         self._confirm(command.file, command.canary, begun_at)
 
     def _receive_weights(self, command: ReceiveWeights) -> None:
-        """What runs waits; if this fails, until another load."""
+        """Receive a version by broadcast. Responses pause meanwhile; if it fails, they stay paused
+        until another version loads."""
         self._send(self._outboxes)
         self._is_served = False
         begun_at = time.perf_counter()

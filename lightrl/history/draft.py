@@ -33,7 +33,7 @@ LEAST_WEIGHT = 0.1  # of the worst response relative to the best, where rewards 
 
 @dataclass(slots=True)
 class _Counts:
-    """As in `Drafting`."""
+    """Counters of drafts, as in `Drafting`."""
 
     drafted: int = 0
     accepted: int = 0
@@ -64,7 +64,7 @@ class _Known:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the tokens have doubled since they were indexed: a token is sorted few times."""
+        """Return whether the tokens have doubled since the last index: each is sorted few times."""
         known = self.num_tokens + self.num_live
         return known > 0 and known >= 2 * self.num_indexed
 

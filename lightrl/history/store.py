@@ -34,7 +34,7 @@ class PastResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tokens."""
+        """Return the bytes of the tokens."""
         return 4 * len(self.tokens)
 
 
@@ -50,7 +50,7 @@ class PromptAnswers:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tokens."""
+        """Return the bytes of the tokens of all responses."""
         return sum(past.num_bytes for _, past in self.responses)
 
 

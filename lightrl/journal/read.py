@@ -167,8 +167,8 @@ def is_blank(folder: Path) -> bool:
 
 
 class StepPortions(NamedTuple):
-    """How a step was accumulated: the sizes of its portions in groups, in order, and the replica of
-    each; no replicas means one."""
+    """The portions in which a step was accumulated: their sizes in groups, in order, and the
+    replica of each; no replicas = one."""
 
     sizes: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()

@@ -128,7 +128,7 @@ class JournalWriter(Generic[T]):
 
     @property
     def is_beginning(self) -> bool:
-        """Whether the newest segment is not on disk yet, so that `base_bytes` is outdated."""
+        """Return whether the newest segment is not on disk yet: `base_bytes` is outdated."""
         return self._num_begins > 0
 
     @property

@@ -87,7 +87,7 @@ class Daemon:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it was killed, or ended by an unexpected error: another start may succeed."""
+        """Return whether the process was killed or failed unexpectedly: a restart may succeed."""
         return self.has_failed and self.ended.result() not in {NOT_FINISHED, USER_ERROR}
 
     @property

@@ -1,6 +1,6 @@
-"""`lightrl data`: the sets of a config, the lengths of their prompts, and some prompts as tokens.
+"""Report the sets of a config for `lightrl data`: lengths of prompts, and some prompts as tokens.
 
-Reads every row, as a run does. Runs no user code but that of an environment of `verifiers`.
+Reads every row, as a run does. Runs no user code except environments of `verifiers`.
 """
 
 import json
@@ -18,10 +18,10 @@ from lightrl.model_files import load_tokenizer
 from lightrl.system.temporary import temporary_folder
 from lightrl.wire import to_json
 
-SHOWN_TOKENS = 48  # at the beginning and the end of a prompt, together
-SHOWN_TEXT = 4000  # characters
+SHOWN_TOKENS = 48  # most tokens shown of a prompt: half at its beginning, half at its end
+SHOWN_TEXT = 4000  # most characters shown of a text
 
-Report = Mapping[str, Any]  # of a set, as in the JSON
+Report = Mapping[str, Any]  # the report of a set, as in the JSON output
 
 
 def data_json(config: Config, num: int) -> list[str]:
@@ -34,8 +34,8 @@ def data_lines(config: Config, num: int) -> Iterator[str]:
 
 
 def _reports(config: Config, num: int) -> Iterator[Report]:
-    """Yield a report for each set. Lengths are tokens of the prompts that are kept, `share` is that
-    of the prompts drawn, null for evaluation, which has `sampling`."""
+    """Yield a report for each set. Lengths are tokens of the kept prompts; `share` is the share of
+    the prompts drawn, null for evaluation, which has `sampling`."""
     with temporary_folder("rows") as folder:
         config = with_rows(config, folder)
         tokenizer = load_tokenizer(config.model.path)
@@ -101,15 +101,15 @@ def _example(one: PromptSet, prompt: Prompt, answer: Any, tokenizer: Any) -> Rep
 def _lines(r: Report) -> Iterator[str]:
     yield _line(r["name"], r["path"])
     use = f"for evaluation, each {r['sampling'].words}" if r["sampling"] else ""
-    use = use or f"{r['share']:.1%} of what is drawn"
+    use = use or f"{r['share']:.1%} of the prompts drawn"
     longest = f"the longest with {r['longest_dropped']:,} tokens"
-    dropped = f"; {r['num_dropped']:,} are too long and left out, {longest}"
+    dropped = f"; {r['num_dropped']:,} are too long and omitted, {longest}"
     yield _line("prompts", f"{r['num_kept']:,}, {use}{dropped if r['num_dropped'] else ''}")
     span = f"{r['min_length']} to {r['max_length']}, mean {r['mean_length']:.1f}"
     yield _line("tokens", span)
     yield _line("columns", ", ".join(r["columns"]))
     if r["unportable"]:
-        yield _line("", f"left out, since JSON cannot carry them: {', '.join(r['unportable'])}")
+        yield _line("", f"omitted, not representable in JSON: {', '.join(r['unportable'])}")
     if r["num_unanswered"]:
         yield _line("answers", f"{r['num_unanswered']:,} prompts have none")
     yield from (_line("note", note) for note in r["notes"])
@@ -131,7 +131,7 @@ def _quoted(text: str) -> str:
 
 
 def _tokens(tokens: Sequence[str]) -> str:
-    """Each as JSON, and the number of those that are left out."""
+    """Return each token as JSON, and the number of omitted tokens."""
     quoted = [json.dumps(token, ensure_ascii=False) for token in tokens]
     if (missing := len(quoted) - SHOWN_TOKENS) > 0:
         half = SHOWN_TOKENS // 2

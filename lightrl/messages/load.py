@@ -13,7 +13,7 @@ from lightrl.messages.fields import Count, EngineSeconds, Int64
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What speculation did since the engine started.
+    """Counts of speculative decoding since the engine started.
 
     Example: Drafting(90, 80, 12, 92, 0.001, 0.2)
     """

@@ -1,8 +1,8 @@
 """Every message that crosses the wire between daemons, and nothing that stays inside one process.
 
 Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must import
-nothing of LightRL. Arrays travel as raw little-endian bytes: token ids as int32, logprobs as
-float32 (`wire.pack_i32`, `wire.pack_f32`).
+nothing of LightRL outside `lightrl.messages`. Arrays travel as raw little-endian bytes: token ids
+as int32, logprobs as float32 (`wire.pack_i32`, `wire.pack_f32`).
 
 The types bound the length of each field and the range of numbers. wire.py checks the length that a
 frame announces before it decodes what follows, so a frame costs a bounded multiple of its size,

@@ -40,8 +40,8 @@ class SetDevices:
 
 @dataclass(frozen=True, slots=True)
 class DevicesReleased:
-    """Nothing of the engine, or of the ranks of this node, is on the shared devices; no token
-    follows. Ranks send it with number 0 before each version.
+    """The engine, or the ranks of this node, have released the shared devices; no token follows.
+    Ranks send it with number 0 before each version.
 
     Example: DevicesReleased("rollout", 3, 14_800_000_000, 0.6)
     """

@@ -75,8 +75,8 @@ class TailRow:
 
 @dataclass(frozen=True, slots=True)
 class WaitRow:
-    """What the run waits for, as decided by core/waits.py. Example: WaitRow("scores", 12.5, 31, 1,
-    4)."""
+    """The reason why the run waits, as core/waits.py decides. Example: WaitRow("scores", 12.5, 31,
+    1, 4)."""
 
     # last checkpoint, leaving, trainer lost, trainer, devices, ranks, checkpoint, training,
     # rollout, prompts, engines, weights, scores, tail

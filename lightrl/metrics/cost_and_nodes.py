@@ -1,5 +1,5 @@
-"""Rows of snapshots: the nodes of a run, with smoothed token rates, and its cost; and what devices
-that are used in turn did in a step. Reads the core.
+"""Compute the rows of snapshots: the nodes of a run, with smoothed token rates, and the run's cost;
+and the figures of devices that are used in turn. Reads the core.
 """
 
 import math
@@ -15,12 +15,12 @@ from lightrl.core.state import NodeState
 from lightrl.core.weights.weight_sources import PULLING
 from lightrl.messages.snapshot import CostRow, NodeRow, StepForecast
 
-HALF_LIFE_S = 2.0  # of a token rate
-MAX_DEVICE_FIGURES = 512  # of single nodes; the size of a message is limited
+HALF_LIFE_S = 2.0  # of the weight of a measurement in a token rate
+MAX_DEVICE_FIGURES = 512  # figures of single nodes, since the size of a message is limited
 
 
 def cost_figures(core: Coordinator) -> dict[str, float]:
-    """Return US$ of the whole run so far; nothing where prices are not known."""
+    """Return the cost of the whole run so far in US$; an empty dict if prices are unknown."""
     prices, learned, counters = core.settings.prices, core.scaling.learned, core.table.counters
     if prices is None:
         return {}
@@ -44,7 +44,7 @@ def cost_row(core: Coordinator) -> CostRow:
         usd_per_million_tokens=figures.get("usd_per_million_tokens"),
         wanted=scaling.learned.wanted if core.settings.scale_max else None,
     )
-    # after the end of a run there are no nodes
+    # The fleet has no nodes after the end of a run.
     if not fleet.nodes or (forecast := scaling.forecast()) is None:
         return row
     nearby = range(max(0, now - 1), now + 3)
@@ -53,16 +53,13 @@ def cost_row(core: Coordinator) -> CostRow:
 
 
 def _row(outcome: Outcome) -> StepForecast:
-    is_endless = math.isinf(outcome.step_s)  # JSON has no infinity
-    return StepForecast(
-        outcome.nodes,
-        None if is_endless else outcome.step_s,
-        None if is_endless else outcome.usd,
-    )
+    if math.isinf(outcome.step_s):  # JSON cannot represent infinity
+        return StepForecast(outcome.nodes, None, None)
+    return StepForecast(outcome.nodes, outcome.step_s, outcome.usd)
 
 
 def turns_figures(core: Coordinator, step: int) -> dict[str, float]:
-    """Return figures of the step that closed last, for devices that engines and training ranks, or
+    """Return figures of the last closed step for devices that engines and training ranks, or
     engines of several sizes, use in turn."""
     figures = {f"planner/{name}": value for name, value in core.sizes.figures(step).items()}
     if core.fleet.devices.nodes:
@@ -79,7 +76,7 @@ class NodeRows:
         self._rates: dict[str, _Rate] = {}
 
     def measure(self, fleet: Fleet, now: float) -> None:
-        """Update the token rate of every node; called about every second."""
+        """Update the token rate of every node; called about once a second."""
         for name, node in fleet.nodes.items():
             self._rates.setdefault(name, _Rate(now, node.num_tokens)).update(now, node.num_tokens)
         for name in self._rates.keys() - fleet.nodes.keys():
@@ -88,20 +85,9 @@ class NodeRows:
     def rows(self, fleet: Fleet, now: float) -> tuple[NodeRow, ...]:
         """Return a row for each node, the coordinator's daemon first."""
         rows = {name: self._row(fleet, name, now) for name in sorted(fleet.nodes)}
-        head = rows.pop(self._head, None) or NodeRow(
-            self._head,
-            (),
-            str(NodeState.READY),
-            socket.gethostname(),
-            os.getpid(),
-            "",
-            None,
-            0,
-            0,
-            0.0,
-            0.0,
-            0.0,
-        )
+        state, host = str(NodeState.READY), socket.gethostname()
+        idle = NodeRow(self._head, (), state, host, os.getpid(), "", None, 0, 0, 0.0, 0.0, 0.0)
+        head = rows.pop(self._head, idle)
         return (replace(head, roles=("coordinator", *head.roles)), *rows.values())
 
     def _row(self, fleet: Fleet, name: str, now: float) -> NodeRow:
@@ -146,6 +132,6 @@ class _Rate:
         if seconds <= 0:
             return
         kept = 0.5 ** (seconds / HALF_LIFE_S)
-        # A node that restarted counts from zero again.
+        # The counter of a restarted node starts at zero again.
         self.per_s = kept * self.per_s + (1 - kept) * max(0, count - self._count) / seconds
         self._at, self._count = now, count

@@ -106,15 +106,13 @@ def _figures(prefix: str, responses: Sequence[Evaluated]) -> dict[str, float]:
     samples = max(num.values())
     if min(num.values()) < samples:
         raise ValueError(f"{prefix}: prompts have {min(num.values())} to {samples} responses")
-    return dict(
-        [
-            (f"{prefix}/avg@{samples}", _average(responses)),
-            *_passes(prefix, samples, [correct[prompt] for prompt in num]),
-            (f"{prefix}/length", fmean(r.num_tokens for r in responses)),
-            (f"{prefix}/clip_ratio", fmean(r.is_clipped for r in responses)),
-            (f"{prefix}/failures", float(sum(r.reward is None for r in responses))),
-        ]
-    )
+    return {
+        f"{prefix}/avg@{samples}": _average(responses),
+        **dict(_passes(prefix, samples, [correct[prompt] for prompt in num])),
+        f"{prefix}/length": fmean(r.num_tokens for r in responses),
+        f"{prefix}/clip_ratio": fmean(r.is_clipped for r in responses),
+        f"{prefix}/failures": float(sum(r.reward is None for r in responses)),
+    }
 
 
 def _passes(prefix: str, samples: int, correct: Sequence[int]) -> Iterator[tuple[str, float]]:

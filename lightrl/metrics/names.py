@@ -1,4 +1,4 @@
-"""Every name in metrics.jsonl: what it means, its unit, and what verl and TRL call it.
+"""Every name in metrics.jsonl: its meaning, unit and module, and what verl and TRL call it.
 
 `lightrl config --metrics` prints the table, and a test compares it with what runs write. A name of
 verl's is given where its `compute_data_metrics`, `calculate_debug_metrics`,
@@ -21,6 +21,11 @@ class Metric(NamedTuple):
     verl: str = ""
     trl: str = ""
 
+    @property
+    def module(self) -> str:
+        """The module that computes it: of the longest beginning of the name in `_MODULES`."""
+        return max((len(b), file) for b, file in _MODULES if self.name.startswith(b))[1]
+
 
 # name | meaning | unit | verl | TRL
 _TABLE = """
@@ -40,8 +45,7 @@ reward/frac_zero_std | groups without signal | share | | frac_reward_zero_std
 reward/failures | responses without a score
 reward/timeouts | of these, because the function took too long
 reward/score_s | of one response, mean | s
-reward/<name> | mean of one function of several, or of a figure that a function returned | | | \
-  rewards/<name>/mean
+reward/<name> | of a function, if there are several, or of a figure of one | | | rewards/<name>/mean
 advantage/mean | of responses, whatever their length
 advantage/std | of responses
 advantage/min | of responses | | critic/advantages/min
@@ -49,17 +53,13 @@ advantage/max | of responses | | critic/advantages/max
 # lengths
 prompt_length/mean | of the trained groups | tokens | prompt_length/mean
 prompt_length/max | of the trained groups | tokens | prompt_length/max
-response_length/mean | of the trained responses | tokens | response_length/mean | \
-  completions/mean_length
-response_length/min | of the trained responses | tokens | response_length/min | \
-  completions/min_length
-response_length/max | of the trained responses | tokens | response_length/max | \
-  completions/max_length
+response_length/mean | trained responses | tokens | response_length/mean | completions/mean_length
+response_length/min | trained responses | tokens | response_length/min | completions/min_length
+response_length/max | trained responses | tokens | response_length/max | completions/max_length
 response_length/std | of the trained responses | tokens
-response_length/terminated_mean | of those that ended before the limit | tokens | | \
-  completions/mean_terminated_length
-response_length/clip_ratio | of the trained responses: cut at the limit (verl: also those that \
-  end there) | share | response_length/clip_ratio | completions/clipped_ratio
+response_length/terminated_mean | of those not cut | tokens | | completions/mean_terminated_length
+response_length/clip_ratio | cut at the limit (verl: also those that end there) | share | \
+  response_length/clip_ratio | completions/clipped_ratio
 # the update
 loss/policy | as it is normalised, mean over updates
 loss/kl | KL term as it is normalised, importance weights in it, without kl_coef
@@ -79,8 +79,7 @@ num_tokens | response tokens of the step | tokens
 num_trained_tokens | those with a gradient | tokens
 train/updates | of the weights, in the step
 train/tokens_per_response | running mean by which tokens are normalised, with tail batching | tokens
-update/<k>/response_length | of the k-th update of a step of several: mean over its responses | \
-  tokens
+update/<k>/response_length | of the k-th update of several: mean of its responses | tokens
 update/<k>/clip_frac | likewise: response tokens clipped | share
 update/<k>/grad_norm | likewise: before clipping; none without a signal
 train/skipped_nonfinite | updates left out, whose gradient was not finite
@@ -88,8 +87,7 @@ train/skipped_nonfinite | updates left out, whose gradient was not finite
 train_rollout_logprob_abs_diff | engine against trainer, mean over tokens that the newest \
   version sampled | nats | | sampling/sampling_logp_difference/mean
 train_rollout_logprob_abs_diff_max | the largest | nats | | sampling/sampling_logp_difference/max
-train_rollout_prob_abs_diff | of probabilities, all trained tokens | | \
-  training/rollout_probs_diff_mean
+train_rollout_prob_abs_diff | of probabilities, all tokens | | training/rollout_probs_diff_mean
 train_rollout_prob_abs_diff_max | the largest | | training/rollout_probs_diff_max
 train_rollout_prob_abs_diff_std | standard deviation, n - 1 | | training/rollout_probs_diff_std
 mismatch_kl/mean | engine to trainer, k3, over tokens of the newest version | nats
@@ -163,8 +161,7 @@ timing_s/park | giving shared devices back | s
 timing_s/fetch | taking shared devices | s
 timing_s/<name> | see lightrl/trainer/README.md | s
 perf/rollout_tokens_per_s | sampled in the round | tokens/s
-perf/tokens_per_gpu_s | trained, prompts included, by the step's seconds and all devices | \
-  tokens/s | perf/throughput
+perf/tokens_per_gpu_s | trained, and prompts, by seconds and devices | tokens/s | perf/throughput
 perf/mfu | of forward and backward passes, on known GPUs | share
 perf/peak_memory_gib | allocated by torch in the step, on the fullest GPU | GiB
 perf/host_memory_gib | resident, all ranks together | GiB
@@ -193,6 +190,33 @@ eval/<set>/<source>/clip_ratio | likewise | share
 eval/<set>/<source>/failures | likewise
 """
 
+# module | beginnings of the names that it computes
+_COMPUTED = """
+metrics/round_figures.py | reward data/ prompt_length response_length round/ off_policy foresight
+metrics/round_figures.py | perf/rollout_tokens_per_s
+metrics/rounds.py | step epoch policy_version num_tokens_total entropy/sampled round/is_ migration
+metrics/rounds.py | timing_s/step timing_s/rollout timing_s/train_after_rollout timing_s/weights
+metrics/rounds.py | perf/tokens_per_gpu_s eval/seconds
+metrics/selection_bias.py | tail
+metrics/totals.py | speculation weights
+metrics/cost_and_nodes.py | offload planner device_s cost
+metrics/evaluation.py | eval/
+history/store.py | history
+coordinator/daemon.py | timing_s/data
+trainer/step.py | timing_s/accumulate timing_s/finish
+trainer/learner/figures.py | advantage loss kl entropy ratio clip_frac grad_norm lr train update
+trainer/learner/figures.py | num_tokens num_trained_tokens mismatch_kl tis perf/padding_share
+trainer/learner/learner.py | train/tokens_per_response timing_s/ perf/
+trainer/rank/main.py | timing_s/publish timing_s/park weights/publish_s
+trainer/rank/rank.py | timing_s/stage
+"""
+
+_MODULES = [
+    (begin, module)
+    for module, begins in (line.split(" | ") for line in _COMPUTED.strip().splitlines())
+    for begin in begins.split()
+]
+
 METRICS = tuple(
     Metric(*(" ".join(cell.split()) for cell in line.split("|")))
     for line in _TABLE.strip().splitlines()
@@ -202,6 +226,6 @@ METRICS = tuple(
 
 def table() -> list[str]:
     """Return lines for people, the first one a heading."""
-    rows = [("name", "unit", "verl", "TRL", "meaning")]
-    rows += [(m.name, m.unit, m.verl or "-", m.trl or "-", m.meaning) for m in METRICS]
+    rows = [("name", "unit", "module", "verl", "TRL", "meaning")]
+    rows += [(m.name, m.unit, m.module, m.verl or "-", m.trl or "-", m.meaning) for m in METRICS]
     return aligned(rows, lambda _: False)

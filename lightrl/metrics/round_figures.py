@@ -37,7 +37,7 @@ def figure_name(name: str) -> str:
 
 
 class ScoringTime(NamedTuple):
-    """How one response was scored. `failure` "" = it has a score."""
+    """The duration of scoring one response. `failure` "" = the response has a score."""
 
     failure: str
     # of the call, divided among its responses

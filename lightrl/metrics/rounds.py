@@ -83,7 +83,7 @@ class RecordsNote:
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """What a closed round adds to the record of its step."""
+    """The figures that a closed round adds to the record of its step."""
 
     figures: dict[str, float]
     digest: Future[bytes]
@@ -245,7 +245,7 @@ class Records:
 
     @property
     def is_hashed(self) -> bool:
-        """Whether all closed steps are hashed; a gigabyte of tokens takes a second."""
+        """Return whether all closed steps are hashed; a gigabyte of tokens takes a second."""
         return self._digest.done()
 
     async def hashed(self) -> None:

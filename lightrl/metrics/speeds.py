@@ -1,11 +1,10 @@
-"""Records how fast nodes, rewards and shards were in a step: speeds.jsonl, from which a simulation
+"""Record how fast nodes, rewards and shards were in a step: speeds.jsonl, from which a simulation
 of the run is made (`sim/inputs/recorded.py`).
 
-Wraps the core: it reads each event and each command, and the times between them. It stores sums,
-not estimates.
+Reads each event before the core handles it, and the commands after it. Stores sums, not estimates.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -81,7 +80,7 @@ class NodeSpeeds:
 
 @dataclass(slots=True)
 class RewardSpeed:
-    """Of the responses that were scored."""
+    """Times of the responses that were scored."""
 
     num: int = 0
     # of calls of the functions, divided among the responses of each: sum, of squares, longest
@@ -128,14 +127,28 @@ class _Watched:
     offered: dict[int, float] = field(default_factory=dict[int, float])
 
     def rest(self) -> None:
-        """It is idle."""
+        """Mark the node as idle."""
         self.window.pause()
         self.tokens, self.runs, self.started_at = 0, False, None
 
 
+class _Chunk(NamedTuple):
+    """Tokens of a node that the core is about to handle, and the node as it is until then."""
+
+    tokens: TokenChunk
+    node: Node
+    watched: _Watched
+    batch: int
+    num_tokens: int
+    counts: bool
+
+
 class SpeedRecorder:
+    """Measures the current step. Call `before`, `core.handle` and `after` for each event."""
+
     def __init__(self) -> None:
-        self._now = 0.0
+        self._now = 0.0  # of the current event
+        self._chunk: _Chunk | None = None  # the current event, if it brings tokens
         self._nodes: dict[str, _Watched] = {}
         self._gone: dict[str, NodeSpeeds] = {}  # in this step
         self._num_joined = self._num_nodes = 0
@@ -147,18 +160,25 @@ class SpeedRecorder:
         self._shards: dict[tuple[int, int], float] = {}
         self._shard_s: list[float] = []
 
-    def handle(self, core: Coordinator, event: Event, now: float) -> list[Command]:
-        """Let the core handle an event, and record it."""
-        self._now = now
+    def before(self, core: Coordinator, event: Event, now: float) -> None:
+        """Record an event that the core is about to handle."""
+        self._now, self._chunk = now, None
         if isinstance(event, MessageArrived) and isinstance(event.message, TokenChunk):
-            commands = self._tokens(core, event, event.message, now)  # most events
+            node, watched = core.fleet.nodes.get(event.node), self._nodes.get(event.node)
+            if node is not None and watched is not None:  # most events
+                batch, counts = len(node.running), not core.table.is_evaluating
+                tokens = event.message
+                self._chunk = _Chunk(tokens, node, watched, batch, node.num_tokens, counts)
         elif isinstance(event, ResponseScored):
             self._scored(event.response, now)
-            commands = core.handle(event, now)
         else:
             self._event(core, event, now)
-            commands = core.handle(event, now)
-        fleet = core.fleet
+
+    def after(self, core: Coordinator, event: Event, commands: Sequence[Command]) -> None:
+        """Record the effects of the event that the core has handled."""
+        now, fleet = self._now, core.fleet
+        if self._chunk is not None:
+            self._tokens(self._chunk, now)
         if fleet.num_joined != self._num_joined or len(fleet.nodes) != self._num_nodes:
             self._num_joined, self._num_nodes = fleet.num_joined, len(fleet.nodes)
             self._update_nodes(fleet.nodes, LEFT if isinstance(event, NodeLeft) else LOST, now)
@@ -167,21 +187,13 @@ class SpeedRecorder:
                 self._submit(command, now)
             elif type(command) in ORDERS:
                 self._ordered(core, command, now)
-        return commands
 
-    def _tokens(
-        self, core: Coordinator, event: MessageArrived, chunk: TokenChunk, now: float
-    ) -> list[Command]:
-        node, watched = core.fleet.nodes.get(event.node), self._nodes.get(event.node)
-        if node is None or watched is None:
-            return core.handle(event, now)
-        batch, before, counts = len(node.running), node.num_tokens, not core.table.is_evaluating
-        commands = core.handle(event, now)
-        if counts and (tokens := node.num_tokens - before):
-            _take(watched, chunk, batch, tokens, now)
+    def _tokens(self, chunk: _Chunk, now: float) -> None:
+        tokens, node, watched, batch, before, counts = chunk
+        if counts and (num_new := node.num_tokens - before):
+            _take(watched, tokens, batch, num_new, now)
         if not node.running:
             watched.rest()
-        return commands
 
     def called(self, response: str, seconds: float) -> None:
         """Store how long its reward function took, before the response is scored."""

@@ -40,8 +40,8 @@ class Totals:
 
 
 class SpeculationMetrics:
-    """From the counters of engines, which begin at zero with each engine. Those of a node that has
-    left are kept."""
+    """Sum the counters of engines, which begin at zero with each engine. Counters of a node that
+    has left are kept."""
 
     def __init__(self) -> None:
         # identity of a node -> its newest counters

@@ -226,7 +226,7 @@ BACKENDS: dict[str, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlf
 
 
 class _Stored:
-    """What a resumed run needs: the id of the run at the tracker, and the bytes that are sent."""
+    """The state that a resumed run needs: its id at the tracker, and the number of sent bytes."""
 
     def __init__(self, start: StartTracker) -> None:
         self._file = Path(start.run_dir) / f"tracker-{start.backend}"

@@ -35,8 +35,8 @@ def answer_text(answer: Any) -> str | None:
 
 
 def is_answer(text: str, answer: Any) -> bool:
-    """Whether `text` is a reference answer, which is not missing, letter by letter; of a float
-    either spelling is right, 9 and 9.0."""
+    """Return whether `text` equals a reference answer, which must not be missing, character by
+    character; both spellings of a float match, 9 and 9.0."""
     return text.strip() in (answer_text(answer), str(answer).strip())
 
 

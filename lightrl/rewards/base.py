@@ -127,7 +127,7 @@ class Answer(NamedTuple):
 
 
 def read_answer(answer: Any) -> Answer:
-    """Of one sample. Raises RewardError for an invalid answer."""
+    """Read the answer of a reward function for one sample. Raises RewardError if invalid."""
     if isinstance(answer, list | tuple) and len(answer) == 1:
         answer = answer[0]
     if not isinstance(answer, Mapping):

@@ -88,8 +88,8 @@ BUILTIN: dict[str, Callable[[Reward], Callable[[Sample], Any]]] = {
 
 
 def needs_answer(name: str, reward: Reward) -> bool:
-    """Whether this built-in compares with an answer. Tests of programs may be in other columns; a
-    judge may need none."""
+    """Return whether this built-in compares with an answer. Tests of programs may be in other
+    columns, and a judge may need no answer."""
     if name == "regex":
         return bool(re.compile(reward.regex).groups)
     return name not in {"code", "judge"}

@@ -99,7 +99,7 @@ class JudgeReward:
         return None
 
     def _within(self, score: float | None) -> float | None:
-        """None for a score that the default prompt does not allow: a response may ask for it."""
+        """Return the score, or None if the default prompt forbids it: a response may ask for it."""
         is_usual = self._prompt == DEFAULT_PROMPT
         return None if is_usual and score is not None and not 0 <= score <= 1 else score
 
@@ -121,7 +121,7 @@ class JudgeReward:
 
 
 def is_direct(host: str, port: int | None) -> bool:
-    """Whether the proxy of the environment is not used: for this machine, and hosts in no_proxy."""
+    """Return whether to bypass the environment's proxy: for this machine and for no_proxy."""
     name = host.lower().rstrip(".")
     is_here = name in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname().lower())
     is_here = is_here or name.startswith("127.") or name.endswith(".localhost")

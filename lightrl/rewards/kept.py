@@ -112,13 +112,13 @@ def install(kept: Mapping[str, bytes]) -> None:
 
 
 def spec_of(name: str, path: Path) -> ModuleSpec | None:
-    """To import a file by its path."""
+    """Return the spec with which a file is imported by its path."""
     loader = _Loader(name, str(path)) if str(path) in KEPT else None
     return spec_from_file_location(name, path, loader=loader)
 
 
 class _Loader(SourceFileLoader):
-    """Without the byte code on the disk, which may be of an edited file."""
+    """Load a module without byte code from the disk, which may be of an edited file."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(KEPT[self.path], self.path)

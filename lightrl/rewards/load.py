@@ -58,7 +58,7 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 def distinct_names(names: Sequence[str], references: Sequence[str]) -> list[str]:
-    """Of figures: a name of several functions becomes FILE.NAME, with a number if that repeats."""
+    """Return names of figures: a repeated one becomes FILE.NAME, with a number if that repeats."""
     repeated = {name for name, count in Counter(names).items() if count > 1}
     found: list[str] = []
     for name, reference in zip(names, references, strict=True):
@@ -103,7 +103,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _import_member(path: Path, root: Path) -> ModuleType:
-    """As a member of its package below `root`."""
+    """Import a file as a member of its package below `root`."""
     sys.path.insert(0, str(root))
     parts = [*path.relative_to(root).with_suffix("").parts]
     if parts[-1] == "__init__":
@@ -121,7 +121,7 @@ def _import_member(path: Path, root: Path) -> ModuleType:
 
 
 def _import_package(name: str, folder: Path) -> ModuleType:
-    """Without its __init__.py if that imports what is not installed: its member may not need it."""
+    """Import a package. Omit an __init__.py that cannot be imported: its member may not need it."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -133,7 +133,7 @@ def _import_package(name: str, folder: Path) -> ModuleType:
 
 
 def _is_found(name: str, path: Path) -> bool:
-    """Whether `name` can be imported, and is another file."""
+    """Return whether `name` can be imported, and is another file."""
     spec = importlib.util.find_spec(name)
     return spec is not None and not _is_file(spec.origin, path)
 

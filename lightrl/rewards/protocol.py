@@ -98,7 +98,8 @@ class WorkerSetup:
     reward: str
     sets: tuple[RewardSet, ...]
     tokenizer_dir: str
-    num_steps: int
+    # of the run
+    num_steps: int = 0
     # absolute path -> content of modules that are imported from here, see kept.py
     sources: dict[str, bytes] = field(default_factory=dict)
 

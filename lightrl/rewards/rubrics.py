@@ -107,7 +107,7 @@ def load_rubric(name: str, columns: Columns | None) -> RewardFunction:
 
 
 def _parts(rubric: Any, columns: Columns) -> Iterator[_Part]:
-    """In the order of calls: earlier functions write into `state` for later ones."""
+    """Yield functions in the order of calls: earlier ones write into `state` for later ones."""
     if members := getattr(rubric, "rubrics", None):  # a RubricGroup
         for member in members:
             yield from _parts(member, columns)

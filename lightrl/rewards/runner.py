@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from lightrl.config.reward import Reward
 from lightrl.core.arrays import encode
@@ -28,7 +27,6 @@ from lightrl.rewards.protocol import (
     Jobs,
     RewardJob,
     RewardResult,
-    RewardSet,
     Scored,
     ScoreJobs,
     Started,
@@ -109,7 +107,7 @@ class WorkerProcess:
 
     @property
     def lived_s(self) -> float:
-        """Since it was ready."""
+        """Return the seconds since the worker was ready."""
         return asyncio.get_running_loop().time() - self._ready_at
 
     @property
@@ -122,7 +120,7 @@ class WorkerProcess:
         return min(MAX_IN_FLIGHT, 1 + int(LOOKAHEAD_S / self._typical_s))
 
     def wants_more(self) -> bool:
-        """In batches: a message costs as much as a short call."""
+        """Return whether to send jobs, in batches: a message costs as much as a short call."""
         held, most = len(self.jobs), self.most
         return held < most if self._is_async else held <= most // 2 < most
 
@@ -215,18 +213,12 @@ class RewardPool:
     def __init__(
         self,
         reward: Reward,
-        sets: Sequence[RewardSet],
-        tokenizer_dir: Path,
+        setup: WorkerSetup,
         log_dir: Path,
         on_result: Callable[[RewardResult], object],
         report: Callable[[str], None],
-        num_steps: int = 0,
-        sources: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """`report` gets a line about each worker that ended without a job and starts again.
-        `num_steps`: of the run. `sources`: of the functions, see `kept`."""
-        model, own = str(tokenizer_dir), dict(sources)
-        setup = WorkerSetup(reward.model_dump_json(), tuple(sets), model, num_steps, own)
+        """`report` gets a line about each worker that ended without a job and starts again."""
         self._on_result = on_result
         self._report = report
         self._queue: deque[Jobs] = deque()
@@ -253,7 +245,7 @@ class RewardPool:
 
     @property
     def by_group(self) -> tuple[bool, ...]:
-        """Of each set, whether all responses of a prompt are scored together; after `start`."""
+        """Return by set whether all responses of a prompt are scored together; after `start`."""
         return self._workers[0].by_group
 
     def submit(self, *jobs: RewardJob) -> None:

@@ -84,7 +84,7 @@ async def score(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Of one function. `prefix`: of its figures, where there are several functions."""
+    """A call of one function. `prefix`: of its figures, if there are several functions."""
 
     function: RewardFunction
     weight: float
@@ -142,7 +142,7 @@ def _add_log(log: CallLog, scores: Sequence[Score]) -> None:
 
 
 def _shown(value: object, limit: int = MAX_EXTRA) -> str:
-    """As text that UTF-8 can encode: without lone surrogates."""
+    """Return the text of `value` in a form that UTF-8 can encode, without lone surrogates."""
     try:
         return str(value).encode(errors="backslashreplace").decode()[:limit]
     except Exception:  # of a __str__ of the user's

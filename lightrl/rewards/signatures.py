@@ -205,8 +205,8 @@ def _verl_batch(samples: Sequence[Sample], state: RunProgress, log: CallLog) -> 
 
 
 def _extra_info(sample: Sample) -> dict[str, Any]:
-    """With what verl adds; new for each sample, since functions write into it. A question and its
-    answer are two turns."""
+    """Return the row's extra_info with verl's additions, as a new dict for each sample, since
+    functions write into it. A question and its answer are two turns."""
     given = sample.row.get("extra_info") or {}
     return {**given, "num_turns": 2, "rollout_reward_scores": {}}
 
@@ -262,7 +262,7 @@ class Message(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
-    """What functions of a rubric can name. `objects`: what they share, as its parser."""
+    """The values that functions of a rubric can name. `objects`: shared ones, as its parser."""
 
     objects: Mapping[str, Any]
     columns: Columns
@@ -294,12 +294,12 @@ class Rubric:
         }
 
     def named(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What a function of one response may have."""
+        """Return the values that a function of one response may name."""
         own = {name: state[name] for name in OF_RUBRICS}
         return {**state["input"], **own, "state": state, **self.objects}
 
     def named_of_group(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What a function of a whole group may have."""
+        """Return the values that a function of a whole group may name."""
         plural = {f"{name}s": [state[name] for state in states] for name in OF_RUBRICS}
         return {**plural, "states": list(states), **self.objects}
 

@@ -79,7 +79,7 @@ def main(sock: socket.socket) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Of the responses of one set."""
+    """The reward functions of one set, with their weights."""
 
     functions: tuple[RewardFunction, ...]
     weights: tuple[float, ...]
@@ -88,7 +88,7 @@ class Scorer:
 
 
 def load_scorers(setup: WorkerSetup) -> list[Scorer]:
-    """One for each set. Raises RewardError, one line, and whatever user code raises."""
+    """Load a scorer for each set. Raises RewardError, one line, and errors of user code."""
     reward = Reward.model_validate_json(setup.reward)
     scorers: list[Scorer] = []
     loaded: dict[str, Callable[[Sample], Any]] = {}  # a judge has one limit for all sets

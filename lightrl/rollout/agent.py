@@ -52,6 +52,10 @@ FLUSH_S = 2.0  # for the last tokens of what runs here
 
 
 class RolloutAgent:
+    """Runs the engine of this node, and sends its tokens to the coordinator. Owns the process, the
+    versions that are here, and the tokens that the coordinator may lack. Decides when the engine is
+    started again, and when it is given up."""
+
     def __init__(
         self,
         options: RolloutOptions,
@@ -106,12 +110,12 @@ class RolloutAgent:
 
     @property
     def is_released(self) -> bool:
-        """Whether other processes have the devices: there is no engine, or it sleeps."""
+        """Return whether other processes have the devices: there is no engine, or it sleeps."""
         return self._turns.is_released
 
     @property
     def has_file(self) -> bool:
-        """Whether other nodes can pull from here the version that it `serves`."""
+        """Return whether other nodes can pull from here the version that it `serves`."""
         return self._weights.has_file
 
     @property
@@ -283,8 +287,8 @@ class RolloutAgent:
     # Deadlines: an engine that is silent for longer than one of them allows is killed.
 
     def _is_reply_due(self) -> bool:
-        """Whether the engine sends tokens or loads a version. Not during a broadcast, which has
-        other deadlines."""
+        """Return whether the engine sends tokens or loads a version. False during a broadcast,
+        which has other deadlines."""
         if self.state is EngineState.LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
         return self.state is EngineState.SERVING and bool(self._running)
@@ -314,6 +318,7 @@ class RolloutAgent:
     async def _receive(
         self, engine: EngineChild, started: asyncio.Event, orders: EngineOrders
     ) -> None:
+        """Receive from the engine: send tokens to the coordinator, pass answers to `orders`."""
         while True:
             match await engine.receive():
                 case TokenChunk() as chunk:

@@ -26,7 +26,7 @@ MakePull = Callable[[PublishWeights, Wanted, Path], Pull]
 
 
 class BaseVersion:
-    """`get` it for each version; `await close()` at the end."""
+    """Fetches the base and holds it. `get` it for each version; `await close()` at the end."""
 
     def __init__(self, store: Store, server: WeightServer, make_pull: MakePull) -> None:
         """`make_pull(offer, wanted, path)`: from the sources of the offer."""

@@ -27,7 +27,7 @@ PATIENCE = 1.5
 
 
 class BroadcastMember:
-    """Of one node, whatever engine it has; `started` and `ended` follow the engine."""
+    """One node's part in broadcasts, for any engine; `started` and `ended` follow the engine."""
 
     def __init__(
         self, send: Callable[[Message], None], coordinator_host: str, timeout_s: float
@@ -53,7 +53,7 @@ class BroadcastMember:
         return self._receiving is not None and self._is_withdrawn
 
     def limit_s(self, offer: PublishWeights) -> float:
-        """How long the engine may take to receive this version."""
+        """Return the time limit for the engine to receive this version."""
         return self.patience_s + transfer_limit_s(offer.num_bytes, self._timeout_s)
 
     def started(self, order: Callable[[EngineCommand], None]) -> None:

@@ -52,7 +52,8 @@ class Chain:
 
 
 class Deltas:
-    """`patch` for each version; `await close()` at the end."""
+    """Pulls deltas, and serves them to peers. `patch` for each version; `await close()` at the
+    end."""
 
     def __init__(self, store: Store, server: WeightServer, make_pull: MakePull) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What one rollout node is, and the spec of its engine, from the config of the run. Pure."""
+"""Derive a rollout node and the spec of its engine from the config of the run. Pure."""
 
 from dataclasses import dataclass
 from pathlib import Path

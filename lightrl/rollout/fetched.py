@@ -66,7 +66,7 @@ def wanted_of(offer: PublishWeights) -> Wanted:
 
 
 def are_same(one: PublishWeights, other: PublishWeights) -> bool:
-    """Whether both offer the same version, in the same way."""
+    """Return whether both offer the same version, in the same way."""
     return one.group == other.group and (one.digest, one.policy_version) == (
         other.digest,
         other.policy_version,

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineOrders:
-    """`run` in a task; the engine's answers are put into `answers`."""
+    """Sends commands to one engine, and reports how they went. `run` in a task; the engine's
+    answers are put into `answers`."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class EngineOrders:
         self._turns.slept(answer.freed_bytes)
 
     async def _load(self, fetched: Fetched | Announced) -> None:
+        """Order the engine to load a version, and report its answer to the coordinator."""
         offer, begun_at = fetched.offer, time.monotonic()
         if self._owner.serves == (offer.policy_version, offer.digest):
             return  # it has come by broadcast after all

@@ -62,7 +62,8 @@ class Callbacks:
 
 
 class NodeWeights:
-    """`run` in a task; `await close()` when that has ended."""
+    """Fetches each version that the coordinator offers, and holds the one that the engine has
+    loaded. `run` in a task; `await close()` when that has ended."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class NodeWeights:
         self._chores: set[asyncio.Task[None]] = set()
 
     def offer(self, message: PublishWeights) -> None:
+        """Store the newest version of the coordinator, and wake `run`, which fetches it."""
         self.wanted = message
         self._is_offered.set()
 
@@ -107,7 +109,7 @@ class NodeWeights:
 
     @property
     def has_file(self) -> bool:
-        """Whether the version that the engine serves is here as a file, if it serves one."""
+        """Return whether the version that the engine serves is here as a file, if it serves one."""
         served = self._serves()
         return served is None or (self._held is not None and self._held.offer.digest == served[1])
 
@@ -182,8 +184,8 @@ class NodeWeights:
             self._start(self._sweep())
 
     def _was_taken(self, fetched: Fetched | Announced) -> bool:
-        """Whether the engine took the version while it was looked up. Equal weights under another
-        number were not taken: a step may leave the weights as they are."""
+        """Return whether the engine loaded the version during the lookup. Equal weights with
+        another number do not count: a step may leave the weights unchanged."""
         held = self._held
         if isinstance(fetched, Announced) or held is None or held.version is not fetched.version:
             return False

@@ -45,7 +45,7 @@ class FleetOptions:
 
     @property
     def text(self) -> str:
-        """As on the command line. Example: "--nodes 8"."""
+        """Return the options as on the command line. Example: "--nodes 8"."""
         options = {
             "nodes": self.nodes,
             "preemptible": self.preemptible or None,

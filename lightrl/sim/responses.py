@@ -52,7 +52,7 @@ def reward(noise: int) -> float:
 
 
 class RewardWorkers:
-    """When the reward of a response is known."""
+    """Compute the time at which the reward of a response is known."""
 
     def __init__(self, times: RewardTimes) -> None:
         self._times = times

@@ -1,4 +1,4 @@
-"""Which samples a step computes on, and how they are cut into micro-batches for the ranks.
+"""Choose the samples that a step computes on, and cut them into micro-batches for the ranks.
 
 Pure: no torch, no clock. Must not import torch: the daemon imports this file.
 

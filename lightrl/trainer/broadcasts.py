@@ -1,8 +1,8 @@
-"""A trainer's part in broadcasts: rank 0 sends a version to a group, as the coordinator orders.
+"""Carry out the coordinator's orders to broadcast a version: rank 0 sends it to a group.
 
-Owns the coordinator's order and the commands to rank 0. Which nodes receive a version the
-coordinator decides; when rank 0 is free the supervisor. A failure ends the group only: nodes pull
-instead. Must not import torch: the daemon imports this file.
+Owns the current order and the commands to rank 0. The coordinator decides which nodes receive a
+version, and the supervisor decides when rank 0 is free. A failure ends only the group: its nodes
+pull the version instead. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
-TAKEN_S = 1.0  # from a publication to the coordinator's VersionTaken, which it sends immediately
-# of the members' time limit: a rank that leaves a group is held up by one operation at most
+TAKEN_S = 1.0  # limit from a publication to VersionTaken, which the coordinator sends immediately
+# multiple of the members' time limit: a rank that leaves a group waits for one operation at most
 GRACE_TIMEOUTS = 1.25
-ENDS = "the trainer ends"
-GONE = "the coordinator is gone"
+ENDS = "the trainer is stopping"
+GONE = "the coordinator was lost"
 
 
 class BroadcastOrders:
@@ -36,16 +36,16 @@ class BroadcastOrders:
         send: Callable[[Message], None],
         changed: asyncio.Event,
     ) -> None:
-        """Members meet on `host`, an address of this machine; 0.0.0.0 = all. `send` reaches the
-        coordinator, if it listens; `changed` is set when there is something new to do, or nothing
-        more to wait for."""
+        """`host`: address of this machine at which members meet; 0.0.0.0 = all addresses. `send`
+        sends to the coordinator if it is connected. `changed` is set when an order arrives or a
+        wait can end."""
         self._host = host
         self._send = send
         self._changed = changed
         self._timeout_s = config.weights.timeout_s  # of the members
-        self._taken: VersionTaken | None = None  # the last one
-        self._order: VersionTaken | None = None  # not carried out yet
-        self._over: asyncio.Future[str] | None = None  # why rank 0 has to stop sending
+        self._taken: VersionTaken | None = None  # the last one received
+        self._order: VersionTaken | None = None  # the order that is not carried out yet
+        self._over: asyncio.Future[str] | None = None  # the reason why rank 0 must stop sending
         self._is_stopping = False
 
     @property
@@ -68,14 +68,14 @@ class BroadcastOrders:
         self._changed.set()
 
     def clear(self) -> None:
-        """The coordinator is gone, or these ranks are, and with them their groups; rank 0 leaves
-        its group when the next one forms."""
+        """Forget all orders after the loss of the coordinator or of these ranks, which ends their
+        groups. Rank 0 leaves its group when the next one forms."""
         self._taken = self._order = None
         self._end(GONE)
         self._changed.set()
 
     def stop(self) -> None:
-        """The trainer ends: nothing more is sent."""
+        """Refuse the current order and all later ones: the trainer is stopping."""
         self._is_stopping = True
         if self._order is not None:
             self._refuse(self._order, ENDS)
@@ -93,8 +93,8 @@ class BroadcastOrders:
             self._send(BroadcastStatus(order.policy_version, name, reason=reason))
 
     async def follow(self, ranks: Ranks, file: VersionFile) -> bool:
-        """After a version was published: send it, if the coordinator orders that. Returns whether
-        nodes want the difference to the version before, also if the coordinator is silent.
+        """Send a version after its publication, if the coordinator orders it. Return whether nodes
+        need the delta from the previous version; True if the coordinator does not answer.
 
         Raises RanksLost.
         """
@@ -105,7 +105,7 @@ class BroadcastOrders:
         return self._taken is None or not self._is_taken(version) or self._taken.wants_delta
 
     async def perform(self, ranks: Ranks, file: VersionFile) -> bool:
-        """Carry out the order, `file` being the newest version. Returns whether all was sent.
+        """Carry out the order; `file` is the newest version. Return whether all of it was sent.
         Raises RanksLost."""
         order, self._order = self._order, None
         if order is None or order.broadcast is None:
@@ -113,7 +113,7 @@ class BroadcastOrders:
         version, wanted, group = order.policy_version, order.broadcast, order.broadcast.group
         try:
             if version != file.policy_version:
-                raise WeightsError(f"version {version} is not the newest, {file.policy_version}")
+                raise WeightsError(f"version {version} is not the newest: {file.policy_version}")
             if not group:
                 group = secrets.token_hex(16)
                 place = BroadcastGroup(group, "", 0, wanted.world, wanted.backend)
@@ -126,13 +126,13 @@ class BroadcastOrders:
         except WeightsError as e:
             reason = str(e).removeprefix("broadcast: ")
             logger.warning("no broadcast: %s", reason)
-            if reason != GONE:  # else the order is of a coordinator that no longer waits for it
+            if reason != GONE:  # a lost coordinator no longer waits for the result
                 self._refuse(order, reason, group)
             return False
         return True
 
     async def _answer(self, ranks: Ranks, limit_s: float) -> Done:
-        """Return rank 0's reply to its last command. Raises WeightsError, also if cancelled."""
+        """Return rank 0's reply to its last command. Raises WeightsError, also after `_end`."""
         over = self._over = asyncio.get_running_loop().create_future()
         try:
             grace_s = GRACE_TIMEOUTS * self._timeout_s
@@ -147,7 +147,7 @@ class BroadcastOrders:
         return self._taken is not None and self._taken.policy_version == version
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a message of the coordinator, for TAKEN_S at most."""
+        """Wait until `holds()` is true after a message from the coordinator, or for TAKEN_S."""
         try:
             async with asyncio.timeout(TAKEN_S):
                 while not holds():

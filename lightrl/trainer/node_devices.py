@@ -1,5 +1,5 @@
-"""Whether the ranks of one trainer node hold its devices, where these are shared with engines, and
-what the coordinator is sent about it.
+"""Decide when the ranks of one trainer node hold devices that they share with engines, and report
+it to the coordinator.
 
 Each trainer node answers for its own ranks. The leading node suspends the ranks of all nodes at the
 same place of the step. Must not import torch: the daemon imports this file.
@@ -25,7 +25,7 @@ from lightrl.trainer.protocol import (
 
 
 class NodeDevices:
-    """State across restarts of the ranks. The ranks hold the devices from their start until each of
+    """Tracks whether the ranks hold devices, also across restarts: from their start until each of
     them is suspended, and again from the first command that takes them. Ranks that are lost while
     they hold them restart immediately. Where each replica has devices of its own (`device_parts`),
     ranks start once all parts are given."""
@@ -62,7 +62,7 @@ class NodeDevices:
         return not self.are_shared or self._all_given.is_set()
 
     def is_given_to(self, replica: int) -> bool:
-        """Whether its ranks may work, if any may."""
+        """Return whether its ranks may work, if any may."""
         return self._num_parts == 1 or replica in self._given
 
     @property

@@ -68,8 +68,8 @@ class Place:
 
 
 class Ranks:
-    """`await start(...)` once, always `await stop()` or `await kill()`; `watch` runs beside all
-    other calls."""
+    """Runs the rank processes of a trainer. `await start(...)` once, always `await stop()` or
+    `await kill()`; `watch` runs beside all other calls."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ def rank_environment(
 
 
 async def _any_done(futures: set[asyncio.Future[Any]], limit_s: float) -> bool:
-    """Whether one of them is done in time."""
+    """Return whether one of them is done in time."""
     try:
         async with patient_timeout(limit_s):
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,5 @@
-"""The checkpoints that a trainer's ranks write: when they begin, how often it is tried, and which
-one is the newest.
+"""Decide when the ranks of a trainer write checkpoints, and try failed ones again; track the newest
+one.
 
 Must not import torch: the daemon imports this file.
 """
@@ -23,8 +23,8 @@ SAVE_PAUSE_S = 1.0
 
 
 class Saves:
-    """`begin_life` for each set of ranks, and `handle` for their reports; one caller at a time for
-    the coroutines."""
+    """Decides when checkpoints are written. `begin_life` for each set of ranks, `handle` for their
+    reports; one caller at a time for the coroutines."""
 
     def __init__(
         self, checkpoints: Path, config: Config, send: Callable[[Checkpointed], None]
@@ -139,13 +139,9 @@ class Saves:
         took_s = time.monotonic() - self._began
         logger.info("saved %s in %.1f s; the ranks waited %.1f s", path, took_s, self._blocked_s)
         if took_s > self._grace_s:
-            logger.warning(
-                "%s took %.0f s to be saved, more than node.grace_s = %g: a trainer that is "
-                "preempted could not save in time",
-                path,
-                took_s,
-                self._grace_s,
-            )
+            limit = f"node.grace_s = {self._grace_s:g}"
+            what = f"{path} took {took_s:.0f} s to be saved, more than {limit}"
+            logger.warning("%s: a trainer that is preempted could not save in time", what)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

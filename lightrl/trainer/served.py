@@ -29,10 +29,9 @@ class PointTo(Protocol):
 
 
 class ServedVersions:
-    """At most two: the newest, and the one before until its file is needed. The ranks own the
-    files, and do not reuse one that the server reads. Differences between the last versions are
-    removed here.
-    """
+    """Serves at most two versions: the newest, and the one before until its file is needed. Ranks
+    own the files, and do not reuse one that the server reads. Differences between the last versions
+    are removed here."""
 
     def __init__(self, server: WeightServer, point_to: PointTo | None = None) -> None:
         """`point_to` announces files to the nodes of this machine; called in a thread."""
@@ -54,9 +53,8 @@ class ServedVersions:
         version, known = file.policy_version, self._files.get(file.policy_version)
         if published.base is not None:
             await self._serve_base(published.base)
-        if version >= max(self._files, default=0) and (
-            known is None or known.digest != file.digest
-        ):
+        is_served = known is not None and known.digest == file.digest
+        if version >= max(self._files, default=0) and not is_served:
             if known is not None:
                 await self._retire(version)
             await self._publish(file, f"version {version}")

@@ -16,8 +16,8 @@ from lightrl.wire import num_trained
 
 
 class ShardQueue:
-    """Each group names its mini-batch, so that a repeated step has the same ones. A mini-batch ends
-    with the first group of the next, the last one with the step."""
+    """Holds the groups of one step. Each names its mini-batch, so that a repeated step has the same
+    ones. A mini-batch ends with the first group of the next, the last one with the step."""
 
     def __init__(self, step: int, replicas: int = 1) -> None:
         self.step = step

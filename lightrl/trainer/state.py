@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do, as far as it decides what the trainer may do. Pure.
+"""The states of a trainer's ranks, and the events that are allowed in each. Pure.
 
 Whether the coordinator is connected is independent of it: see `Trainer` in supervisor.py.
 """

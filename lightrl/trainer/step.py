@@ -92,6 +92,9 @@ class Replicas:
 
 
 class Step:
+    """Trains one step while its groups arrive. Owns the groups that the ranks have not accumulated;
+    decides when they do, and in which micro-batches."""
+
     def __init__(
         self,
         config: Config,
@@ -147,7 +150,7 @@ class Step:
 
     @property
     def is_busy(self) -> bool:
-        """Some ranks compute."""
+        """Return whether some ranks compute."""
         return not self._replicas.are_idle
 
     @property
@@ -247,8 +250,6 @@ class Step:
         config, num = self._config, self._replicas.num_ranks
         rest = surprisal_of_rest([s for samples in groups for s in samples], config.algorithm)
         self._rest = [a + b for a, b in zip(self._rest, rest, strict=True)]
-        most = config.train.max_tokens_per_gpu
-        batches_R = streamed(
-            useful(groups, config), num, most, self._in_order, self._ranks.is_packed
-        )
+        most, is_packed = config.train.max_tokens_per_gpu, self._ranks.is_packed
+        batches_R = streamed(useful(groups, config), num, most, self._in_order, is_packed)
         self._replicas.accumulate(replica, self.queue.step, batches_R)

@@ -3,9 +3,6 @@ it continues after lost ranks or a lost coordinator.
 
 The coordinator decides which groups are trained, `trainer.step` which of them at a time. Must not
 import torch: the daemon imports this file.
-
-A step can be reset as long as its version is not published, so that no group counts twice: after a
-loss the coordinator sends all shards of the step again, from index 0.
 """
 
 import asyncio
@@ -68,6 +65,13 @@ class NonfiniteSteps:
 
 
 class Trainer:
+    """Trains the steps of the run by rank processes, and publishes their versions. Owns the ranks,
+    also after restarts; decides when a step advances, is reset and ends.
+
+    A step can be reset as long as its version is not published, so that no group counts twice:
+    after a loss the coordinator sends all its shards again, from index 0.
+    """
+
     def __init__(
         self,
         config: Config,

@@ -1,7 +1,7 @@
-"""The live screen: draws snapshots as they arrive and reads single keys. Owns the terminal
-meanwhile.
+"""Draw snapshots on the live screen as they arrive, and read single keys. Owns the terminal while
+the screen is open.
 
-The content of the screen is in `render.py`; the source of snapshots in `client/ask.py`.
+`render.py` creates the content of the screen; `client/ask.py` receives the snapshots.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from lightrl.system.output import flush, is_behind, never_fail
 from lightrl.system.threads import cancel
 from lightrl.tui.render import PAGES, ScreenView, render
 
-EVERY_S = 0.5  # between snapshots
-RETRY_S = 1.0  # after a lost connection
+EVERY_S = 0.5  # interval between snapshots
+RETRY_S = 1.0  # delay before the next attempt to connect
 ESCAPES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down"}
 
 
 def keys(data: bytes) -> Iterator[str]:
-    """Yield the keys in the bytes of a terminal. Example: keys(b"q\\x1b[A?") gives "q", "up",
+    """Yield the keys in bytes that a terminal sent. Example: keys(b"q\\x1b[A?") yields "q", "up",
     "?"."""
     while data:
         for escape, name in ESCAPES.items():
@@ -44,7 +44,7 @@ def keys(data: bytes) -> Iterator[str]:
 
 
 def turn(view: ScreenView, key: str) -> ScreenView | None:
-    """Return the view after a key; None to leave."""
+    """Return the view after `key` was pressed, or None if the key closes the screen."""
     match key:
         case "q":
             return None
@@ -71,12 +71,12 @@ class Screen:
     snapshot: Snapshot | None = None
     view: ScreenView = field(default_factory=ScreenView)
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    # something has changed that could not be drawn
+    # the last frame was skipped
     is_stale: bool = False
 
     def draw(self) -> None:
-        """Draw the current view, unless the terminal has not yet read the last one: frames are
-        skipped."""
+        """Draw the current view, or skip this frame if the terminal has not yet read the last
+        one."""
         self.is_stale = is_behind()
         if self.is_stale:
             return
@@ -89,7 +89,7 @@ class Screen:
             self.live.update(render(self.snapshot, self.view, width, height), refresh=True)
 
     def press(self, data: bytes) -> None:
-        if not data:  # the terminal is gone
+        if not data:  # the terminal was closed
             self.left.set()
         for key in keys(data):
             following = turn(self.view, key)
@@ -102,7 +102,7 @@ class Screen:
     def show(self, snapshot: Snapshot) -> None:
         moved = 0
         if self.snapshot is not None and self.view.page == "samples" and self.view.selected:
-            # the list grows at its head: stay on the sample that is being read
+            # New samples are inserted at the head: keep the same sample selected.
             ids = [sample.response for sample in snapshot.samples]
             reading = (
                 self.snapshot.samples[self.view.selected].response if self.snapshot.samples else ""
@@ -128,10 +128,10 @@ class Screen:
 async def watch_live(
     address: str, key: str, stay: bool, run_dir: Path | None = None, first: Snapshot | None = None
 ) -> bool:
-    """Show the run at `address` until q is pressed or, unless `stay`, until it is over.
+    """Show the run at `address` until q is pressed or, unless `stay`, until the run is over.
 
-    `first` is shown until it answers. Returns True if the run was over, False if the user left.
-    Raises LightRLError if `run_dir` is given and another run answers at its address.
+    `first` is shown until the first snapshot arrives. Returns True if the run is over, False if the
+    user pressed q. Raises LightRLError if another run than that in `run_dir` answers at `address`.
     """
     async with _open_screen() as screen:
         if first is not None:
@@ -143,7 +143,7 @@ async def watch_live(
             if following.done():
                 following.result()
                 if stay:
-                    screen.notify("the run is over; q leaves")
+                    screen.notify("the run is over; press q to quit")
                     await leaving
             return following.done()
         finally:
@@ -151,14 +151,14 @@ async def watch_live(
 
 
 async def show_finished(snapshot: Snapshot) -> None:
-    """Show the last snapshot of a run that is over, until q is pressed."""
+    """Show the last snapshot of a finished run until q is pressed."""
     async with _open_screen() as screen:
         screen.show(snapshot)
         await screen.left.wait()
 
 
 async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) -> None:
-    """Show snapshots until the run is over. A lost connection is shown and retried."""
+    """Show snapshots until the run is over. Notify the user of a lost connection and reconnect."""
     while True:
         try:
             async with contextlib.aclosing(ask.watch(address, EVERY_S, key)) as snapshots:
@@ -178,7 +178,7 @@ async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) 
 
 @contextlib.asynccontextmanager
 async def _open_screen() -> AsyncIterator[Screen]:
-    """Open the alternate screen, which gets single keys; restores the terminal afterwards."""
+    """Open the alternate screen and read single keys; restore the terminal afterwards."""
     never_fail()
     console = Console()
     loop = asyncio.get_running_loop()
@@ -187,7 +187,7 @@ async def _open_screen() -> AsyncIterator[Screen]:
 
         def on_input(terminal: int) -> None:
             if not (data := _read(terminal)):
-                loop.remove_reader(terminal)  # a closed one would be ready for ever
+                loop.remove_reader(terminal)  # a closed terminal would always be readable
             screen.press(data)
 
         if terminal is not None:
@@ -204,8 +204,8 @@ async def _open_screen() -> AsyncIterator[Screen]:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[int | None]:
-    """Switch stdin to single keys without echo; ctrl-C still is a signal. Yields None without a
-    terminal."""
+    """Switch stdin to single keys without echo; ctrl-C remains a signal. Yield the descriptor of
+    the terminal, or None without a terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -219,20 +219,20 @@ def _single_keys() -> Iterator[int | None]:
         yield terminal
     finally:
         flush()
-        with contextlib.suppress(termios.error):  # it is gone
-            # TCSADRAIN would wait for its reader
+        with contextlib.suppress(termios.error):  # the terminal was closed
+            # TCSADRAIN would wait until all output is read
             termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 1024)
-    except OSError:  # it is gone
+    except OSError:  # the terminal was closed
         return b""
 
 
 async def _redraw(screen: Screen) -> None:
-    """Redraw between snapshots when the window changes its size or a frame was skipped."""
+    """Redraw the screen between snapshots if the window was resized or a frame was skipped."""
     size = screen.live.console.size
     while True:
         await asyncio.sleep(0.25)

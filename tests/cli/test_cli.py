@@ -617,7 +617,7 @@ def test_a_run_whose_coordinator_was_killed(capsys, tmp_path):
         address = f"tcp://127.0.0.1:{was.getsockname()[1]}"
     made_run(tmp_path / "runs" / "one", address)
     line = complaint(capsys, "down", "one")
-    assert line == f"runs/one: its coordinator is gone (nobody answers at {address})"
+    assert line == f"runs/one: its coordinator is gone (no answer from {address})"
 
 
 def test_only_rollout_nodes_can_be_drained(capsys, tmp_path):
@@ -626,10 +626,10 @@ def test_only_rollout_nodes_can_be_drained(capsys, tmp_path):
         run_dir = made_run(tmp_path / "runs" / "one", address)
         for target in ((address, "--key", run_dir / "key"), (run_dir,)):
             line = complaint(capsys, "drain", "head", *target)
-            assert line == "head is the coordinator: lightrl down stops the run"
+            assert line == "head is the coordinator; use lightrl down to stop the run"
             line = complaint(capsys, "drain", "trainer-0", *target)
-            assert line == "trainer-0 is the trainer: lightrl down stops the run"
-        assert "there are head, trainer-0, rollout-0" in complaint(capsys, "drain", "x", run_dir)
+            assert line == "trainer-0 is the trainer; use lightrl down to stop the run"
+        assert "nodes are head, trainer-0, rollout-0" in complaint(capsys, "drain", "x", run_dir)
         assert received == []
         assert lightrl("drain", "rollout-0", run_dir) == 0
         assert capsys.readouterr().out == "rollout-0 is leaving\n"

@@ -22,7 +22,7 @@ def test_it_shows_each_set_with_prompts_as_text_and_tokens(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["train", str(QUICKSTART.parent / "train.jsonl")]
     assert lines[1:4] == [
-        "prompts     256, 100.0% of what is drawn",
+        "prompts     256, 100.0% of the prompts drawn",
         "tokens      5 to 5, mean 5.0",
         "columns     prompt, answer",
     ]

@@ -254,7 +254,7 @@ def test_what_vllm_is_told_of_adapters(key):
 
 def test_one_port_for_the_weights_of_several_nodes():
     line = refusal("node.weights_port=5601", "train.nodes=2")
-    assert line.startswith("node.weights_port = 5601: train.nodes = 2 are started here, and only")
+    assert line.startswith("node.weights_port = 5601: train.nodes = 2 start on this machine, and")
     line = refusal("node.weights_port=5601", "run.bind=127.0.0.1:5601")
     assert line.startswith("node.weights_port = 5601: is the port of run.bind; choose another")
     alone = ("--role", "coordinator,trainer", "node.weights_port=5601", "train.nodes=2")
@@ -288,7 +288,7 @@ def test_a_place_for_checkpoints_that_cannot_be_made(tmp_path):
     line = refusal(f"checkpoint.dir={tmp_path / 'file' / 'below'}")
     place = tmp_path / "file"
     assert line == (
-        f"checkpoint.dir = '{place / 'below'}': cannot be made: {place} is no directory"
+        f"checkpoint.dir = '{place / 'below'}': cannot be created: {place} is not a directory"
     )
 
 

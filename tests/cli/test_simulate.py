@@ -57,7 +57,7 @@ def test_preemptible_nodes_may_stay(capsys):
 @pytest.mark.parametrize(
     ("workload", "complaint"),
     [
-        ("gone", "--workload gone: neither a file, a run nor a preset (generic, rollpacker-7b-8k,"),
+        ("gone", "--workload gone: is not a file, a run or a preset (generic, rollpacker-7b-8k,"),
         ("empty", "--workload empty: is no run directory: it has no config.toml"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
             how = "continue it with: lightrl resume runs/one"
             assert f" of 100000 (lightrl down); the run is in {run_dir}; {how}" in last
             assert "lightrl: " not in out
-            said += read_until(ours, b"the run is over; q leaves")
+            said += read_until(ours, b"the run is over; press q to quit")
             assert b"trying again" not in said
             os.write(ours, b"q")
             assert top.wait(DEADLINE_S) == 0

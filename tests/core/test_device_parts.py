@@ -106,7 +106,7 @@ def test_a_part_whose_engine_is_gone_is_given_at_once():
     assert orders(d.finish("p0@0#1")) == []
     commands = d.feed(NodeLeft("b", "its devices only train", ok=True))
     assert orders(commands) == [("t", assign(0, (1,))), ("t", TrainShard)]
-    view = d.core.policy.view(d.round, d.now)
+    view = d.core.policy.view(d.round, d.core.policy.rest(d.round))
     assert view.unused == 0.5
     assert orders(d.finish_round()) == [("t", TrainShard), ("t", TrainShard), ("a", SLEEP)]
     assert orders(released(d, "a")) == [("t", assign(0, (0, 1)))]
@@ -161,7 +161,7 @@ def test_a_part_is_free_when_all_that_use_it_sleep():
 
 def test_rules_release_whole_parts():
     d, _ = in_parts({"a": 0, "b": 1, "c": 1, "e": 1})
-    view = d.core.policy.view(d.round, d.now)
+    view = d.core.policy.view(d.round, d.core.policy.rest(d.round))
     assert [node.name for node in view.emptiest(2)] == ["a"]
     assert [node.name for node in view.emptiest(3)] in (["a"], ["b", "c", "e"])
     assert {node.name for node in view.emptiest(4)} == set("abce")

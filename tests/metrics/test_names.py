@@ -39,6 +39,15 @@ def test_every_name_in_the_sources_is_described():
     }
 
 
+def test_every_metric_is_computed_where_the_table_says():
+    for metric in METRICS:
+        text = (SOURCES / metric.module).read_text()
+        last = re.sub("<[a-z]+>", "", metric.name.rpartition("/")[2])
+        # "<name>_max" and "restart_<name>" are put together there
+        last = last.removesuffix("_max").removeprefix("restart_")
+        assert last in text, f"{metric.name}: not in {metric.module}"
+
+
 def test_the_table_has_a_line_for_each():
     assert len(table()) == len(METRICS) + 1
     assert all("\n" not in line for line in table())

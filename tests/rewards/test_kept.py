@@ -9,7 +9,7 @@ import pytest
 
 from lightrl.config import schema
 from lightrl.rewards import kept
-from lightrl.rewards.protocol import RewardResult
+from lightrl.rewards.protocol import RewardResult, WorkerSetup
 from lightrl.rewards.runner import RewardPool
 from tests.support.reward_pool import LIMIT_S, job, reward_set
 
@@ -46,8 +46,9 @@ async def rewards(model_files: Path, folder: Path, sources: dict[str, bytes]) ->
     """Of a response before and one after a crash, between which the files are edited."""
     settings = schema.Reward(functions=(f"{folder}/rewards.py:reward",))
     found: asyncio.Queue[RewardResult] = asyncio.Queue()
-    sets = [reward_set(settings)]
-    pool = RewardPool(settings, sets, model_files, folder, found.put_nowait, print, sources=sources)
+    sets = (reward_set(settings),)
+    setup = WorkerSetup(settings.model_dump_json(), sets, str(model_files), sources=sources)
+    pool = RewardPool(settings, setup, folder, found.put_nowait, print)
     results = []
     async with asyncio.timeout(LIMIT_S):
         await pool.start()

@@ -14,7 +14,7 @@ import pytest
 from lightrl.cli import main
 from lightrl.config import schema
 from lightrl.errors import RewardError
-from lightrl.rewards.protocol import inherited
+from lightrl.rewards.protocol import WorkerSetup, inherited
 from lightrl.rewards.runner import RewardPool
 from tests.support.cli import QUICKSTART, all_end, linux_only
 from tests.support.reward_pool import LIMIT_S, job, reward_set, run_jobs
@@ -51,14 +51,15 @@ from pathlib import Path
 from lightrl.config import schema
 from lightrl.rewards.protocol import RewardJob
 from lightrl.rewards.runner import RewardPool
-from lightrl.rewards.protocol import RewardSet
+from lightrl.rewards.protocol import RewardSet, WorkerSetup
 from array import array
 
 async def main(folder, model_files):
     settings = schema.Reward(functions=(f"{folder}/rewards.py:reward",))
     show = lambda result: print(result, flush=True)
     alike = RewardSet(settings.functions, (1.0,), "prompt", "answer", (), True)
-    pool = RewardPool(settings, [alike], model_files, folder, show, print)
+    setup = WorkerSetup(settings.model_dump_json(), (alike,), str(model_files))
+    pool = RewardPool(settings, setup, folder, show, print)
     await pool.start()
     pool.submit(RewardJob("a", 1, "say abc", {}, array("i", [1, 0]), "stop"))
     await pool.run()
@@ -164,8 +165,9 @@ def test_a_worker_dies_with_its_reaper_and_is_replaced(model_files, tmp_path):
     results: asyncio.Queue = asyncio.Queue()
 
     async def scenario() -> None:
-        sets = [reward_set(settings)]
-        pool = RewardPool(settings, sets, model_files, tmp_path, results.put_nowait, print)
+        sets = (reward_set(settings),)
+        setup = WorkerSetup(settings.model_dump_json(), sets, str(model_files))
+        pool = RewardPool(settings, setup, tmp_path, results.put_nowait, print)
         await pool.start()
         serving = asyncio.create_task(pool.run())
         pool.submit(job("a"))

@@ -353,8 +353,9 @@ def reward(sample):
     settings = schema.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
 
     async def scenario() -> None:
-        sets = [reward_set(settings)]
-        pool = RewardPool(settings, sets, model_files, tmp_path, lambda _: None, print)
+        sets = (reward_set(settings),)
+        setup = WorkerSetup(settings.model_dump_json(), sets, str(model_files))
+        pool = RewardPool(settings, setup, tmp_path, lambda _: None, print)
         try:
             await pool.start()
             await pool.run()
@@ -370,7 +371,8 @@ def reward(sample):
 def test_a_model_directory_without_a_usable_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     reward = schema.Reward()
-    pool = RewardPool(reward, [reward_set(reward)], tmp_path, tmp_path, lambda _: None, print)
+    setup = WorkerSetup(reward.model_dump_json(), (reward_set(reward),), str(tmp_path))
+    pool = RewardPool(reward, setup, tmp_path, lambda _: None, print)
     with pytest.raises(RewardError, match=r"tokenizer\.json: cannot be loaded"):
         asyncio.run(asyncio.wait_for(pool.start(), LIMIT_S))
 
@@ -395,8 +397,9 @@ def test_a_worker_that_lacks_a_descriptor_waits_for_one(model_files, tmp_path):
     told: list[str] = []
 
     async def scenario() -> None:
-        sets = [reward_set(settings)]
-        pool = RewardPool(settings, sets, model_files, tmp_path, lambda _: None, told.append)
+        sets = (reward_set(settings),)
+        setup = WorkerSetup(settings.model_dump_json(), sets, str(model_files))
+        pool = RewardPool(settings, setup, tmp_path, lambda _: None, told.append)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
         try:

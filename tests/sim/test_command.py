@@ -88,7 +88,7 @@ def test_rules_by_which_devices_change_sides_are_compared(capsys, tmp_path):
     [
         (
             ("--workload", "nowhere"),
-            "neither a file, a run nor a preset (generic, rollpacker-7b-8k",
+            "is not a file, a run or a preset (generic, rollpacker-7b-8k",
         ),
         (("--nodes", "0"), "a simulation needs nodes"),
         (("--offload", "window"), "--offload window: the trainer of this workload has its own"),

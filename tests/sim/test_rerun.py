@@ -75,13 +75,16 @@ class Left:
         return self.records
 
     def _handle(self, event: Event, now: float) -> list[Command]:
-        commands = self._recorder.handle(self.world.core, event, now)
+        core = self.world.core
+        self._recorder.before(core, event, now)
+        commands = core.handle(event, now)
+        self._recorder.after(core, event, commands)
         for command in commands:
             if isinstance(command, CloseRound):
                 self._log.write(command.round)
                 self._rounds[command.round.step] = command.round
             elif isinstance(command, CloseStep):
-                self._log.write_step(self._recorder.close_step(self.world.core, command))
+                self._log.write_step(self._recorder.close_step(core, command))
                 self.records.append(self._record(command))
         return commands
 

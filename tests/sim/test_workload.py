@@ -189,7 +189,7 @@ def test_models_are_as_large_as_their_published_shapes(
         ('{"num_prompts": 1.5}', "num_prompts = 1.5: input should be a valid integer"),
         ('{"engine": 3}', "engine = 3: input should be an object"),
         ("{\n oops", "not valid JSON: key must be a string at line 2 column 2"),
-        ("[]", "an object is needed"),
+        ("[]", "is not a JSON object"),
     ],
 )
 def test_an_impossible_workload_is_one_clear_line(tmp_path: Path, text: str, complaint: str):
@@ -205,8 +205,8 @@ def test_an_impossible_workload_is_one_clear_line(tmp_path: Path, text: str, com
     ("line", "complaint"),
     [
         ('{"prompt": "a", "lengths": [-3]}', ":2: lengths.0 = -3: input should be greater"),
-        ('{"lengths": [3]}', ":2: a line has a prompt and lengths, or responses"),
-        ("[1]", ":2: an object is needed"),
+        ('{"lengths": [3]}', ":2: a line needs a prompt and lengths, or responses"),
+        ("[1]", ":2: is not a JSON object"),
         ("{", ":2: not valid JSON"),
     ],
 )
@@ -219,5 +219,5 @@ def test_an_impossible_line_of_lengths_is_named(tmp_path: Path, line: str, compl
 
 
 def test_what_is_neither_file_nor_preset_is_said(tmp_path: Path):
-    with pytest.raises(SimError, match="neither a file, a run nor a preset"):
+    with pytest.raises(SimError, match="is not a file, a run or a preset"):
         find_scenario("nowhere", 100, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config import schema
-from lightrl.rewards.protocol import RewardJob, RewardResult, RewardSet
+from lightrl.rewards.protocol import RewardJob, RewardResult, RewardSet, WorkerSetup
 from lightrl.rewards.runner import RewardPool
 
 LETTERS = "abcdefghij"
@@ -56,8 +56,9 @@ def run_jobs(
             if len(results) == len(jobs):
                 done.set()
 
-        sets = [reward_set(settings, *columns)]
-        pool = RewardPool(settings, sets, model_files, folder, collect, print, num_steps=10)
+        sets = (reward_set(settings, *columns),)
+        setup = WorkerSetup(settings.model_dump_json(), sets, str(model_files), num_steps=10)
+        pool = RewardPool(settings, setup, folder, collect, print)
         async with asyncio.timeout(LIMIT_S):
             await pool.start()
             async with asyncio.TaskGroup() as tasks:

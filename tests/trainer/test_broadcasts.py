@@ -231,7 +231,7 @@ def test_a_broadcast_that_is_over_is_given_up_soon(new_config, groups, tmp_path,
     assert coordinator.num_hellos == 1
     reasons = {
         "the coordinator says so": ["it is not wanted any more"],
-        "stop": ["the trainer ends"],
+        "stop": ["the trainer is stopping"],
     }
     assert failures(coordinator) == reasons.get(how, [])
     assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
@@ -279,7 +279,7 @@ def test_an_idle_trainer_sends_its_first_version_and_refuses_wrong_orders(
             )
             orders.order(7, name)
             failed = await orders.status()
-            assert failed.reason == "version 7 is not the newest, 0"
+            assert failed.reason == "version 7 is not the newest: 0"
             coordinator.feed(0)
 
         coordinator.on["published", 0] = first
@@ -322,7 +322,7 @@ def test_orders_to_a_trainer_that_ends_are_refused(new_config, groups, tmp_path)
         coordinator.on["published", 1] = first
 
     coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
-    why = "the trainer ends"
+    why = "the trainer is stopping"
     refused = [m for m in coordinator.sent if isinstance(m, BroadcastStatus)]
     assert refused == [
         BroadcastStatus(1, "waits", reason=why),

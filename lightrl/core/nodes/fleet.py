@@ -37,6 +37,9 @@ MAX_STALE_NODES = 4096  # the nodes that were restarted last: a run has fewer
 
 
 class Fleet:
+    """Owns the nodes of the run, their states and their leases. Decides which nodes are admitted,
+    when a node is sent the newest version, and when one that cannot load it is drained."""
+
     def __init__(self, settings: Settings, outbox: Outbox) -> None:
         self.nodes: dict[str, Node] = {}
         self.ready: dict[str, Node] = {}  # those that serve the published version
@@ -128,9 +131,7 @@ class Fleet:
         self._apply_hello(node, hello)
 
     def _apply_hello(self, node: Node, hello: Hello) -> None:
-        """Trust the version that a hello reports: each chunk repeats the digest, so a wrong report
-        is detected."""
-        published = self.published
+        """Store what a hello reports, and send the node the newest version unless it serves it."""
         self.num_preemptible += hello.is_preemptible - node.is_preemptible
         node.is_preemptible = hello.is_preemptible
         if hello.serves is not None:
@@ -138,6 +139,12 @@ class Fleet:
         if node.takes_turns and node.state is not NodeState.DRAINING:
             for state in way_to_side(node.state, hello.is_released):
                 self._move(node, state)
+        self._send_newest_unless_served(node, hello)
+
+    def _send_newest_unless_served(self, node: Node, hello: Hello) -> None:
+        """Send a node that joins or returns the newest version, unless it serves it. A wrong report
+        of a hello is detected: each chunk repeats the digest."""
+        published = self.published
         if "rollout" not in node.roles or published is None or node.state is NodeState.DRAINING:
             return
         if hello.serves == (published.policy_version, published.digest):
@@ -383,7 +390,7 @@ class Fleet:
         self._outbox.send(node.name, message)
 
     def awaits(self, name: str, ready: WeightsReady) -> bool:
-        """Whether the node pulls the published version and reports that one."""
+        """Return whether the node pulls the published version and reports that one."""
         node, published = self.nodes.get(name), self.published
         return (
             node is not None

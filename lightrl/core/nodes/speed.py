@@ -72,10 +72,11 @@ class Speed:
         """Return seconds of a step with `batch` responses."""
         return self.base + self.slope * batch
 
-    def finishes_in(self, left: Sequence[float]) -> float:
-        """Return seconds until all responses are done, given remaining steps, fewest first: base
-        for the steps of the longest, and slope for each step of each."""
-        return self.base * left[-1] + self.slope * sum(left) if left else 0.0
+    def finishes_in(self, left: Sequence[float], more: float = 0.0) -> float:
+        """Return seconds until all responses are done, given remaining steps, fewest first, and
+        those of one more: base for the steps of the longest, and slope for each step of each."""
+        longest = max(left[-1], more) if left else more
+        return self.base * longest + self.slope * (sum(left) + more)
 
     @property
     def error(self) -> float:

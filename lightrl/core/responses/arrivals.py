@@ -1,7 +1,7 @@
-"""Accept tokens of responses: from nodes, which are not trusted, and from the journal.
+"""Accept tokens of responses from nodes, which are not trusted, and from the journal.
 
-Owns the checks of a chunk, and which part of it is new. All accepted tokens are appended by
-`_append`. `group_filter` decides the outcome of a response, `responses` the node it runs at.
+Owns the checks of a chunk and finds its new part. `_append` appends all accepted tokens.
+`group_filter` decides the outcome of a response, and `responses` owns the assignment to a node.
 """
 
 import math
@@ -22,12 +22,15 @@ from lightrl.messages.responses import ResponseTokens, TokenChunk
 
 @dataclass(eq=False)
 class Arrivals:
+    """Appends the new tokens of each chunk to their responses. Decides which tokens are new, and
+    whether the sender of a chunk can be trusted."""
+
     _settings: Settings
     _fleet: Fleet
     _table: ResponseTable
     _filter: GroupFilter
     _outbox: Outbox
-    # of the current chunk
+    # accepted from the current chunk: the items with new data, and the number of new tokens
     _taken: list[ResponseTokens] = field(default_factory=list[ResponseTokens], init=False)
     _num_tokens: int = field(default=0, init=False)
 
@@ -68,7 +71,7 @@ class Arrivals:
             return "sent a malformed chunk"
         held = len(response.tokens)
         known = held - item.offset
-        if known < 0:  # a hole: resume from the held tokens
+        if known < 0:  # tokens are missing: resume from the held ones
             self._table.counters.holes += 1
             self._table.abort(response)
             self._table.requeue(response)
@@ -93,7 +96,7 @@ class Arrivals:
         if finish is None:
             if held >= group.bound or held >= round.cut:  # as race.has_lost
                 self._filter.give_up(response)
-        elif finish == "abort":  # the node gave the response up: it drains, or loads a new version
+        elif finish == "abort":  # by the node, which is draining or loads a new version
             self._table.counters.responses_moved += 1
             self._table.requeue(response)
         else:
@@ -105,7 +108,7 @@ class Arrivals:
     ) -> bool:
         """Return whether a queued response accepts tokens that a node finished while disconnected.
 
-        Any other node would sample the same tokens. The response then counts as running there."""
+        Any other node would sample the same tokens. If so, the response now runs on this node."""
         has_ended = item.finish_reason in {"stop", "length"}
         if response.state is not ResponseState.QUEUED or not has_ended:
             return False
@@ -115,12 +118,12 @@ class Arrivals:
         known = encode(response.tokens[item.offset :])
         is_sequel = 0 <= item.offset <= len(response.tokens) and item.token_ids.startswith(known)
         if not is_sequel or not 0 <= staleness <= self._settings.max_staleness:
-            return False  # another version, or another batch, has sampled other tokens since
+            return False  # another version or batch has sampled different tokens since
         self._table.run(response, node, item.attempt)
         return True
 
     def replay(self, version: int, item: ResponseTokens) -> None:
-        """Append tokens from the journal, accepted before the coordinator was restarted."""
+        """Append journaled tokens that were accepted before the coordinator was restarted."""
         response = self._table.responses.get(item.response)
         if response is None or response.state is not ResponseState.QUEUED:
             return
@@ -135,7 +138,7 @@ class Arrivals:
         num_tokens = len(response.tokens) - held
         self._table.counters.count_tokens(num_tokens, response.group.round.is_eval)
         if item.finish_reason in {"stop", "length"}:
-            response.move(ResponseState.RUNNING)  # somewhere
+            response.move(ResponseState.RUNNING)  # the journal does not store the node
             self._filter.finish(response, item.finish_reason)
         elif race.has_lost(response):
             self._filter.give_up(response)

@@ -8,7 +8,7 @@ and for the cost of a long response alone and among others.
 
 import heapq
 import math
-from bisect import bisect, insort
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,13 +38,9 @@ class Outlook:
     def running(self) -> int:
         return len(self.left)
 
-    def finishes_in(self, more: float | None = None) -> float:
+    def finishes_in(self, more: float = 0.0) -> float:
         """Return the seconds until all responses are done, with one of `more` tokens if given."""
-        left = self.left
-        if more is not None:
-            at = bisect(left, more)
-            left = [*left[:at], more, *left[at:]]
-        return self.node.speed.finishes_in(left)
+        return self.node.speed.finishes_in(self.left, more)
 
     def key(self, more: float) -> tuple[float, int, str]:
         """Return the sort key of a node for one more response; of equal nodes the emptier wins."""

@@ -25,7 +25,7 @@ class WorkQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether `waiting` is not empty; stops at the first valid entry."""
+        """Return whether `waiting` is not empty; stops at the first valid entry."""
         return any(_is_valid(number, response) for *_, number, response in self._heap)
 
     def waiting(self) -> list[Response]:

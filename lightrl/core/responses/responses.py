@@ -47,7 +47,7 @@ class ResponseTable:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether an evaluation is open; no other round is open then."""
+        """Return whether an evaluation is open; no other round is open then."""
         return bool(self.rounds) and self.rounds[0].kind == "eval"
 
     def open(self, round: Round) -> None:
@@ -109,7 +109,7 @@ class ResponseTable:
 
     @property
     def has_unused_room(self) -> bool:
-        """Whether a node has room while no response waits: other nodes may have too much work."""
+        """Return whether a node has room while no response waits: others may have too much work."""
         if not self._freed or self.queue or len(self._fleet.ready) < 2:
             return False
         return any(r.num_open for r in self.rounds)

@@ -25,7 +25,7 @@ class Deferred:
 
 @dataclass(slots=True)
 class Backlog:
-    """First in, first out: a prompt waits for about one period of rounds.
+    """Holds prompts, first in, first out: each waits for about one period of rounds.
 
     Example: Backlog(256, deferred=deque([Deferred(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
     num_drawn=64)

@@ -20,6 +20,9 @@ MAX_SLOWEST = 100_000  # prompts
 
 
 class GroupFilter:
+    """Decides which responses and groups are kept, given up, dropped or deferred. Owns the races of
+    the open rounds, and the groups that are settled and not yet judged."""
+
     def __init__(
         self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
     ) -> None:

@@ -262,8 +262,8 @@ class RoundScheduler:
 
     @property
     def is_step_done(self) -> bool:
-        """Whether the step is over: its round closed and trained, its version published. Nodes may
-        still have to load the version."""
+        """Return whether the step is over: its round is closed and trained, and its version
+        published. Nodes may still have to load the version."""
         round, published = self._table.training, self._fleet.published
         if round is None or published is None or round.state is not RoundState.CLOSED:
             return False
@@ -299,7 +299,7 @@ class RoundScheduler:
 
     @property
     def is_handing_over(self) -> bool:
-        """Whether all groups of the step are known and not all of them are sent to the trainer."""
+        """Return whether all groups of the step are known, but not yet all sent to the trainer."""
         round = self._table.training
         if round is None or round.state is not RoundState.CLOSED:
             return False

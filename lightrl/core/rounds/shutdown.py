@@ -76,12 +76,12 @@ class Shutdown:
 
     @property
     def awaits_trainer(self) -> bool:
-        """Whether all steps are done and the last checkpoint is not yet written."""
+        """Return whether all steps are done and the last checkpoint is not yet written."""
         return self._ends_as(RunState.FINISHED) and not self._trainer_feed.has_finished
 
     @property
     def patience_ends_at(self) -> float | None:
-        """When a run without a trainer stops waiting for one."""
+        """Return the time at which a run without a trainer stops waiting for one."""
         since = self._trainer_feed.missing_since
         if since is None or (self.has_begun and not self.awaits_trainer):
             return None
@@ -89,7 +89,7 @@ class Shutdown:
 
     @property
     def _hands_over(self) -> bool:
-        """Whether a stopped run still trains the step of which all groups are known."""
+        """Return whether a stopped run still trains the step of which all groups are known."""
         return self._ends_as(RunState.STOPPED) and self._steps.is_handing_over
 
     def flush(self, send: Callable[..., None], *args: int) -> None:

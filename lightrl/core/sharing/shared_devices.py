@@ -87,18 +87,18 @@ class SharedDevices:
 
     @property
     def are_parked(self) -> bool:
-        """Whether the ranks have released all shared devices."""
+        """Return whether the ranks have released all shared devices."""
         return all(name in self.parked for name in self.trainers)
 
     @property
     def are_whole(self) -> bool:
-        """Whether the devices change sides only as a whole."""
+        """Return whether the devices change sides only as a whole."""
         return self._num_parts == 1
 
     @property
     def may_train(self) -> bool:
-        """Whether shards may be sent: a part is free, all sleeping engines are wanted for training,
-        and the ranks train already or are all parked."""
+        """Return whether shards may be sent: a part is free, all sleeping engines are wanted for
+        training, and the ranks either train already or are all parked."""
         if not self.nodes:
             return True
         if not (self.are_training or self.are_parked) or self.is_trespassed:
@@ -131,7 +131,7 @@ class SharedDevices:
 
     @property
     def is_trespassed(self) -> bool:
-        """Whether a node reports an active engine on a part that was assigned to the ranks."""
+        """Return whether a node reports an active engine on a part that the ranks have."""
         is_given = bool(self.given) and self._trainers.are_complete
         return is_given and not self.given <= self.free
 

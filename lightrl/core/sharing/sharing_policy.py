@@ -18,7 +18,7 @@ from lightrl.core.responses.length_predictor import LengthPredictor
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds import mini_batches
 from lightrl.core.settings import Settings
-from lightrl.core.sharing.round_outlook import rest_of
+from lightrl.core.sharing.round_outlook import Rest, rest_of
 from lightrl.core.sharing.sharing_rules import (
     ForecastRule,
     OffRule,
@@ -119,7 +119,9 @@ class SharingPolicy:
         self._decide(round, now)
 
     def _decide(self, round: Round, now: float) -> None:
-        view = self.view(round, now)
+        rest = self.rest(round)
+        self._measure(round, rest, now)
+        view = self.view(round, rest)
         change = self.rule.decide(view, now)
         release, take_back = change.release, change.take_back
         if not (view.now_sampling() or self._fleet.updating):  # no other node samples
@@ -241,33 +243,42 @@ class SharingPolicy:
 
     # The view of the rule
 
-    def view(self, round: Round, now: float) -> View:
-        ready, updating = self._fleet.ready.values(), self._fleet.updating.values()
-        rest = rest_of(round, self._predictor.expect, self._longest.get(round.kind, 0))
-        num_loading = sum(not n.shares for n in updating)
-        others = [n for n in ready if not n.shares]
+    def rest(self, round: Round) -> Rest:
+        return rest_of(round, self._predictor.expect, self._longest.get(round.kind, 0))
+
+    def _train_s(self, rest: Rest) -> tuple[float, float]:
+        """Return the seconds of training of the round, and of what could be trained by now."""
         num_tokens = rest.done + rest.to_come
         train_s = self._training.at(num_tokens) / self._one_of if self._training.n else 0.0
-        ready_s = train_s * rest.done / max(1.0, num_tokens)
-        step = self._step
+        return train_s, train_s * rest.done / max(1.0, num_tokens)
+
+    def _measure(self, round: Round, rest: Rest, now: float) -> None:
+        """Add the time since the last decision to the measurements of the step."""
+        nodes = (*self._fleet.ready.values(), *self._fleet.updating.values())
+        others, step = sum(not n.shares for n in nodes), self._step
         if step is None or step.opened_at != round.opened_at:
-            others_now = len(others) + num_loading
-            step = self._step = _Step(round.kind, round.opened_at, round.opened_at, others_now)
-        step.look(now, ready_s)
-        step.others, step.share = len(others) + num_loading, self._devices.share_free
+            step = self._step = _Step(round.kind, round.opened_at, round.opened_at, others)
+        step.look(now, self._train_s(rest)[1])
+        step.others, step.share = others, self._devices.share_free
+
+    def view(self, round: Round, rest: Rest) -> View:
+        """Return what the rule decides by, at the time of the last `_measure`."""
+        ready, updating = self._fleet.ready.values(), self._fleet.updating.values()
+        train_s, ready_s = self._train_s(rest)
+        worked_s = self._step.worked_s if self._step is not None else 0.0
         return View(
             kind=round.kind,
             opened_at=round.opened_at,
             finished=rest.finished,
             sampling=[n for n in ready if n.shares],
-            others=others,
+            others=[n for n in ready if not n.shares],
             released=[n for n in self._devices.nodes.values() if n.name in self.released],
-            train_s=max(0.0, train_s - step.worked_s) if self._training.n else None,
-            ready_s=max(0.0, ready_s - step.worked_s),
+            train_s=max(0.0, train_s - worked_s) if self._training.n else None,
+            ready_s=max(0.0, ready_s - worked_s),
             switch_s=self._switch_s,
             left=rest.left,
             kv_tokens=rest.kv_tokens,
-            others_loading=num_loading,
+            others_loading=sum(not n.shares for n in updating),
             in_parts=not self._devices.are_whole,
             unused=self._devices.share_unused,
         )

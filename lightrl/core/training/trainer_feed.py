@@ -47,6 +47,9 @@ class UntakenShards:
 
 
 class TrainerFeed:
+    """Sends the trainer the shards of the step that it trains. Owns the shards under way; decides
+    when the next one is sent, and which step is sent again after a Hello."""
+
     def __init__(self, fleet: Fleet, table: ResponseTable, outbox: Outbox) -> None:
         # the step that the trainer trains next; None: not reported yet
         self.trained_step: int | None = None
@@ -133,7 +136,7 @@ class TrainerFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the trainer has to repeat steps whose versions were published."""
+        """Return whether the trainer has to repeat steps whose versions were published."""
         published = self._fleet.published
         return (
             published is not None

@@ -24,6 +24,9 @@ GO_BACK = "lightrl resume --from-checkpoint goes back to the last checkpoint"
 
 
 class Versions:
+    """Checks each version of the trainer, and makes it official. Decides whether a version that was
+    trained again with another digest replaces the old one or ends the run."""
+
     def __init__(
         self,
         settings: Settings,

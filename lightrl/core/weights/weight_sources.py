@@ -32,6 +32,9 @@ PULLING = {NodeState.LOADING, NodeState.UPDATING}
 
 
 class WeightSources:
+    """Chooses the sources from which each node pulls the published version. Owns the endpoints of
+    nodes, the nodes that hold or pull the version, and the sources that each one was sent."""
+
     def __init__(self, settings: Settings) -> None:
         self.endpoints: dict[str, WeightsEndpoint] = {}  # by node
         self.trainer: str | None = None  # which holds the published version

@@ -1,4 +1,4 @@
-"""How much of the torch engine fits onto a GPU beside the weights: sequences, and logits of drafts.
+"""Compute how many sequences and logits of drafts fit onto a GPU beside the weights.
 
 Owns no numbers of its own but one: the needs of a forward pass are in devices/memory.py. vLLM
 measures for itself.

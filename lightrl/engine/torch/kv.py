@@ -15,8 +15,8 @@ FIRST_COLUMNS = 64  # the cache doubles from here to the longest sequence allowe
 
 @dataclass(slots=True)
 class RowPlacement:
-    """Where one forward pass writes and what it may read. `rows` [b], `columns` [b, q], both
-    int64."""
+    """The rows and columns that one forward pass writes and may read. `rows` [b], `columns` [b, q],
+    both int64."""
 
     rows: torch.Tensor
     columns: torch.Tensor

@@ -6,6 +6,7 @@ worker is in `worker.py`, the supported releases in `versions.py`. Its use on CU
 been read in the sources of several releases, not run.
 """
 
+import logging
 import math
 import os
 import time
@@ -374,6 +375,9 @@ class Api:
             # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA
             # that only costs seconds, and a process that would outlive this one.
             registry._run_in_subprocess = lambda inspect: inspect()
+            # Optional libraries are missing. A filter, since vLLM resets the levels later.
+            for module in ("platforms.cpu", "triton_utils.importing", "v1.worker.cpu_worker"):
+                logging.getLogger(f"vllm.{module}").addFilter(lambda r: r.levelno >= logging.ERROR)
         self.SamplingParams = SamplingParams
         self.EngineCoreRequest = EngineCoreRequest
         self.seed_key = SEED

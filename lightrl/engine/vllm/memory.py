@@ -1,4 +1,4 @@
-"""How much of a GPU a vLLM engine takes beside others."""
+"""Compute the share of a GPU that a vLLM engine takes beside others."""
 
 from typing import TYPE_CHECKING, Any
 

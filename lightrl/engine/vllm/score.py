@@ -34,7 +34,7 @@ def score(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> lis
 
 
 def computing_dtype(config: Any) -> str:
-    """As `base.Engine.dtype` has it."""
+    """Return the dtype with which vLLM computes, as `base.Engine.dtype` defines it."""
     keys_and_values = config.cache_config.cache_dtype
     if keys_and_values not in ("auto", "float16", "bfloat16", "float32"):
         return f"{keys_and_values} keys and values"

@@ -1,6 +1,6 @@
-"""Refusals before a run starts: missing files, a name or a port that is taken, too few cores.
+"""Refuse to start a run: files are missing, a name or a port is taken, or cores are too few.
 
-One line for each. Runs no user code and reads no data.
+Each refusal is one line. Runs no user code and reads no data.
 """
 
 import ast
@@ -39,12 +39,12 @@ from lightrl.system.threads import num_cores
 from lightrl.trainer.checkpoint.saved import MODEL
 from lightrl.wire import MAX_FRAME_BYTES
 
-BYTES_OF_TOKEN = 8  # with its logprob
+BYTES_OF_TOKEN = 8  # its id and its logprob
 
 
 def require_files(config: Config) -> None:
-    """Raise ConfigError for the first file of the config that is missing or unfit, and for a group
-    that does not fit into a message."""
+    """Raise ConfigError for the first file of the config that is missing or not usable, and for a
+    group that does not fit into a message."""
     require_room(config)
     _require_small_groups(config)
     _require_model(config)
@@ -66,8 +66,8 @@ def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
     if not roles:
         if nodes > 1 and port:
             raise ConfigError(
-                f"node.weights_port = {port}: train.nodes = {nodes} are started here, and only one "
-                "of them can have it: leave it out"
+                f"node.weights_port = {port}: train.nodes = {nodes} start on this machine, and "
+                "only one of them can use the port: leave it out"
             )
         require_other_port(port, config.run.bind)
     if not roles or "coordinator" in roles:
@@ -83,13 +83,13 @@ def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
 
 
 def _require_cores(config: Config, roles: Sequence[Role], cores: int) -> None:
-    """Compare engines and ranks with the cores; they may take turns, so not their sum."""
+    """Require cores for an engine and for all ranks, but not for their sum: they may take turns."""
     train, rollout = config.train, config.rollout
     engines = "rollout" in roles if roles else bool(rollout.nodes)
     if rollout.engine != "emulated" and engines and rollout.threads > cores:
         raise ConfigError(
             f"rollout.threads = {rollout.threads}: one engine would have more threads than this "
-            f"machine has cores, {cores}; lower it"
+            f"machine's {cores} cores; lower it"
         )
     trains = train.engine != "emulated" and (not roles or "trainer" in roles)
     if trains and (num := train.ranks * train.threads) > cores:
@@ -124,9 +124,9 @@ def require_new(config: Config) -> None:
 
 
 def _require_small_groups(config: Config) -> None:
-    """A group is one message and one entry of the journal."""
+    """Raise ConfigError if a group does not fit into one message, or one entry of the journal."""
     size, length = config.rollout.group_size, config.rollout.max_response_length
-    most = MAX_FRAME_BYTES // BYTES_OF_TOKEN - (1 << 20)  # the rest is for prompt and names
+    most = MAX_FRAME_BYTES // BYTES_OF_TOKEN - (1 << 20)  # reserve for prompt and names
     if size * length > most:
         raise ConfigError(
             f"rollout.group_size = {size} x rollout.max_response_length = {length}: a group of "
@@ -135,15 +135,15 @@ def _require_small_groups(config: Config) -> None:
 
 
 def _require_place(key: str, path: str) -> None:
-    """Raise ConfigError if a directory there could not be made."""
+    """Raise ConfigError if the directory `path` cannot be created."""
     place = Path(path).absolute()
     while not os.path.lexists(place):
         place = place.parent
-    why = "" if place.is_dir() else "is no directory"
+    why = "" if place.is_dir() else "is not a directory"
     if not os.access(place, os.W_OK | os.X_OK):
         why = why or "cannot be written to"
     if why:
-        raise ConfigError(f"{key} = {path!r}: cannot be made: {place} {why}")
+        raise ConfigError(f"{key} = {path!r}: cannot be created: {place} {why}")
 
 
 def _require_model(config: Config) -> None:
@@ -151,7 +151,7 @@ def _require_model(config: Config) -> None:
     folder = Path(path)
     if HUB_ID.fullmatch(path) and not folder.exists():
         found = _require_on_hub(path)
-        if found is None:  # the daemon that downloads it checks it
+        if found is None:  # the daemon that downloads the model checks it
             return
         folder = found
     else:
@@ -172,7 +172,7 @@ def _require_model(config: Config) -> None:
 def _require_directory(path: str, folder: Path, has_weights: bool) -> None:
     why = ""
     if not folder.is_dir():
-        why = "no such directory; give one with config.json, or a hub id org/name"
+        why = "no such directory; set a directory with config.json, or a hub id org/name"
     elif not (folder / "config.json").exists():
         why = "has no config.json, so it is not a Hugging Face model directory"
     if why:
@@ -182,11 +182,11 @@ def _require_directory(path: str, folder: Path, has_weights: bool) -> None:
 
 
 def _require_on_hub(name: str) -> Path | None:
-    """Return the folder of its files, if this machine has some. Raises ConfigError."""
+    """Return the folder of a hub model on this machine, None if it has none. Raises ConfigError."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # of the HTTP library, which differs between versions of the client
+    # from the HTTP library, which differs between versions of the client
     http_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
         if (folder := folder_here(name)) is not None:
@@ -202,7 +202,7 @@ def _require_on_hub(name: str) -> Path | None:
 
 def _require_data(key: str, one: DataSet, config: Config) -> None:
     try:
-        if not one.path.startswith(VERIFIERS):  # checked when its data is read
+        if not one.path.startswith(VERIFIERS):  # checked when the environment's data is read
             require_there(one)
     except DataError as e:
         raise ConfigError(f"{key} = {e}") from None
@@ -211,7 +211,7 @@ def _require_data(key: str, one: DataSet, config: Config) -> None:
 
 def _require_functions(key: str, functions: Sequence[str], config: Config) -> None:
     if config.reward.source == "kept" and (config.run_dir / FOLDER).is_dir():
-        return  # a resumed run has a copy of them
+        return  # a resumed run has a copy of the functions
     for function in functions:
         file, colon, name = function.rpartition(":")
         if colon and file.endswith(".py"):
@@ -228,9 +228,9 @@ def _require_function(key: str, file: Path, name: str) -> None:
         raise ConfigError(f"{key}: {file}:{e.lineno}: {e.msg}") from None
     except OSError as e:
         raise ConfigError(f"{key} = {file}:{name}: cannot be read: {e.strerror}") from None
-    # A worker looks for a name that the file mentions or may import.
+    # The worker looks up a name that the file mentions or may import.
     if not re.search(rf"\b{re.escape(name)}\b|import \*".encode(), source):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
         defined = ", ".join(sorted(node.name for node in tree.body if isinstance(node, kinds)))
-        there = f"no function {name} there; it defines {defined or 'none'}"
+        there = f"has no function {name}; it defines {defined or 'none'}"
         raise ConfigError(f"{key} = {file}:{name}: {there}")

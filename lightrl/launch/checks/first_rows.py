@@ -11,6 +11,7 @@ from lightrl.config.schema import Config
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.scoring import require_whole_groups
 from lightrl.errors import DataUnreachable, first_error
+from lightrl.rewards.protocol import WorkerSetup
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials, Tried
 from lightrl.system.temporary import temporary_folder
@@ -31,7 +32,8 @@ async def _try_rows(config: Config, prompts: Prompts, folder: Path) -> list[Trie
         (folder / name).write_bytes(content)
     trials, sets = Trials(config.reward), prompts.scored_alike
     reward = config.reward.model_copy(update={"workers": 1})
-    pool = RewardPool(reward, sets, folder, folder, trials.take, lambda _: None, config.train.steps)
+    setup = WorkerSetup(reward.model_dump_json(), sets, str(folder), config.train.steps)
+    pool = RewardPool(reward, setup, folder, trials.take, lambda _: None)
     try:
         await pool.start()
         require_whole_groups(config, pool.by_group)

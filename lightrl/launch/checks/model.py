@@ -46,7 +46,7 @@ def require_targets(folder: Path, targets: Sequence[str]) -> None:
 
 
 def _is_layer(name: str) -> bool:
-    """Whether a matrix of the files is certainly a linear layer."""
+    """Return whether a matrix of the files is certainly a linear layer."""
     leaf = name.rpartition(".")[2]
     is_other = "embed" in leaf or leaf in {"lm_head", "wte", "wpe", "gate"}
     return not is_other and ".experts." not in name

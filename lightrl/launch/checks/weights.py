@@ -18,7 +18,7 @@ LINKS_GBIT = (1, 10, 100)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Whether this machine has room for something, and a line about it."""
+    """The result of a check for free space on this machine, with a line that describes it."""
 
     is_enough: bool
     text: str

@@ -1,4 +1,4 @@
-"""The result of `lightrl eval`: a table for people, JSON for machines. Reads the run directory."""
+"""Format the result of `lightrl eval` as a table or as JSON. Reads the run directory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,16 +18,16 @@ COLUMNS = "SET PROMPTS SAMPLES AVG@K PASS@1 PASS@K LENGTH CLIP_RATIO FAILURES"
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The result of an evaluation. `figures`: of its sets, by their names in metrics.jsonl."""
+    """The result of an evaluation. `figures`: all figures by their names in metrics.jsonl."""
 
     target: EvalTarget
     config: Config
     figures: Mapping[str, float]
-    # of each set, by its name
+    # by name of the set
     num_prompts: Mapping[str, int]
-    # without start-up
+    # duration without start-up
     seconds: float
-    # summary.json
+    # content of summary.json
     summary: Mapping[str, Any]
 
     @property
@@ -42,20 +42,20 @@ class EvalResult:
 
 
 def result_of(target: EvalTarget, config: Config, run_dir: Path) -> EvalResult:
-    """Raises LightRLError if the files are not there."""
+    """Read the result from the files in `run_dir`. Raises LightRLError if a file is missing."""
     try:
         record = sinks.read(run_dir)[-1]
         seconds = record.pop(EVAL_SECONDS)
         summary = from_json((run_dir / "summary.json").read_bytes(), dict[str, Any])
     except (LookupError, OSError):
         where = f"{run_dir}: has no figures"
-        raise LightRLError(f"{where}; is the disk full? TMPDIR=DIR takes another one") from None
+        raise LightRLError(f"{where}; if the disk is full, use another: TMPDIR=DIR") from None
     figures = {name: value for name, value in record.items() if name.startswith("eval/")}
     return EvalResult(target, config, figures, summary["eval_prompts"], seconds, summary)
 
 
 def table(result: EvalResult) -> list[str]:
-    """Return a line for each set, and below it one for each of its sources."""
+    """Return a line for each set, followed by a line for each of its sources."""
     return aligned([COLUMNS.split(), *_rows(result)], bool)
 
 
@@ -90,7 +90,7 @@ def last_lines(result: EvalResult, file: Path | None) -> list[str]:
 
 
 def as_json(result: EvalResult, file: Path | None) -> str:
-    """Return one line. Figures have the names that they have in metrics.jsonl of a run."""
+    """Return one line of JSON. Figures have the same names as in metrics.jsonl."""
     sets = {
         one.name: {
             "path": one.path,

@@ -93,7 +93,7 @@ async def decision() -> str:
 
 
 def decided(facts: dict[str, str], num_restarts: int) -> str:
-    """As `decision`, from the output of `scontrol show job`. `num_restarts`: at the job's start."""
+    """Return the decision in the output of `scontrol show job`. `num_restarts`: at job start."""
     if facts.get("Requeue") != "1":
         return "leaves"
     if int(facts.get("Restarts", 0)) > num_restarts:

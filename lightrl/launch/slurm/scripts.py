@@ -144,7 +144,7 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
 
 @dataclass(frozen=True)
 class _Job:
-    """Without `tasks` it is the first job; else an array of so many, which starts after that."""
+    """A job of Slurm: without `tasks` the first one, else an array that starts after it."""
 
     script: Path
     text: str
@@ -157,7 +157,7 @@ class _Job:
 
 
 def _jobs(config: Config, options: SlurmOptions, folder: Path) -> list[_Job]:
-    """In the order in which they are submitted."""
+    """Return the jobs in the order of their submission."""
     run_dir, nodes, spot = str(folder.parent), config.train.nodes, options.nodes
     lightrl = str(Path(sys.executable).with_name("lightrl"))
 
@@ -182,8 +182,8 @@ def _jobs(config: Config, options: SlurmOptions, folder: Path) -> list[_Job]:
 
 
 def _beside(config: Config, trainers: Sequence[int], whose: str) -> str:
-    """Who uses the devices of these trainer nodes in turn with them, and engines of several sizes
-    beside the first; "" where there are none."""
+    """Return a text with the engines that use the devices of these trainer nodes in turn, or the
+    engines of several sizes on the first; "" = none."""
     if sizes := config.rollout.parallel:
         spans = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} GPUs"
         num = len(sized_engines(config))
@@ -196,7 +196,7 @@ def _beside(config: Config, trainers: Sequence[int], whose: str) -> str:
 
 
 def _notes(config: Config) -> Iterator[str]:
-    """Of shared devices, that trainer nodes do not have as many engines."""
+    """Yield a note if trainer nodes with shared devices have different numbers of engines."""
     engines, nodes = config.rollout.nodes, config.train.nodes
     each, more = divmod(engines, nodes)
     if config.rollout.placement == "shared" and more:

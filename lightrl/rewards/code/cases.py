@@ -191,7 +191,7 @@ def _decoded(column: Any) -> Any:
 
 
 class _Plain(pickle.Unpickler):
-    """Of strings, numbers, lists and dicts only."""
+    """Unpickle only strings, numbers, lists and dicts."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module_name}.{global_name}")

@@ -40,7 +40,7 @@ Status = Literal["exited", "timeout", "output", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program. `memory_bytes`: of each process, and of all together."""
+    """Limits of one program. `memory_bytes`: of each process, and of all together."""
 
     memory_bytes: int = 1 << 30
     disk_bytes: int = 64 << 20
@@ -206,7 +206,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _file(data: bytes) -> IO[bytes]:
-    """Without a name."""
+    """Return a file without a name that contains `data`."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(data)
     file.seek(0)

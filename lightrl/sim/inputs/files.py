@@ -1,7 +1,7 @@
-"""Reads workload files. Every mistake in one is a SimError of one line.
+"""Read workload files. Every mistake in a file raises SimError with a message of one line.
 
-A workload file is JSON with any of these parts, or JSONL with one {"prompt": ..., "lengths": [...]}
-a line, or the lengths.jsonl of a run:
+A workload file is JSON with any of these parts, or JSONL with {"prompt": ..., "lengths": [...]} on
+each line, or the lengths.jsonl of a run:
 
     {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
      "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...},
@@ -53,16 +53,16 @@ class _File:
 
 
 def require_known(source: str) -> None:
-    """Raise SimError for what is neither a preset nor a file; "" is a guess."""
+    """Raise SimError if `source` is neither a preset nor a file; "" = generic."""
     known = ["generic", *PRESETS]
     if source and source not in known and not Path(source).is_file():
         raise SimError(
-            f"--workload {source}: neither a file, a run nor a preset ({', '.join(known)})"
+            f"--workload {source}: is not a file, a run or a preset ({', '.join(known)})"
         )
 
 
 def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
-    """Return a preset by name, or what a workload file describes. Raise SimError."""
+    """Return the preset `source` or the scenario in the workload file `source`. Raise SimError."""
     if not source or source == "generic":
         return generic(max_response_tokens)
     if source in PRESETS:
@@ -116,12 +116,12 @@ def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
         if row.prompt and row.lengths:
             seen.setdefault(row.prompt, []).extend((tokens, True) for tokens in row.lengths)
         elif row.responses is None:
-            raise SimError(f"{path}:{number}: a line has a prompt and lengths, or responses")
+            raise SimError(f"{path}:{number}: a line needs a prompt and lengths, or responses")
         elif row.kind != "eval":
             for prompt, _, _, tokens, finished in row.responses:
                 seen.setdefault(prompt, []).append((tokens, finished))
     if not seen:
-        raise SimError(f"{path}: holds no lengths")
+        raise SimError(f"{path}: contains no lengths")
     lengths = EmpiricalLengths(_renamed(complete_censored(seen, seed)), seed)
     num = sum(map(len, seen.values()))
     note = f"{num:,} lengths of {len(seen):,} prompts from {path}; speeds and times are guesses"
@@ -134,8 +134,8 @@ def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Of a workload: prompt and lengths. Of a round in lengths.jsonl: [prompt, epoch, index,
-    tokens, finished] of each response."""
+    """A line of JSONL: `prompt` and `lengths` in a workload; in lengths.jsonl a round with [prompt,
+    epoch, index, tokens, finished] of each response."""
 
     prompt: str = ""
     lengths: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -144,12 +144,12 @@ class _Line:
 
 
 def _renamed(lengths: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Use the names that the simulator gives its prompts."""
+    """Return `lengths` by the names of the simulator's prompts: p0, p1, and so on."""
     return {f"p{i}": lengths[name] for i, name in enumerate(sorted(lengths))}
 
 
 def _changed(start: T, changes: Part, key: str) -> T:
-    """Return a dataclass with some of its fields replaced."""
+    """Return the dataclass `start` with the fields in `changes` replaced."""
     if changes is None:
         return start
     tree = asdict(cast("Any", start)) | changes
@@ -164,7 +164,7 @@ def _parsed(kind: type[T], text: str, prefix: str = "") -> T:
         if error["type"] == "json_invalid":
             raise SimError(f"not valid JSON: {error['ctx']['error']}") from None  # pyright: ignore
         if not error["loc"]:
-            raise SimError("an object is needed") from None
+            raise SimError("is not a JSON object") from None
         key = prefix + ".".join(map(str, error["loc"]))
         if error["type"] == "unexpected_keyword_argument":
             raise SimError(f"{key}: unknown key") from None

@@ -250,7 +250,7 @@ class RewardTimes:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run has to do, on any hardware."""
+    """The work of a run, independent of hardware."""
 
     name: str
     lengths: LengthDistribution

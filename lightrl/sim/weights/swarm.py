@@ -22,7 +22,7 @@ COMPLETE = 1e-6  # the missing share of a parcel that counts as nothing
 
 
 class Parcel(NamedTuple):
-    """What can be pulled: a version, or the delta to its base."""
+    """A unit that can be pulled: a version, or the delta to its base."""
 
     version: int
     # -1 = the whole version

@@ -1,5 +1,5 @@
-"""What a checkpoint holds for torch.distributed.checkpoint (DCP): weights and optimizer, readable
-on any number of ranks.
+"""Collect the weights and optimizer state that a checkpoint holds, in the format of
+torch.distributed.checkpoint (DCP), which any number of ranks can read.
 
     step_N/trainer.json SavedStep
     step_N/state/       DCP: master weights and optimizer state
@@ -83,7 +83,7 @@ def restore(
 
 
 def _options(policy: Policy) -> StateDictOptions:
-    """With adapters these alone."""
+    """Return the options of DCP; with adapters only these are stored."""
     return StateDictOptions(
         ignore_frozen_params=policy.has_adapters, strict=not policy.has_adapters
     )

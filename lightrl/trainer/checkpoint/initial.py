@@ -1,4 +1,4 @@
-"""Where a trainer begins: its newest checkpoint, or that of another run, taken over as its step 0.
+"""Find the checkpoint from which a trainer begins: its newest, or that of another run as step 0.
 
 The files of the other run are linked where possible, else copied: it may continue, and remove them.
 Must not import torch: the daemon imports this file.

@@ -36,7 +36,7 @@ _SET_ASIDE = re.compile(rf"step_(\d+)\.(?:{DAMAGED}|{REWOUND})", re.ASCII)
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What a checkpoint holds. Example: SavedStep(step=50, policy_version=50, digest="9f3a...")."""
+    """A checkpoint's metadata. Example: SavedStep(step=50, policy_version=50, digest="9f3a...")."""
 
     # optimizer steps done
     step: int
@@ -115,7 +115,7 @@ def by_step(checkpoints: Path) -> list[Path]:
 
 
 def those_beside(absent: Path) -> str:
-    """For an error message: complete checkpoints in the folder of one that is absent."""
+    """Return the complete checkpoints beside a missing one, for an error message."""
     whole = [path.name for path in by_step(absent.parent) if _is_complete(path)]
     return f"; there are {', '.join(whole)}" if whole else ""
 

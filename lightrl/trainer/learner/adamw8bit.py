@@ -36,8 +36,8 @@ def block_size(shape: torch.Size) -> int:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The state of a parameter: step, exp_avg and exp_avg_sq, and a `_scale` for each of these two,
-    float32 [rows, blocks of a row], if they are codes: uint8 in the parameter's shape."""
+    """Stores moments in eight bits. Of each parameter: step, exp_avg and exp_avg_sq; if these two
+    are codes, uint8 in its shape, also a `_scale` of each, float32 [rows, blocks of a row]."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Without a closure only."""
+        """Update all parameters; a closure is not supported."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -62,7 +62,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     _update(parameter, state, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As it is: the base class would make float32 of the codes."""
+        """Load the state unchanged: the base class would convert the codes to float32."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
             for parameter, key in zip(group["params"], saved["params"], strict=True):
@@ -98,7 +98,7 @@ def _like_rows(parameter: nn.Parameter, width: int) -> Tensor:
 
 
 def _update(parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """Some rows at a time."""
+    """Update a parameter, some rows at a time."""
     state["step"] += 1
     assert parameter.grad is not None
     values, gradient = local_part(parameter.detach()), local_part(parameter.grad)

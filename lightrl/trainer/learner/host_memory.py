@@ -98,7 +98,7 @@ class HostMemory:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

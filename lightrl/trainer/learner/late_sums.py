@@ -19,7 +19,7 @@ from lightrl.trainer.model.policy import Policy, response_logprobs
 
 
 class LateSums:
-    """From `begin` to `reduce`, gradients are held by this rank alone, or by this replica."""
+    """Delays sums over ranks: from `begin` to `reduce` this rank, or replica, holds gradients."""
 
     def __init__(self, policy: Policy, is_last: bool, replicas: int = 1) -> None:
         """`is_last`: ranks of one replica do not sum up before the end, either."""
@@ -29,7 +29,7 @@ class LateSums:
         self._is_due = False
 
     def begin(self) -> None:
-        """Before each micro-batch."""
+        """Prepare a micro-batch; call it before each one."""
         module = self._policy.module
         if self._is_due or not isinstance(module, FSDPModule):
             return
@@ -94,7 +94,7 @@ class LateSums:
             module.set_reshard_after_forward(False, recurse=False)
 
     def _is_due_anywhere(self) -> bool:
-        """Whether any replica has gradients: they differ in micro-batches."""
+        """Return whether any replica has gradients: they differ in micro-batches."""
         if self._replicas == 1:
             return self._is_due
         due = torch.tensor(float(self._is_due), device=self._policy.device)

@@ -1,4 +1,4 @@
-"""What one rank trains: the policy, its optimizer, and the gradients and figures of one step.
+"""Train the policy on one rank: its optimizer, and the gradients and figures of one step.
 
 Gradients are un-normalised sums, so a step does not depend, but for rounding, on how its samples
 were split or in which order they came.
@@ -36,6 +36,8 @@ from lightrl.trainer.protocol import MAX_BATCHES, MicroBatch, Update
 
 
 class Learner:
+    """Trains the policy on one rank. Owns the policy, its optimizer and the step's gradients."""
+
     def __init__(
         self,
         config: Config,
@@ -79,8 +81,8 @@ class Learner:
         self._begin()
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> None:
-        """Add these to the mini-batch; where advantages depend on all of it, hold them until its
-        end."""
+        """Run forward and backward over these micro-batches and accumulate the gradients. Where
+        advantages depend on the whole mini-batch, hold them until its end."""
         if self.algorithm.is_whitened:
             self.held += batches
         else:
@@ -232,6 +234,7 @@ class Learner:
         return self.config.algorithm.model_copy(update={"tis_bounds": bounds})
 
     def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
+        """Run forward and backward over each micro-batch, and count its FLOPs."""
         self._fetch()
         for samples in batches:
             # also without samples, for collectives with other ranks of this replica
@@ -309,7 +312,7 @@ class Learner:
         return self.algorithm.old_logprobs == "trainer"
 
     def _reference_logprobs(self, batch: Batch, temperature: float) -> Tensor | None:
-        """None without a KL term."""
+        """Return logprobs of the reference, or None without a KL term."""
         if self.algorithm.kl_coef == 0:
             return None
         with self.referring.running(), torch.no_grad():

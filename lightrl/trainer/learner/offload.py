@@ -1,7 +1,7 @@
-"""What of a rank lies in the memory of the host: the optimizer's state (`train.offload =
-"optimizer"`), and all of it while engines use the device (`rollout.placement = "shared"`).
+"""Move tensors of a rank to host memory: the optimizer's state (`train.offload = "optimizer"`), or
+all tensors while engines use the device (`rollout.placement = "shared"`).
 
-What is computed has the same bits, whenever tensors move.
+Results are identical bit for bit, whenever tensors move.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,20 +15,20 @@ from lightrl.trainer.learner.host_memory import HostMemory, local_part, reshard
 from lightrl.trainer.learner.late_sums import LateSums
 from lightrl.trainer.learner.step_start import StepStart
 
-PART_VALUES = 1 << 26  # parameters of a rank with state on the device concurrently (512 MiB)
+PART_VALUES = 1 << 26  # most parameters of a rank whose state is on the device at a time (512 MiB)
 
 
 @dataclass(eq=False)
 class HostedState:
-    """Steps an optimizer whose state lies on the host, on the device, for a part of the parameters
-    at a time. Without a `host` nothing moves: on a processor whose memory is not shared."""
+    """Run the step of an optimizer on the device with its state on the host, for one part of the
+    parameters at a time. `_host` is None on a CPU that is not shared: no tensor is moved."""
 
     _optimizer: Optimizer
     _parameters: Sequence[Tensor]
     _host: HostMemory | None
 
     def step(self) -> None:
-        """As `optimizer.step()`; the gradients are gone afterwards."""
+        """Run `optimizer.step()` for one part after another, and release all gradients."""
         gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -38,8 +38,8 @@ class HostedState:
             self._step(part)
 
     def expect(self) -> None:
-        """Create the state into which a checkpoint is read; torch would create all of it on the
-        device."""
+        """Create the state that a checkpoint is loaded into, part by part; torch would create all
+        of it on the device."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
@@ -74,7 +74,7 @@ class HostedState:
 
 
 def moments(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors of the state, without the counts of steps."""
+    """Yield the tensors of the optimizer's state except the step counts."""
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.ndim:
@@ -83,11 +83,11 @@ def moments(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[Tens
 
 @dataclass(eq=False)
 class Parking:
-    """Moves all tensors of a rank to the host and back. The optimizer's state stays there while
-    gradients are only accumulated.
+    """Move all tensors of a rank to the host and back. The optimizer's state remains on the host
+    while gradients are only accumulated.
 
-    `modules`: the policy, and its reference if there is one; `parameters`: those that are trained.
-    """
+    `_modules`: the policy, and the reference model of a run that has one; `_parameters`: the
+    trained parameters."""
 
     _host: HostMemory
     _modules: Sequence[nn.Module]
@@ -98,16 +98,16 @@ class Parking:
     is_parked: bool = False
 
     def park(self) -> int:
-        """Move everything to the host, between micro-batches. Return bytes. No collective."""
+        """Move all tensors to the host between micro-batches; return their bytes. No collective."""
         for module in self._modules:
             reshard(module)
         self._host.put_away(self._tensors())
-        torch.cuda.empty_cache()  # nothing on a processor
+        torch.cuda.empty_cache()  # no effect on a CPU
         self.is_parked = True
         return self._host.bytes_of(self._tensors())
 
     def fetch(self) -> None:
-        """Fetch what passes over micro-batches need."""
+        """Fetch the tensors that passes over micro-batches need."""
         if self.is_parked:
             self._host.fetch(self._of_passes())
             self.is_parked = False
@@ -117,7 +117,7 @@ class Parking:
         self._host.fetch(self._state())
 
     def put_state_away(self) -> None:
-        """Gradients are only accumulated."""
+        """Move the optimizer's state to the host while gradients are only accumulated."""
         self._host.put_away(self._state())
 
     def drop_gradients(self) -> None:

@@ -13,7 +13,7 @@ from lightrl.errors import TrainerError
 
 
 def new_optimizer(parameters: Iterable[nn.Parameter], optim: Optim) -> torch.optim.Optimizer:
-    """With decoupled weight decay. Raises TrainerError, one line, where torchao is missing."""
+    """Return AdamW with decoupled weight decay. Raises TrainerError, one line, without torchao."""
     if optim.name == "adamw8bit":
         return _adamw8bit(parameters, optim)
     return torch.optim.AdamW(

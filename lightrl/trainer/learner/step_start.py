@@ -71,7 +71,7 @@ class StepStart:
             self._exchange()
 
     def _at_hand(self, tensor: Tensor) -> Tensor:
-        """What this rank has of a tensor, on the device or on the host."""
+        """Return the part of a tensor that this rank holds, on the device or on the host."""
         return local_part(tensor if self._host is None else self._host.view(tensor))
 
     @torch.no_grad()

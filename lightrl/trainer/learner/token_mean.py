@@ -18,7 +18,7 @@ KEEP = 0.98  # of what was counted, from each step to the next
 
 
 class TokenMean:
-    """Example: mean = TokenMean(); mean.add(4, 40) == 10.0; mean.add(4, 120) == 20.0"""
+    """Keeps the mean. Example: m = TokenMean(); m.add(4, 40) == 10.0; m.add(4, 120) == 20.0"""
 
     def __init__(self) -> None:
         self.sums = (0.0, 0.0)  # responses and tokens; a checkpoint holds them

@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Packing:
-    """Of a row of tokens. Of sequences of 3 and 2 tokens: cu_seqlens [0, 3, 5], max_length 3."""
+    """The sequences of a row. Example, of 3 and 2 tokens: cu_seqlens [0, 3, 5], max_length 3."""
 
     lengths: tuple[int, ...]
     # int32 [sequences + 1], on the device
@@ -61,7 +61,7 @@ class Packing:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """For devices without kernels for variable lengths."""
+        """Return the blocks for devices that have no kernels for variable lengths."""
         return tuple(_blocks(self.lengths, self.cu_seqlens.device))
 
 

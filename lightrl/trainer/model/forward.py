@@ -41,8 +41,8 @@ LONGEST_TEXT = 600
 
 @dataclass(frozen=True)
 class Way:
-    """`packed`: sequences lie back to back. `projection`: for logits by tiles; None: the model
-    computes them. `notes`: reasons, one line each."""
+    """How a model computes logprobs. `packed`: sequences lie back to back. `projection`: for logits
+    by tiles; None: the model computes them. `notes`: reasons, one line each."""
 
     packed: bool = False
     projection: Projection | None = None

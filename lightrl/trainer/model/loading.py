@@ -139,5 +139,5 @@ def cast_as_stored(module: nn.Module, stored: dict[str, torch.dtype]) -> None:
 
 
 def adapter_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """As `stored_dtypes`, for adapters."""
+    """Return the dtypes of adapters by name, as `stored_dtypes` does for a model."""
     return {public_name(n): p.dtype for n, p in module.named_parameters() if is_adapter(n)}

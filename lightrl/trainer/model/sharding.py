@@ -42,7 +42,7 @@ class RankPlacement:
 
 
 def is_divided(placement: RankPlacement, dtypes: set[torch.dtype]) -> bool:
-    """Whether FSDP is needed for parameters of these dtypes."""
+    """Return whether FSDP is needed for parameters of these dtypes."""
     computed = COMPUTED.get(placement.device.type, torch.float32)
     return placement.world > 1 or dtypes != {computed}
 
@@ -134,7 +134,7 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_published_here(tensor: Tensor) -> bool:
-    """Whether this rank's rows go into versions: those of the first replica do."""
+    """Return whether this rank's rows go into versions: those of the first replica do."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = tensor.device_mesh

@@ -72,7 +72,7 @@ class RemoteRank:
         """`Followers.end` does it."""
 
     def kill(self) -> None:
-        """As `stop`."""
+        """Do nothing, as `stop`: `Followers.end` ends the ranks."""
 
 
 class Followers:

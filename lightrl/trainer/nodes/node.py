@@ -88,7 +88,7 @@ class FollowerNode:
         """The leader decides."""
 
     async def close(self) -> None:
-        """Nothing is served here."""
+        """Do nothing: this node serves no versions."""
 
     def stop(self) -> None:
         """Leave when the leader has ended the present life."""
@@ -284,7 +284,7 @@ class TrainerNode:
 
 
 async def _sees(file: Path) -> bool:
-    """Whether this file exists within SEEN_S."""
+    """Return whether this file exists within SEEN_S."""
     deadline = time.monotonic() + SEEN_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

@@ -86,7 +86,7 @@ class EvaluatedRank:
 
 
 def _saved_step(checkpoint: Path) -> SavedStep | None:
-    """None if it is no checkpoint of LightRL."""
+    """Return the saved step, or None if this is no LightRL checkpoint."""
     try:
         return read_step(checkpoint)
     except (FileNotFoundError, NotADirectoryError):
@@ -96,7 +96,7 @@ def _saved_step(checkpoint: Path) -> SavedStep | None:
 
 
 def _served_dtype(config: Config, model_dir: Path) -> torch.dtype:
-    """As the engines of this machine understand `model.dtype`."""
+    """Return the dtype that the engines of this machine derive from `model.dtype`."""
     kind = "cuda" if has_cuda() else "cpu"
     return served_dtype(config.model.dtype, _hf_config(model_dir), kind)
 

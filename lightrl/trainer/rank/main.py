@@ -40,7 +40,7 @@ Report: TypeAlias = Callable[[RankEvent], None]
 
 
 class RankPipe(Pipe[RankCommand, RankEvent]):
-    """A frame is sent whole, whichever thread sends it."""
+    """Sends events to the daemon: a frame is sent whole, whichever thread sends it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -5,6 +5,7 @@ and saves, as the daemon commands. The learner owns what is trained.
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import assert_never
@@ -63,6 +64,7 @@ def main(sock: socket.socket) -> None:
     """Serve commands until the daemon closes the pipe."""
     reuse_memory()
     disable_progress_bar()  # a daemon shows the end of the log when a rank dies
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     ranks: list[Rank] = []
 
     def new_rank(start: StartRank, report: Report) -> Rank:
@@ -134,6 +136,7 @@ class Rank:
     def perform(
         self, command: RankCommand, is_unwanted: IsUnwanted | None = None
     ) -> Iterator[RankEvent]:
+        """Run a command, and yield its events as they occur: see `AnyRank.perform`."""
         with out_of_memory.final(self.config, f"in {type(command).__name__}"):
             yield from self._perform(command, is_unwanted)
 
@@ -194,7 +197,7 @@ class Rank:
         return Suspended(num_bytes, time.monotonic() - began)
 
     def _name_of_model(self) -> str:
-        """Its absolute path, or its name on the hub."""
+        """Return the model's absolute path, or its name on the hub."""
         path = Path(self.start.model_dir)
         return str(path.resolve()) if path.is_dir() else self.start.model_dir
 

@@ -263,7 +263,7 @@ def _nccl(store: Any, rank: int, world: int, timeout: timedelta, host: str) -> A
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Of this process while a backend reads it."""
+    """Set environment variables of this process while a backend reads them."""
     before = {key: os.environ.get(key) for key in settings}
     os.environ.update(settings)
     try:

@@ -37,6 +37,6 @@ class Membership:
 
 
 def transfer_limit_s(num_bytes: int, timeout_s: float) -> float:
-    """How long a broadcast may take in all: members form a group, then one bucket after another
-    moves. Members notice most failures earlier, after `timeout_s` without progress."""
+    """Return the limit of a whole broadcast: members form a group, then transfer buckets one by
+    one. Members notice most failures earlier, after `timeout_s` without progress."""
     return 2 * timeout_s + num_bytes / MIN_RATE

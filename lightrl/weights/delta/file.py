@@ -50,7 +50,7 @@ PROBE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class DeltaManifest:
-    """What makes the version `target` of the version `base`, bucket by bucket.
+    """Names the two versions of a delta, and the size of each encoded bucket.
 
     Example: DeltaManifest("9f3a...", "a01c...", version_bytes=2112512, sizes=(310,))
     """
@@ -65,7 +65,7 @@ class DeltaManifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of the encoded buckets."""
+        """Return the bytes of all encoded buckets."""
         return sum(self.sizes)
 
 
@@ -161,7 +161,7 @@ def encode_buckets(
 
 
 def may_be_small(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) -> bool:
-    """Whether a delta may be within MAX_DELTA_RATIO, by some slices of the versions.
+    """Return whether a delta may be within MAX_DELTA_RATIO, by some slices of the versions.
 
     Takes milliseconds, whatever the versions' size. True for small versions, which are encoded as
     fast.

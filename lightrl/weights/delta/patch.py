@@ -21,7 +21,7 @@ from lightrl.weights.version.write import Write
 
 @dataclass(eq=False)
 class Patch:
-    """`make` may be called by several threads."""
+    """Makes and verifies buckets of a version. `make` may be called by several threads."""
 
     _base: int  # an open file, which the caller closes
     _deltas: Sequence[PackedDelta]

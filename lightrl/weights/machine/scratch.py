@@ -1,4 +1,4 @@
-"""Where a daemon keeps weight files: in shared memory where there is room, else on the disk.
+"""Choose where a daemon stores weight files: in shared memory if there is room, else on the disk.
 
 Owns that choice. `system/temporary.py` removes what dead processes left behind.
 """

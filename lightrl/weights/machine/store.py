@@ -59,7 +59,7 @@ class Pointer:
 
 
 class Store:
-    """`open` once, `close` at the end."""
+    """Holds, finds and removes versions on this machine. `open` once, `close` at the end."""
 
     def __init__(self, identity: bytes) -> None:
         """`identity`: bytes that only this run has."""

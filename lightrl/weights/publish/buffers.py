@@ -73,7 +73,7 @@ class Buffers:
         return {_key(path) for path in self.folder.glob("*.bin")}
 
     def lacks_a_second(self) -> bool:
-        """Whether there is no file but the one that was published last."""
+        """Return whether there is no file but the one that was published last."""
         return not [path for path in self.folder.glob("*.bin") if path != self._newest]
 
     def give_back(self, draft: Draft) -> None:

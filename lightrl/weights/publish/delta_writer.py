@@ -1,4 +1,4 @@
-"""How the ranks of a trainer write the delta between their last two versions.
+"""Write the delta between the last two versions of a trainer, on all its ranks.
 
 Owns the part of one rank: it encodes its share of the buckets, by threads, and writes it to its
 place in one file. Imports torch; daemons must not import this.
@@ -32,7 +32,7 @@ _TOO_LARGE = 1 << 50  # in place of a bucket's size
 
 @dataclass(eq=False)
 class DeltaWriter:
-    """One rank's part. All ranks call `write` at the same time.
+    """Encodes and writes the share of one rank. All ranks call `write` at the same time.
 
     `group`: of these ranks, if there are other ranks, too.
     """

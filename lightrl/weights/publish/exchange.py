@@ -30,7 +30,8 @@ Work = Sequence[Sequence[Piece]]  # the pieces of each bucket
 
 
 class Exchange:
-    """One rank's part. All ranks call `plan` for each version, then `carry_out` per stretch."""
+    """Sends or receives the pieces of one rank. All ranks call `plan` for each version, then
+    `carry_out` per stretch."""
 
     def __init__(self, rank: int, world: int, num_local: int) -> None:
         self._rank = rank

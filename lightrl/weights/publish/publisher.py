@@ -1,4 +1,4 @@
-"""How the ranks of a trainer publish a version: each writes its own rows into one mapped file and
+"""Publish a version from the ranks of a trainer: each writes its own rows into one mapped file and
 hashes its share of the buckets.
 
 Owns the part of one rank. Nothing is gathered, and no tensor is created in another dtype than the

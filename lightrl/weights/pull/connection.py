@@ -50,7 +50,7 @@ class Wanted:
 
 
 class Connection:
-    """Methods raise FAILURES; the connection is then of no use."""
+    """Requests buckets of one source. Methods raise FAILURES; it is then of no use."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

@@ -1,45 +1,44 @@
-"""Which bucket a node asks of which source: the rules by which nodes that pull the same version
-relay it to each other.
+"""Choose bucket and source of each request, so that nodes that pull the same version relay it to
+each other.
 
 Pure: owns the state of each source, and no socket, thread or clock. Buckets are bits of an int.
 
-The last source is the origin, which has everything and serves everybody: it is asked only for
-buckets that no peer has or is getting, and by one stream of each node while peers are active.
-Buckets of peers are asked for in random order, those that a single peer has first. A transfer that
-stalls, or is much slower than another source would be, is stolen: another stream asks for its
-bucket.
+The last source is the origin, which has all buckets and serves all nodes. A node requests only
+buckets from it that no peer has or is receiving, with one stream while peers are active. Buckets of
+peers are requested in random order, those that a single peer has first. A transfer that stalls, or
+is much slower than another source would be, is stolen: another stream requests its bucket.
 """
 
 from dataclasses import dataclass
 from random import Random
 
 EVERYTHING = -1  # all bits
-PATIENCE_S = 1.0  # for a queue, for what peers are getting, and for news of them
-STALL_S = 0.6  # without a byte, after which a bucket is asked of another source
-SLOW = 4.0  # a transfer is stolen if another source would be so many times faster
+PATIENCE_S = 1.0  # wait for a queue, for buckets that peers are receiving, and for their reports
+STALL_S = 0.6  # time without a byte after which a bucket is requested from another source
+SLOW = 4.0  # a transfer is stolen if another source would be this many times faster
 DEFAULT_RATE = 16e6  # bytes/s of a source that was not measured
 MAX_PENALTY_S = 8.0
-MAX_REFUSALS = 3  # in a row, before a source is dropped
+MAX_REFUSALS = 3  # consecutive refusals after which a source is dropped
 
 
 @dataclass(slots=True, eq=False)
 class PullSource:
-    """The state of a source, at one node."""
+    """The state of a source, as one node stores it."""
 
     node: str
     addresses: tuple[tuple[str, int], ...]
     ticket: bytes
-    has: int = 0  # buckets
-    getting: int = 0  # buckets on their way to it
-    is_known: bool = False  # it has reported what it has
-    had_all: bool = False  # so it has dropped the version if it queues a question for it
-    news_at: float = 0.0  # when it was added, or last reported a change
-    num_streams: int = 0  # that ask it
+    has: int = 0  # verified buckets
+    getting: int = 0  # buckets that the source is receiving
+    is_known: bool = False  # the source has reported its buckets
+    had_all: bool = False  # a request for its buckets that is queued then means: version dropped
+    news_at: float = 0.0  # time at which the source was added or last reported a change
+    num_streams: int = 0  # streams with a request to the source
     rate: float = DEFAULT_RATE  # bytes/s of the last bucket
-    failures: int = 0  # in a row
-    refusals: int = 0  # in a row
+    failures: int = 0  # consecutive
+    refusals: int = 0  # consecutive
     paused_until: float = 0.0
-    is_bad: bool = False  # sent wrong bytes
+    is_bad: bool = False  # the source sent wrong bytes
 
     @property
     def is_dropped(self) -> bool:
@@ -54,15 +53,15 @@ class PullSource:
 
 @dataclass(slots=True, eq=False)
 class BucketTransfer:
-    """One bucket that is asked of one source."""
+    """The transfer of one bucket from one source."""
 
     source: PullSource
     bucket: int
     size: int
     begun_at: float
-    last_at: float  # when the last bytes arrived
+    last_at: float  # time at which the last bytes arrived
     received: int = 0
-    is_queued: bool = False  # the source sends to others first
+    is_queued: bool = False  # the source serves other nodes first
     is_stolen: bool = False
 
     def rate(self, now: float) -> float:
@@ -71,18 +70,18 @@ class BucketTransfer:
 
 class SourceChoice:
     def __init__(self, num_buckets: int, seed: int, streams: int) -> None:
-        """`seed`: differs between the nodes, so that they ask for different buckets."""
+        """`seed` differs between nodes, so that they request different buckets."""
         self.num_buckets = num_buckets
-        self.todo = (1 << num_buckets) - 1  # neither here nor in flight
+        self.todo = (1 << num_buckets) - 1  # buckets that are neither here nor in flight
         self.sources: list[PullSource] = []  # the origin last
         self._streams = streams
         self.in_flight: set[BucketTransfer] = set()
         self._random = Random(seed)
         self._num_stolen: dict[int, int] = {}  # by bucket
-        self._typical_s = 0.0  # that a bucket takes
+        self._typical_s = 0.0  # duration of the transfer of a bucket
 
     def choose(self, now: float) -> tuple[PullSource, int] | None:
-        """Return what to ask of which source next, or None for nothing. The caller begins it."""
+        """Return source and bucket of the next request, or None. The caller calls `begin`."""
         if not self.todo or not self.sources:
             return None
         *peers, origin = self.sources
@@ -92,7 +91,7 @@ class SourceChoice:
         if fresh and origin.is_usable(now) and origin.num_streams < limit:
             return origin, self._any(fresh)
         usable.sort(key=lambda s: (s.num_streams, self._random.random()))
-        once = twice = 0  # buckets that one peer has, and two
+        once = twice = 0  # buckets that at least one peer has, and at least two
         for s in usable:
             twice |= once & s.has
             once |= s.has
@@ -109,7 +108,7 @@ class SourceChoice:
         return transfer
 
     def end(self, transfer: BucketTransfer, now: float, *, is_whole: bool) -> None:
-        """A transfer has ended; unless the bucket is whole, it is to be asked for again."""
+        """End a transfer; unless the bucket is whole, `choose` may return it again."""
         source = transfer.source
         source.num_streams -= 1
         self.in_flight.discard(transfer)
@@ -122,17 +121,17 @@ class SourceChoice:
             source.failures = source.refusals = 0
 
     def steal(self, transfer: BucketTransfer, now: float) -> None:
-        """Another source is to send the bucket; the slow one is not asked for a while."""
+        """Mark a transfer as stolen: another source sends its bucket. Pause a slow source."""
         source = transfer.source
         transfer.is_stolen = True
         self._num_stolen[transfer.bucket] = self._num_stolen.get(transfer.bucket, 0) + 1
-        if not transfer.is_queued:  # else it is not slow: it sends to others first
+        if not transfer.is_queued:  # a source that serves other nodes first is not slow
             source.failures += 1
             source.pause(now, min(MAX_PENALTY_S, 2.0 ** (source.failures - 1)))
             source.rate = transfer.rate(now)
 
     def is_overdue(self, transfer: BucketTransfer, now: float) -> bool:
-        """Whether another source would send the bucket much sooner."""
+        """Return whether another source would send the bucket much sooner."""
         rates = [
             s.rate
             for s in self.sources
@@ -151,12 +150,12 @@ class SourceChoice:
         return rest_s > SLOW * transfer.size / max(rates)
 
     def num_active_peers(self, now: float) -> int:
-        """The number of peers that pull the version as well."""
+        """Return the number of peers that are pulling the version as well."""
         since = now - self._patience_s(now)
         return sum(s.news_at > since and not s.failures for s in self.sources[:-1])
 
     def _of_peers(self, peers: list[PullSource], now: float) -> int:
-        """The buckets that peers have, or will have soon."""
+        """Return the buckets that `peers` have or will have soon."""
         mask = 0
         for s in peers:
             mask |= s.has
@@ -165,13 +164,13 @@ class SourceChoice:
         return mask
 
     def _patience_s(self, now: float) -> float:
-        """A line that is slow for this node is slow for others."""
+        """Return how long to wait for peers: a slow line of this node is slow for them, too."""
         begun_at = min((t.begun_at for t in self.in_flight), default=now)
         return max(PATIENCE_S, 4 * self._typical_s, 2 * (now - begun_at))
 
     def _any(self, buckets: int) -> int:
-        """The first of these buckets from a random place on. If nodes asked a slow peer for the
-        same buckets in the same order, it would send each of them to all."""
+        """Return the first of `buckets` from a random position on. A slow peer from which nodes
+        request the same buckets in the same order would send each of them to all nodes."""
         start = self._random.randrange(self.num_buckets)
         buckets = buckets >> start << start or buckets
         return (buckets & -buckets).bit_length() - 1

@@ -90,6 +90,8 @@ MAX_PAUSE_S = 2.0  # before a source that fails or is busy is asked again
 
 @dataclass(frozen=True, slots=True)
 class PullLimits:
+    """Limits of one pull: how much is requested at a time, and how long it waits."""
+
     # buckets in flight at a time
     streams: int = 4
     # without a byte, after which a pull fails

@@ -22,7 +22,8 @@ from lightrl.weights.version.manifest import VersionFile
 
 
 class Held:
-    """Lives in one event loop. The files are closed when they are retired and not in use.
+    """Holds the files of a version: closes them once they are retired and not in use. Lives in one
+    event loop.
 
     The pull that fills a version calls `getting`, `verified` and `complete`.
     """

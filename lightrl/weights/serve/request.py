@@ -69,7 +69,7 @@ class Holdings:
     getting: int
 
     def pack(self, size: int) -> bytes:
-        """For a file of `size` bytes."""
+        """Encode the holdings of a file of `size` bytes."""
         length = -(-num_buckets(size) // 8)
         masks = (self.verified.to_bytes(length, "little"), self.getting.to_bytes(length, "little"))
         return _CHANGES.pack(self.changes) + b"".join(masks)

@@ -162,7 +162,7 @@ class WeightServer:
                 task.cancel()
 
     def _admits(self, request: Request) -> bool:
-        """Whether the ticket is right and, if the version is held, it has such a range."""
+        """Return whether the ticket is right and, if the version is held, it has such a range."""
         node = request.node.decode(errors="replace")
         expected = pull_ticket(self._secret, node, request.policy_version).encode()
         held = self._find(request)
@@ -294,7 +294,7 @@ class Acceptor:
             await self._serve(sock, request)
 
     def _end(self, task: asyncio.Task[None], sock: socket.socket) -> None:
-        """Not in the task, which may be cancelled before it has begun."""
+        """Close a connection outside its task, which may be cancelled before it begins."""
         self._tasks.discard(task)
         self._silent.pop(task, None)
         sock.close()

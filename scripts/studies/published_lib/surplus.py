@@ -1,10 +1,12 @@
 """Surplus responses that run on, as in a system that has no scores before the rollout is over."""
 
+from collections.abc import Sequence
+
 from lightrl.core.commands import CloseRound, Command, Send
 from lightrl.core.events import Event, MessageArrived
 from lightrl.core.rounds.race import DECIDED
 from lightrl.core.state import Response
-from lightrl.messages.responses import Abort, TokenChunk
+from lightrl.messages.responses import Abort, ResponseTokens, TokenChunk
 from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.world import World
 
@@ -21,14 +23,18 @@ class Surplus:
     def _watch(self, event: Event, now: float) -> list[Command]:
         commands = [self._without_kept(command) for command in self._handle(event, now)]
         match event:
-            case MessageArrived(message=TokenChunk(items=items)):
-                for item in items if self._kept else ():
-                    key = (item.response, item.attempt)
-                    if item.finish_reason and (kept := self._kept.pop(key, None)):
-                        self._world.reward_workers.defer(kept[1])
+            case MessageArrived(message=TokenChunk(responses=items)):
+                # after what the core aborts because of them
+                self._world.at(now, lambda: self._score_finished(items))
             case _:
                 pass
         return commands
+
+    def _score_finished(self, items: Sequence[ResponseTokens]) -> None:
+        for item in items if self._kept else ():
+            key = (item.response, item.attempt)
+            if item.finish_reason and (kept := self._kept.pop(key, None)):
+                self._world.reward_workers.defer(kept[1])
 
     def _without_kept(self, command: Command) -> Command:
         match command:

@@ -3,7 +3,7 @@
 Reads run directories of runs that may be alive or over.
 """
 
-import json
+import contextlib
 import math
 import re
 import statistics
@@ -21,7 +21,8 @@ from rich.text import Text
 from lightrl.client.address import relative
 from lightrl.config.run_file import CONFIG_FILE
 from lightrl.config.values import flat
-from lightrl.errors import ConfigError
+from lightrl.errors import ConfigError, LightRLError
+from lightrl.launch.report import read_summary
 from lightrl.metrics.sinks import read
 from lightrl.wire import to_json
 
@@ -100,10 +101,9 @@ def as_table(runs: Sequence[RunResult]) -> Table:
 def _figures(run_dir: Path) -> Figures:
     records = read(run_dir)
     steps = [r for r in records if "reward/mean" in r]
-    try:
-        summary = json.loads((run_dir / "summary.json").read_bytes())
-    except (OSError, ValueError):
-        summary = {}  # it still runs, or was killed
+    summary: dict[str, Any] = {}
+    with contextlib.suppress(LightRLError):  # it still runs, or was killed
+        summary = read_summary(run_dir)
 
     def mean(name: str) -> float | None:
         values = [r[name] for r in steps[-LAST_STEPS:] if name in r]

@@ -24,6 +24,7 @@ from lightrl.log import environment as log_environment
 from lightrl.messages.nodes import Role
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
+from lightrl.system.threads import cancel
 
 # Exit statuses: of a coordinator whose run was stopped or has failed; of any daemon whose last line
 # logged is an error for the user. 1 is that of a crash.
@@ -161,9 +162,7 @@ class Daemons:
             await self._unless_over(asyncio.create_task(asyncio.sleep(pause_s)))
             starting = asyncio.create_task(restart())
             await self._unless_over(starting)
-            if not starting.done():
-                starting.cancel()
-                await asyncio.wait([starting])
+            await cancel(starting)  # it has ended, or all of them end
             if starting.cancelled():
                 return daemon
             daemon = starting.result()

@@ -240,18 +240,16 @@ class LocalRun:
         await asyncio.wait(
             [d.ended for d in daemons if d.role != "rollout"], timeout=FOLLOWS_WITHIN_S
         )
-        is_well = daemon.role == "rollout" and not head.has_failed
-        if head.ended.done() and (self._was_stopped() or is_well):
-            return
+        if head.ended.done():
+            last = final_snapshot(self.run_dir)
+            was_stopped = last is not None and last.state == RunState.STOPPED
+            if was_stopped or (daemon.role == "rollout" and not head.has_failed):
+                return
         trainers = [d for d in daemons if d.role == "trainer" and d.is_user_error]
         cause = trainers[0] if daemon is head and trainers else daemon
         was_restarted = cause.role != "coordinator" or self.config.journal.enabled
         often = f", {RESTARTS.max_restarts + 1} times without a step done"
         raise cause.failure(often if cause.has_crashed and was_restarted else "")
-
-    def _was_stopped(self) -> bool:
-        last = final_snapshot(self.run_dir)
-        return last is not None and last.state == RunState.STOPPED
 
     async def _ask_to_drain(self, head: Daemon, reason: str) -> None:
         if self.address:

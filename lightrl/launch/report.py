@@ -15,15 +15,13 @@ from lightrl.log import WARNING
 from lightrl.messages.snapshot import INTERRUPTED, NodeRow, Snapshot
 from lightrl.metrics.display import (
     aligned,
-    cost,
     count,
     duration,
     pulling,
     sides,
-    sizes,
     speculation,
+    step_lines,
     usd,
-    weights,
 )
 from lightrl.metrics.evaluation import Scores, scores_line
 from lightrl.metrics.waits import WaitLines, waiting
@@ -90,11 +88,9 @@ class ProgressLines:
         if s.step > self._step and s.rewards and (over or now - self._printed_at >= LINE_EVERY_S):
             self._step, self._printed_at = s.step, now
             yield (
-                f"step {s.step:>5}/{s.num_steps}  reward {s.rewards[-1]:.3f}"
-                + (f"  length {s.lengths[-1]:6.1f}" if s.lengths else "")
-                + (f"  {s.step_seconds[-1]:.2f} s/step" if s.step_seconds else "")
-                + (f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else "")
-                + f"  {duration(s.elapsed_s)}"
+                f"step {s.step:>5}/{s.num_steps}  reward {s.rewards[-1]:.3f}  length "
+                f"{s.lengths[-1]:6.1f}  {s.step_seconds[-1]:.2f} s/step{_speed(s)}  "
+                f"{duration(s.elapsed_s)}"
             )
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] >= s.step)
 
@@ -102,10 +98,13 @@ class ProgressLines:
 def _evaluated(s: Snapshot) -> str:
     done = s.responses_done
     total = done + s.responses_running + s.responses_queued
-    speed = f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else ""
     scored = f"  {s.round_accepted:,} of {s.round_needed:,} prompts are scored"
     waits = scored if done == total else ""
-    return f"{done:,} of {total:,} responses{waits}{speed}  {duration(s.elapsed_s)}"
+    return f"{done:,} of {total:,} responses{waits}{_speed(s)}  {duration(s.elapsed_s)}"
+
+
+def _speed(s: Snapshot) -> str:
+    return f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else ""
 
 
 def _eval_line(num_steps: int, step: int, scores: Scores) -> str:
@@ -114,35 +113,27 @@ def _eval_line(num_steps: int, step: int, scores: Scores) -> str:
 
 def result_lines(run_dir: Path) -> list[str]:
     """Return the result of a finished run, from its summary. Raises LightRLError without one."""
-    summary = _summary(run_dir)
-    wall_s = summary.get("rl_wall_s") or 0.0
-    tokens = summary.get("rollout_tokens") or 0
-    took = f"{wall_s:.1f} s, without start-up and evaluation"
-    lines = [f"finished {summary.get('steps')} steps in {took}"]
-    sets = summary.get("eval_sets") or {}
+    summary = read_summary(run_dir)
+    wall_s, tokens, sets = (summary[k] for k in ("rl_wall_s", "rollout_tokens", "eval_sets"))
+    lines = [
+        f"finished {summary['steps']} steps in {wall_s:.1f} s, without start-up and evaluation"
+    ]
     width = max(map(len, sets), default=0) if len(sets) > 1 else 0
     for k, (name, scores) in enumerate(sets.items()):
         label, of = "" if k else "held-out", f"{name:{width}}  " if width else ""
         lines.append(f"  {label:10} {of}{scores[0][1]:.3f} -> {scores[-1][1]:.3f}")
     speed = f" ({tokens / wall_s:,.0f} a second)" if wall_s else ""
-    lines.append(
-        f"  tokens     {tokens:,}{speed}; {summary.get('trained_responses', 0):,} responses "
-        "trained on"
-    )
-    drafting = {
-        f"speculation/{key}": value for key, value in (summary.get("speculation") or {}).items()
-    }
-    if line := speculation(drafting):
+    trained = f"{summary['trained_responses']:,} responses trained on"
+    lines.append(f"  tokens     {tokens:,}{speed}; {trained}")
+    if line := speculation({f"speculation/{k}": v for k, v in summary["speculation"].items()}):
         lines.append(f"  drafts     {line}")
-    if trouble := _trouble(summary.get("counters") or {}):
+    if trouble := _trouble(summary["counters"]):
         lines.append(f"  WARNING    {', '.join(trouble)}; see {run_dir / 'logs'}")
-    if not summary.get("trained_responses"):
+    if not summary["trained_responses"]:
         lines.append("  WARNING    no response was trained on: the model is unchanged")
-    model = exported_model(run_dir)
-    if model is not None:
+    if (model := exported_model(run_dir)) is not None:
         lines.append(f"  model      {model}")
-    lines.append(f"  run        {run_dir}")
-    return lines
+    return [*lines, f"  run        {run_dir}"]
 
 
 def repeated_warnings(run_dir: Path) -> list[str]:
@@ -156,7 +147,7 @@ def repeated_warnings(run_dir: Path) -> list[str]:
 
 def stop_reason(run_dir: Path) -> str:
     """Return why the run ended, from its summary. Raises LightRLError without one."""
-    return str(_summary(run_dir).get("reason") or "no reason given")
+    return str(read_summary(run_dir)["reason"] or "no reason given")
 
 
 def exported_model(run_dir: Path) -> Path | None:
@@ -167,7 +158,8 @@ def exported_model(run_dir: Path) -> Path | None:
     return max(found, key=lambda folder: step_of(folder.parent), default=None)
 
 
-def _summary(run_dir: Path) -> dict[str, Any]:
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Return summary.json of a run that is over. Raises LightRLError without one."""
     file = run_dir / "summary.json"
     try:
         return from_json(file.read_bytes(), dict[str, Any])
@@ -175,15 +167,15 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         raise LightRLError(
             f"{file}: missing, so the run did not finish; see {run_dir / 'logs'}"
         ) from None
-    except ProtocolError as e:
+    except (OSError, ProtocolError) as e:
         raise LightRLError(f"{file}: {e}") from None
 
 
 def _trouble(counters: Mapping[str, int]) -> list[str]:
     # groups of equal rewards were replaced
-    unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)
+    unscored = counters["groups_dropped"] - counters["groups_flat"]
     named = {**counters, "groups_dropped": unscored}
-    return [f"{name.replace('_', ' ')}: {named[name]:,}" for name in TROUBLE if named.get(name)]
+    return [f"{name.replace('_', ' ')}: {named[name]:,}" for name in TROUBLE if named[name]]
 
 
 def status_lines(s: Snapshot) -> list[str]:
@@ -198,10 +190,7 @@ def status_lines(s: Snapshot) -> list[str]:
         f"round     {_round(s)}",
         *(f"eval      {scores_line(scores)} at step {step}" for step, scores in s.evals[-1:]),
         *(f"waiting   {waiting(row)}" for row in [s.wait] if row),
-        *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
-        *(f"weights   {line}" for line in [weights(s.metrics)] if line),
-        *(f"sizes     {line}" for line in [sizes(s.metrics)] if line),
-        *(f"cost      {line}" for line in [cost(s.cost)] if line),
+        *(f"{label:10}{line}" for label, line in step_lines(s)),
         *_forecast(s),
         *(f"warning   {warning_text(row)}" for row in s.warnings[-MAX_REPEATED:]),
         *(f"devices   {line}" for line in sides(s.nodes)),

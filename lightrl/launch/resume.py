@@ -63,11 +63,20 @@ def prepare(
     run_dir = find_folder(target, "resume a run by its directory or name")
     before = load_config(run_dir / CONFIG_FILE)
     config, changed = _changed(run_dir, before, overrides)
-    _require_unfinished(run_dir, config)
+    records = sinks.read(run_dir, newest=1)
+    done = int(records[-1]["step"]) if records else 0
+    _require_unfinished(run_dir, config.train.steps, done)
+    saved = newest_checkpoint(run_dir) or 0
     if not from_checkpoint and (change := _rounds_otherwise(before.train, config, changed)):
-        _require_all_saved(run_dir, change)
-    if config.train.steps != before.train.steps:
-        _require_steps_left(run_dir, config.train.steps, from_checkpoint)
+        _require_all_saved(run_dir, change, done, saved)
+    if (steps := config.train.steps) != before.train.steps:
+        # a step has begun once the one before is done
+        begun = max((segment.step for segment in segments(run_dir / FOLDER)), default=0)
+        last = saved if from_checkpoint else begun
+        if steps <= last:
+            raise ConfigError(
+                f"train.steps = {steps}: step {last + 1} has begun already; give more"
+            )
     if not has_journal(run_dir):
         why = "" if before.journal.enabled else " (journal.enabled = false)"
         raise JournalError(f"{relative(run_dir)}: has no journal to resume from{why}")
@@ -114,10 +123,8 @@ def _changed(
     return after.model_copy(update={"run": after.run.model_copy(update=place)}), changed
 
 
-def _require_unfinished(run_dir: Path, config: Config) -> None:
-    last, steps = final_snapshot(run_dir), config.train.steps
-    records = sinks.read(run_dir, newest=1)
-    done = int(records[-1]["step"]) if records else 0
+def _require_unfinished(run_dir: Path, steps: int, done: int) -> None:
+    last = final_snapshot(run_dir)
     if last is not None and last.state == RunState.FINISHED and last.step >= steps:
         raise LightRLError(
             f"{relative(run_dir)}: finished; to extend it: lightrl resume {relative(run_dir)} "
@@ -138,12 +145,10 @@ def _rounds_otherwise(then: Train, config: Config, changed: Sequence[str]) -> st
     return ""
 
 
-def _require_all_saved(run_dir: Path, change: str) -> None:
+def _require_all_saved(run_dir: Path, change: str, done: int, saved: int) -> None:
     """Raise ConfigError if steps would be trained again, with the other rounding of `change`."""
     from lightrl.replay.log import interrupted  # numpy comes with it
 
-    records = sinks.read(run_dir, newest=1)
-    done, saved = int(records[-1]["step"]) if records else 0, newest_checkpoint(run_dir) or 0
     if (last := interrupted(run_dir)) is not None:  # a version may exist before its step is done
         done = max(done, last.policy_version or 0)
     if done > saved:
@@ -151,15 +156,6 @@ def _require_all_saved(run_dir: Path, change: str) -> None:
             f"{change}: the steps after {saved}, of which there is no checkpoint, would be trained "
             f"again and come out different; --from-checkpoint forgets them"
         )
-
-
-def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> None:
-    """Raise ConfigError if the last step has begun, as it has once the step before is done."""
-    done = max((s.step for s in segments(run_dir / FOLDER)), default=0)
-    if from_checkpoint:
-        done = newest_checkpoint(run_dir) or 0
-    if steps <= done:
-        raise ConfigError(f"train.steps = {steps}: step {done + 1} has begun already; give more")
 
 
 def _require_dead(run_dir: Path) -> None:

@@ -118,13 +118,13 @@ class NodeRow:
     state: Word
     host: Word
     pid: int
-    device: Word
-    policy_version: int | None
-    running: int
-    slots: int
-    tokens_per_s: float
-    kv_usage: float
-    heard_s_ago: float
+    device: Word = ""
+    policy_version: int | None = None
+    running: int = 0
+    slots: int = 0
+    tokens_per_s: float = 0.0
+    kv_usage: float = 0.0
+    heard_s_ago: float = 0.0
     loop_lag_ms: float = 0.0
     # of the version that it pulls
     weights: WeightsProgress | None = None

@@ -34,16 +34,10 @@ def cost_figures(core: Coordinator) -> dict[str, float]:
 
 
 def cost_row(core: Coordinator) -> CostRow:
-    figures, fleet, scaling = cost_figures(core), core.fleet, core.scaling
-    now = fleet.num_preemptible
-    row = CostRow(
-        reserved=scaling.num_reserved,
-        preemptible=now,
-        usd=figures.get("usd"),
-        usd_per_step=figures.get("usd_per_step"),
-        usd_per_million_tokens=figures.get("usd_per_million_tokens"),
-        wanted=scaling.learned.wanted if core.settings.scale_max else None,
-    )
+    fleet, scaling, now = core.fleet, core.scaling, core.fleet.num_preemptible
+    wanted = scaling.learned.wanted if core.settings.scale_max else None
+    row = CostRow(scaling.num_reserved, now, wanted=wanted)
+    row = replace(row, **cost_figures(core))  # of the same names
     # The fleet has no nodes after the end of a run.
     if not fleet.nodes or (forecast := scaling.forecast()) is None:
         return row
@@ -85,9 +79,9 @@ class NodeRows:
     def rows(self, fleet: Fleet, now: float) -> tuple[NodeRow, ...]:
         """Return a row for each node, the coordinator's daemon first."""
         rows = {name: self._row(fleet, name, now) for name in sorted(fleet.nodes)}
-        state, host = str(NodeState.READY), socket.gethostname()
-        idle = NodeRow(self._head, (), state, host, os.getpid(), "", None, 0, 0, 0.0, 0.0, 0.0)
-        head = rows.pop(self._head, idle)
+        head = rows.pop(self._head, None) or NodeRow(
+            self._head, (), str(NodeState.READY), socket.gethostname(), os.getpid()
+        )
         return (replace(head, roles=("coordinator", *head.roles)), *rows.values())
 
     def _row(self, fleet: Fleet, name: str, now: float) -> NodeRow:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from lightrl.messages.snapshot import CostRow, NodeRow
+from lightrl.messages.snapshot import CostRow, NodeRow, Snapshot
 from lightrl.messages.weights import WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -131,12 +131,12 @@ def sizes(metrics: Mapping[str, float]) -> str:
         return ""
     now = metrics.get("planner/next_parallel", size)
     devices = f"{now:.0f} device{'s' if now != 1 else ''} an engine"
-    before = f", {size:.0f} in the last round" if size != now else ""
-    preempted = f"{count(metrics.get('planner/preemptions', 0.0))} KV preemptions in it"
-    if not before:
-        preempted = preempted.replace("in it", "in the last round")
+    preempted = f"{count(metrics.get('planner/preemptions', 0.0))} KV preemptions in"
+    last = "the last round"
+    if size != now:
+        devices, last = f"{devices}, {size:.0f} in {last}", "it"
     switches = metrics.get("planner/switches", 0.0)
-    return f"{devices}{before} · {preempted} · {switches:.0f} change{'s' if switches != 1 else ''}"
+    return f"{devices} · {preempted} {last} · {switches:.0f} change{'s' if switches != 1 else ''}"
 
 
 def cost(row: CostRow | None) -> str:
@@ -152,6 +152,18 @@ def cost(row: CostRow | None) -> str:
     if row.usd_per_million_tokens is not None:
         parts.append(f"{usd(row.usd_per_million_tokens)} a million tokens")
     return " · ".join(parts)
+
+
+def step_lines(s: Snapshot) -> list[tuple[str, str]]:
+    """Return labels and lines: drafts, weights and sizes of engines in the last step; cost so
+    far."""
+    lines = (
+        ("drafts", speculation(s.metrics)),
+        ("weights", weights(s.metrics)),
+        ("sizes", sizes(s.metrics)),
+        ("cost", cost(s.cost)),
+    )
+    return [(label, line) for label, line in lines if line]
 
 
 def bar(share: float, width: int) -> str:

@@ -8,7 +8,7 @@ import math
 import statistics
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from lightrl.core.rounds.race import MIN_COMPARED, has_zero_std
 from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages.snapshot import SampleText
-from lightrl.metrics.evaluation import Evaluated, Scores, scores_line
+from lightrl.metrics.evaluation import Scores, scores_line
 
 HISTOGRAM_BINS = 12
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
@@ -51,22 +51,6 @@ def scoring_figures(scorings: Sequence[ScoringTime]) -> dict[str, float]:
         "reward/timeouts": float(sum(s.failure == "timeout" for s in scorings)),
         "reward/score_s": mean([s.seconds for s in scorings]),
     }
-
-
-def evaluated(round: Round, source_of: Callable[[str], str]) -> list[Evaluated]:
-    """Return the responses of an evaluation. `source_of`: the `data_source` of a prompt."""
-    return [
-        Evaluated(
-            set=g.set,
-            prompt=g.prompt.id,
-            source=source_of(g.prompt.id),
-            reward=r.reward,
-            num_tokens=len(r.tokens),
-            is_clipped=r.finish_reason == "length",
-        )
-        for g in round.groups.values()
-        for r in g.responses
-    ]
 
 
 def step_figures(round: Round) -> dict[str, float]:
@@ -133,15 +117,19 @@ def foresight_figures(round: Round) -> dict[str, float]:
     A group with aborted responses would have run longer: where it is shorter than predicted, that
     is no error.
     """
-    groups = [g for g in round.groups.values() if any(r.tokens for r in g.responses)]
-    foreseen = [g for g in groups if g.foreseen_tokens is not None]
-    lengths = [mean([len(r.tokens) for r in g.responses]) for g in foreseen]
-    predicted = [g.foreseen_tokens or 0.0 for g in foreseen]
-    errors: list[float] = []
-    for group, expected, length in zip(foreseen, predicted, lengths, strict=True):
-        whole = all(r.finish_reason is not None for r in group.responses)
-        errors.append(abs(length - expected) if whole else max(0.0, length - expected))
-    num, num_foreseen = (sum(len(g.responses) for g in some) for some in (groups, foreseen))
+    num = num_foreseen = 0
+    predicted, lengths, errors = [], [], []
+    for group in round.groups.values():
+        if not any(r.tokens for r in group.responses):
+            continue
+        num += len(group.responses)
+        if (expected := group.foreseen_tokens) is not None:
+            num_foreseen += len(group.responses)
+            length = mean([len(r.tokens) for r in group.responses])
+            is_whole = all(r.finish_reason is not None for r in group.responses)
+            errors.append(abs(length - expected) if is_whole else max(0.0, length - expected))
+            predicted.append(expected)
+            lengths.append(length)
     figures = {"foresight/coverage": num_foreseen / num if num else 0.0}
     if errors:
         figures["foresight/mean_abs_error_tokens"] = mean(errors)
@@ -156,17 +144,14 @@ def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
     Example: rank_correlation([1, 5, 9], [10, 70, 30]) == 0.5
     """
-    if len(xs) < 2 or len(set(xs)) < 2 or len(set(ys)) < 2:
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
         return None
     return statistics.correlation(_ranks(xs), _ranks(ys))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    first: dict[float, int] = {}
-    for rank, value in enumerate(sorted(values)):
-        first.setdefault(value, rank)
-    counts = Counter(values)
-    return [first[v] + (counts[v] - 1) / 2 for v in values]
+    _, order, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - counts / 2)[order].tolist()
 
 
 def digest_responses(step: int, responses: Iterable[Response]) -> bytes:

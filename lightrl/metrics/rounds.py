@@ -25,13 +25,13 @@ from lightrl.core.state import (
 )
 from lightrl.log import WARNING
 from lightrl.messages.fields import MAX_EVALS
+from lightrl.messages.load import Drafting
 from lightrl.messages.snapshot import SampleText, Snapshot, TailRow, WarningRow
 from lightrl.metrics.cost_and_nodes import NodeRows, cost_figures, cost_row, turns_figures
 from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_score
 from lightrl.metrics.round_figures import (
     ScoringTime,
     digest_responses,
-    evaluated,
     figure_name,
     histogram,
     mean,
@@ -76,7 +76,7 @@ class RecordsNote:
     num_prompts: int
     # prompts of each set to evaluate on
     eval_sizes: dict[str, int]
-    speculation: Totals
+    drafting: Drafting
     weights: Totals
     warnings: tuple[WarningRow, ...]
 
@@ -120,11 +120,8 @@ class Records:
         # of the responses of open rounds
         self._reward_figures: dict[str, dict[str, float]] = {}
         self._scorings: dict[str, ScoringTime] = {}
-        self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._records: deque[dict[str, float]] = deque(maxlen=HISTORY_STEPS)  # the newest last
         self._histogram: tuple[tuple[int, int], ...] = ()
-        self._metrics: dict[str, float] = {}
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
         self._warnings = Warnings()
         self._samples: deque[SampleText] = deque(maxlen=NUM_SAMPLES)
@@ -163,9 +160,10 @@ class Records:
     def close_eval(self, round: Round, source_of: Callable[[str], str]) -> dict[str, float]:
         """Return the record of an evaluation. `source_of`: the `data_source` of a prompt, "" =
         none."""
-        responses = evaluated(round, source_of)
-        self.evals.append((round.step, eval_scores(responses)))
-        return eval_figures(responses) | {"eval/seconds": round.closed_at - round.opened_at}
+        groups = round.groups.values()
+        self.evals.append((round.step, eval_scores(groups)))
+        seconds = {"eval/seconds": round.closed_at - round.opened_at}
+        return eval_figures(groups, source_of) | seconds
 
     def close_round(self, round: Round, core: Coordinator, history: dict[str, float]) -> None:
         """`history`: the figures of the store of earlier responses."""
@@ -224,7 +222,7 @@ class Records:
             "step": float(done.step + 1),
             **closed.figures,
             **self.speculation.figures(),
-            **self.weights.figures(),
+            **self.weights.figures(done.metrics.get("weights/publish_s")),
             **done.metrics,
             "timing_s/step": seconds,
             "timing_s/rollout": done.rollout_s,
@@ -240,7 +238,7 @@ class Records:
         }
         self._digest = in_thread(self._hashing, _chain, self._digest, closed.digest)
         self._histogram = closed.histogram
-        self._show(record)
+        self._records.append(record)
         return record
 
     @property
@@ -269,7 +267,7 @@ class Records:
                 sorted(self._bias_steps),
                 settings.num_prompts,
                 sizes,
-                self.speculation.totals,
+                self.speculation.total,
                 self.weights.totals,
                 self._warnings.rows(),
             )
@@ -283,23 +281,13 @@ class Records:
         self._rl_wall_s = note.rl_wall_s
         self._bias.state = note.bias
         self._bias_so_far = self._bias.figures()
-        for record in steps:
-            if "reward/mean" in record:
-                self._show(record)
-        # they count the shown steps already
-        self.speculation.totals, self.weights.totals = note.speculation, note.weights
+        self._records.extend(record for record in steps if "reward/mean" in record)
+        if self._records:
+            self._num_tokens = int(self._records[-1].get("num_tokens_total", 0))
+        self.speculation.total, self.weights.totals = note.drafting, note.weights
         self._warnings.recall(note.warnings)
         self._bias_steps = set(note.bias_steps)
         self._num_migrations = core.table.counters.migrations
-
-    def _show(self, record: dict[str, float]) -> None:
-        self._rewards.append(record["reward/mean"])
-        self._lengths.append(record["response_length/mean"])
-        self._seconds.append(record["timing_s/step"])
-        self._metrics = record
-        self._num_tokens = int(record.get("num_tokens_total", 0))
-        self.speculation.count(record)
-        self.weights.count(record)
 
     # Summary and snapshots
 
@@ -369,12 +357,12 @@ class Records:
             max_staleness=core.settings.max_staleness,
             rollout_tokens=core.table.counters.rollout_tokens + core.table.counters.eval_tokens,
             tokens_per_s=sum(r.tokens_per_s for r in rows),
-            rewards=tuple(self._rewards),
-            lengths=tuple(self._lengths),
-            step_seconds=tuple(self._seconds),
+            rewards=tuple(r["reward/mean"] for r in self._records),
+            lengths=tuple(r["response_length/mean"] for r in self._records),
+            step_seconds=tuple(r["timing_s/step"] for r in self._records),
             evals=tuple(self.evals[-MAX_EVALS:]),
             length_histogram=self._histogram,
-            metrics=self._metrics,
+            metrics=self._records[-1] if self._records else {},
             counters=self._counters(core),
             events=tuple(self._events),
             warnings=self._warnings.rows(),

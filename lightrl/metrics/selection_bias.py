@@ -22,23 +22,9 @@ import numpy as np
 from lightrl.core.arrays import encode
 from lightrl.core.rounds.backlog import Backlog
 from lightrl.core.rounds.rounds import staleness
-from lightrl.core.state import DrawnPrompt, GroupState, Response, Round
+from lightrl.core.state import HeldResponse, Response, Round
 
 MIN_AT_RISK = 10  # observations up to whose length a mean is estimated, if some are censored
-
-
-class ResponseOutcome(NamedTuple):
-    """The outcome of one launched response."""
-
-    num_tokens: int
-    # False: it was aborted
-    finished: bool
-    # it was cut off at its maximal length
-    at_limit: bool
-    # None = it has no score
-    reward: float | None
-    # it is trained
-    kept: bool
 
 
 @dataclass(slots=True)
@@ -56,18 +42,27 @@ class Tally:
     kept_at_limit: int = 0
     kept_reward: float = 0.0
 
-    def add(self, of: ResponseOutcome, count: int = 1, is_launched: bool = True) -> None:
-        """`count` -1 removes what was added; `is_launched`: it is not a restart of another one."""
+    def add(
+        self,
+        of: Response | HeldResponse,
+        num_tokens: int,
+        is_kept: bool = False,
+        count: int = 1,
+        is_launched: bool = True,
+    ) -> None:
+        """Add the outcome of a response. `is_kept`: it is trained; `count` -1 removes what was
+        added; `is_launched`: it is not a restart of another one."""
+        is_at_limit = of.finish_reason == "length"
         if is_launched:
-            lengths = self.finished if of.finished else self.aborted
-            lengths[of.num_tokens] = lengths.get(of.num_tokens, 0) + count
-            self.at_limit += count * of.at_limit
+            lengths = self.finished if of.finish_reason is not None else self.aborted
+            lengths[num_tokens] = lengths.get(num_tokens, 0) + count
+            self.at_limit += count * is_at_limit
         if of.reward is not None:
             self.scored += count
             self.scored_reward += count * of.reward
-        if of.kept:
-            self.kept[of.num_tokens] = self.kept.get(of.num_tokens, 0) + count
-            self.kept_at_limit += count * of.at_limit
+        if is_kept:
+            self.kept[num_tokens] = self.kept.get(num_tokens, 0) + count
+            self.kept_at_limit += count * is_at_limit
             self.kept_reward += count * (of.reward or 0.0)
 
     def figures(self, limit: int) -> dict[str, float]:
@@ -139,12 +134,6 @@ class BiasState:
     num_rounds: dict[str, int] = field(default_factory=dict[str, int])
     max_wait_steps: int = 0
     tally: Tally = field(default_factory=Tally)
-    # deferred prompt -> index -> outcome so far; see `_key`
-    put_off: dict[str, dict[int, ResponseOutcome]] = field(
-        default_factory=dict[str, dict[int, ResponseOutcome]]
-    )
-    # prompt -> the step that first deferred it
-    since: dict[str, int] = field(default_factory=dict[str, int])
     # as often as they were sampled
     tokens: int = 0
     untrained_tokens: int = 0
@@ -166,31 +155,26 @@ class Bias:
         state = self.state
         own, restarts = Tally(), Counter[str]()
         kept = {r.id for group in round.accepted for r in group.kept}
-        for group in round.groups.values():
-            key = _key(group.prompt)
-            before = state.put_off.pop(key, {})
-            outcomes = {r.index: _outcome(r, r.id in kept) for r in group.responses}
-            for r in group.responses:
-                outcome = outcomes[r.index]
-                own.add(outcome)
-                held = group.held[r.index].tokens if r.index < len(group.held) else b""
-                continues = r.carried > 0 or not held
-                if not continues:
-                    compared = compare(held, r)
-                    restarts.update(compared)
-                    continues = bool(compared["same_share"])
-                if continues and r.index in before:
-                    state.tally.add(before[r.index], -1)
-                state.tally.add(outcome, is_launched=continues or r.index not in before)
-            if group.state is GroupState.DEFERRED:
-                state.put_off[key] = before | outcomes
+        for r in (r for group in round.groups.values() for r in group.responses):
+            num, is_kept = len(r.tokens), r.id in kept
+            own.add(r, num, is_kept)
+            held = r.group.held[r.index] if r.index < len(r.group.held) else None
+            is_launched = held is None or r.carried > 0 or not held.tokens
+            if held is not None and not is_launched:
+                compared = compare(held.tokens, r)
+                restarts.update(compared)
+                is_launched = bool(compared["same_share"])
+            if held is not None and is_launched:  # of the round that deferred it
+                state.tally.add(held, len(held.tokens) // 4, count=-1)
+            state.tally.add(r, num, is_kept, is_launched=is_launched)
         tokens = sum(r.num_new for group in round.groups.values() for r in group.responses)
         state.tokens += tokens
         state.untrained_tokens += round.aborted_tokens
         for name, num in restarts.items():
             state.restarts[name] = state.restarts.get(name, 0) + num
         state.num_rounds[round.kind] = state.num_rounds.get(round.kind, 0) + 1
-        waits = self._wait_steps(round, backlog)
+        since = [one.since for one in (*round.groups.values(), *backlog.deferred)]
+        waits = max([0, *(round.step - step for step in since)])
         state.max_wait_steps = max(state.max_wait_steps, waits)
         return {
             **own.figures(self._limit),
@@ -213,28 +197,6 @@ class Bias:
             "aborted_tokens": float(state.untrained_tokens),
             "aborted_share": state.untrained_tokens / max(1, state.tokens),
         }
-
-    def _wait_steps(self, round: Round, backlog: Backlog) -> int:
-        """Return the most steps for which a prompt of this round, or of the queue, has been
-        deferred."""
-        since = self.state.since
-        since |= {_key(p.prompt): p.since for p in backlog.deferred}
-        steps = [round.step - step for step in since.values()]
-        for group in round.groups.values():
-            if group.state is not GroupState.DEFERRED:
-                since.pop(_key(group.prompt), None)
-        return max([0, *steps])
-
-
-def _key(prompt: DrawnPrompt) -> str:
-    """Return a key of JSON for a prompt in an epoch."""
-    return f"{prompt.epoch} {prompt.id}"
-
-
-def _outcome(r: Response, kept: bool) -> ResponseOutcome:
-    return ResponseOutcome(
-        len(r.tokens), r.finish_reason is not None, r.finish_reason == "length", r.reward, kept
-    )
 
 
 def _deferred_staleness(round: Round) -> dict[str, float]:

@@ -7,15 +7,14 @@ Must not import a tracker that is not configured.
 import asyncio
 import importlib.util
 import io
-import math
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightrl.config.schema import Config
 from lightrl.errors import ConfigError
@@ -25,8 +24,6 @@ from lightrl.system.append_file import AppendFile, read_rows
 from lightrl.wire import to_json
 
 _NOT_IN_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_:]")
-
-_Row: TypeAlias = dict[str, float | None]
 
 
 def require_installed(backends: Sequence[str]) -> None:
@@ -54,9 +51,9 @@ class MetricsLog:
         self._prometheus = None
         if config.logging.prometheus:
             self._prometheus = PrometheusServer(config.logging.prometheus, config.run.name)
-        self._files: list[_Jsonl | _Tensorboard] = [_Jsonl(run_dir, report)]
-        if "tensorboard" in backends:
-            self._files.append(_Tensorboard(run_dir, report))
+        self._file = AppendFile(run_dir / FILE_NAME, report, separator=b"\n")
+        is_tensorboard = "tensorboard" in backends
+        self._tensorboard = _Tensorboard(run_dir, report) if is_tensorboard else None
         self._trackers = [
             Tracker(backend, run_dir, config, report)
             for backend in ("wandb", "mlflow")
@@ -65,8 +62,9 @@ class MetricsLog:
 
     def write(self, step: int, record: dict[str, float]) -> None:
         """`step` counts optimizer steps. Example: write(4, {"reward/mean": 0.61, "lr": 1e-6})."""
-        for file in self._files:
-            file.write(step, record)
+        self._file.append(to_json({"step": step, **record}) + b"\n")
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, record)
         if self._prometheus is not None:
             self._prometheus.write({"step": float(step), **record})
 
@@ -77,8 +75,9 @@ class MetricsLog:
 
     async def close(self) -> None:
         """Wait a limited time until trackers have sent the rest."""
-        for file in self._files:
-            file.close()
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.file.close()
         if self._prometheus is not None:
             self._prometheus.close()
         await asyncio.gather(*(tracker.close() for tracker in self._trackers))
@@ -94,31 +93,15 @@ def read(
     counts. A torn last line is left out. Values that were not finite are NaN.
     """
     records: dict[int, dict[str, float]] = {}
-    for row in read_rows(run_dir / FILE_NAME, _Row):
-        values = {k: math.nan if v is None else v for k, v in row.items()}
+    for values in read_rows(run_dir / FILE_NAME, dict[str, float]):
         if "step" not in values or values["step"] > until:
             continue
         step = values["step"] = int(values["step"])
-        before = records.get(step, {}) if _is_evaluation(values) else {}
-        records[step] = {**before, **values}
+        is_evaluation = all(k == "step" or k.startswith("eval/") for k in values)
+        records[step] = (records.get(step, {}) if is_evaluation else {}) | values
         if len(records) > newest:
             del records[min(records)]
     return [records[step] for step in sorted(records)]
-
-
-def _is_evaluation(values: Mapping[str, float]) -> bool:
-    return all(k == "step" or k.startswith("eval/") for k in values)
-
-
-class _Jsonl:
-    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
-        self._file = AppendFile(run_dir / FILE_NAME, report, separator=b"\n")
-
-    def write(self, step: int, record: dict[str, float]) -> None:
-        self._file.append(to_json({"step": step, **record}) + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class _Tensorboard:
@@ -133,24 +116,18 @@ class _Tensorboard:
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._framing: Any = record_writer.RecordWriter
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendFile(run_dir / "tensorboard" / name, report)
+        self.file = AppendFile(run_dir / "tensorboard" / name, report)
         self._is_begun = False
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        events = [self._event(wall_time=time.time(), file_version="brain.Event:2")] * (
-            not self._is_begun
-        )
+        now, piece = time.time(), io.BytesIO()
+        write = self._framing(piece).write
+        if not self._is_begun:
+            write(self._event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         values = [self._summary.Value(tag=k, simple_value=v) for k, v in record.items()]
-        events += [
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        ]
-        piece = io.BytesIO()
-        for event in events:
-            self._framing(piece).write(event.SerializeToString())
-        self._is_begun = self._file.append(piece.getvalue()) or self._is_begun
-
-    def close(self) -> None:
-        self._file.close()
+        summary = self._summary(value=values)
+        write(self._event(wall_time=now, step=step, summary=summary).SerializeToString())
+        self._is_begun = self.file.append(piece.getvalue()) or self._is_begun
 
 
 class PrometheusServer:

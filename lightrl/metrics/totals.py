@@ -13,9 +13,6 @@ from lightrl.messages.nodes import Heartbeat
 from lightrl.messages.weights import WeightsReady
 
 MAX_PROCESSES = 10_000  # of nodes; the one with the oldest heartbeat is removed first
-# names of weights/..., over nodes and over steps
-SUMS = ("bytes", "full_bytes", "from_peers", "delta_bytes", "delta_full_bytes", "broadcast_nodes")
-MAXIMA = ("publish_s", "broadcast_s", "pull_s", "pause_s", "canary")
 
 
 @dataclass(slots=True)
@@ -26,6 +23,7 @@ class Totals:
     maxima: dict[str, float] = field(default_factory=dict[str, float])
 
     def add(self, sums: Mapping[str, float], maxima: Mapping[str, float | None]) -> None:
+        """Add figures; of the maxima None is unknown."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in maxima.items():
@@ -47,7 +45,7 @@ class SpeculationMetrics:
         # identity of a node -> its newest counters
         self._last: OrderedDict[str, Drafting] = OrderedDict()
         self._news = Drafting()  # of all nodes, since the last figures
-        self.totals = Totals()
+        self.total = Drafting()  # of all steps so far
 
     def received(self, identity: str, message: object) -> None:
         if not isinstance(message, Heartbeat):
@@ -58,8 +56,7 @@ class SpeculationMetrics:
         if before is not None and now is not before:
             if any(n < b for n, b in zip(astuple(now), astuple(before), strict=True)):
                 before = Drafting()  # another engine
-            columns = zip(astuple(self._news), astuple(now), astuple(before), strict=True)
-            self._news = Drafting(*(t + n - b for t, n, b in columns))
+            self._news = _added(self._news, _added(now, before, -1))
         self._last[identity] = now
         self._last.move_to_end(identity)
         if len(self._last) > MAX_PROCESSES:
@@ -68,39 +65,33 @@ class SpeculationMetrics:
     def figures(self) -> dict[str, float]:
         """Return the figures of the step that ends; none if no engine speculates."""
         news, self._news = self._news, Drafting()
-        if not news.forwards:
-            return {}
-        figures = _ratios(news.drafted, news.accepted, news.forwards, news.emitted)
-        figures["speculation/forwards"] = float(news.forwards)
-        if news.engine_s:
+        self.total = _added(self.total, news)
+        figures = _ratios(news)
+        if figures:
+            figures["speculation/forwards"] = float(news.forwards)
+        if figures and news.engine_s:
             figures["speculation/draft_share"] = news.draft_s / news.engine_s
         return figures
 
-    def count(self, record: Mapping[str, float]) -> None:
-        """Count the record of a step."""
-        get = record.get
-        drafted, forwards = get("speculation/drafted", 0.0), get("speculation/forwards", 0.0)
-        sums = {
-            "drafted": drafted,
-            "kept": drafted * get("speculation/acceptance", 0.0),
-            "forwards": forwards,
-            "emitted": forwards * get("speculation/tokens_per_forward", 0.0),
-        }
-        self.totals.add(sums, {})
-
     def whole(self) -> dict[str, float]:
-        """Return the figures of all counted steps; none if no engine speculated."""
-        sums = self.totals.sums
-        return _ratios(**sums) if sums.get("forwards") else {}
+        """Return the figures of all steps so far; none if no engine speculated."""
+        return _ratios(self.total)
 
 
-def _ratios(drafted: float, kept: float, forwards: float, emitted: float) -> dict[str, float]:
+def _added(one: Drafting, other: Drafting, times: int = 1) -> Drafting:
+    pairs = zip(astuple(one), astuple(other), strict=True)
+    return Drafting(*(a + times * b for a, b in pairs))
+
+
+def _ratios(of: Drafting) -> dict[str, float]:
+    if not of.forwards:
+        return {}
     figures = {
-        "speculation/drafted": float(drafted),
-        "speculation/tokens_per_forward": emitted / forwards,
+        "speculation/drafted": float(of.drafted),
+        "speculation/tokens_per_forward": of.emitted / of.forwards,
     }
-    if drafted:
-        figures["speculation/acceptance"] = kept / drafted
+    if of.drafted:
+        figures["speculation/acceptance"] = of.accepted / of.drafted
     return figures
 
 
@@ -110,7 +101,7 @@ class WeightsMetrics:
 
     def __init__(self) -> None:
         self._news = Totals()  # since the last figures
-        self.totals = Totals()  # of all counted steps
+        self.totals = Totals()  # of all steps so far
 
     def received(self, fleet: Fleet, node: str, message: object) -> None:
         """Count a load. Call it before the core handles the message: a version that the node has
@@ -138,14 +129,11 @@ class WeightsMetrics:
         }
         self._news.add(sums, maxima)
 
-    def figures(self) -> dict[str, float]:
-        """Return the figures of the step that ends; none if no node has loaded anything."""
+    def figures(self, publish_s: float | None = None) -> dict[str, float]:
+        """Return the figures of the step that ends; none if no node has loaded anything.
+        `publish_s`: to write its version, None = unknown."""
         news, self._news = self._news, Totals()
-        return {f"weights/{name}": float(value) for name, value in news.figures().items()}
-
-    def count(self, record: Mapping[str, float]) -> None:
-        """Count the record of a step."""
-        sums = {n: record[f"weights/{n}"] for n in SUMS if record.get(f"weights/{n}")}
-        maxima = {n: record.get(f"weights/{n}", math.nan) for n in MAXIMA}
+        news.add({}, {"publish_s": publish_s})
         # the journal holds finite numbers alone
-        self.totals.add(sums, {n: value for n, value in maxima.items() if math.isfinite(value)})
+        self.totals.add(news.sums, {n: v for n, v in news.maxima.items() if math.isfinite(v)})
+        return {f"weights/{name}": float(value) for name, value in news.figures().items()}

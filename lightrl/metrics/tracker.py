@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import re
 import secrets
 import socket
@@ -22,11 +21,13 @@ from typing import Any, TypeAlias
 
 from lightrl.config.schema import Config
 from lightrl.config.values import flat
-from lightrl.errors import ProtocolError, first_line
+from lightrl.errors import first_line
 from lightrl.log import last_line
+from lightrl.system.append_file import read_ends
 from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
+from lightrl.system.files import replacing, write_at
 from lightrl.system.threads import cancel
-from lightrl.wire import Codec, from_json
+from lightrl.wire import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,6 @@ class StartTracker:
     # "wandb" or "mlflow"
     backend: str
     run_dir: str
-    name: str
-    project: str
-    group: str
-    tags: tuple[str, ...]
     # a resolved Config
     config_json: str
 
@@ -68,16 +65,7 @@ class Tracker:
     def __init__(
         self, backend: str, run_dir: Path, config: Config, report: Callable[[str], None]
     ) -> None:
-        settings = config.logging
-        self._start = StartTracker(
-            backend,
-            str(run_dir.resolve()),
-            config.run.name,
-            settings.project,
-            settings.group,
-            settings.tags,
-            config.model_dump_json(),
-        )
+        self._start = StartTracker(backend, str(run_dir.resolve()), config.model_dump_json())
         self._log = run_dir / "logs" / f"{backend}.log"
         self._report = report
         self._child: Child[StartTracker, StartTracker] | None = None
@@ -125,11 +113,11 @@ def main(sock: socket.socket) -> None:
         return
     try:
         stored = _Stored(start)
-        backend = BACKENDS[start.backend](start, stored)
+        backend = BACKENDS[start.backend](start.run_dir, json.loads(start.config_json), stored)
         logger.info("%s: figures go to %s", start.backend, backend.place)
         try:
-            for step, record, end in _records(pipe, start.run_dir, stored.offset):
-                backend.log(step, record)
+            for record, end in _records(pipe, Path(start.run_dir), stored.offset):
+                backend.log(int(record.pop("step")), record)
                 stored.store_offset(end)
         finally:
             backend.close()
@@ -138,48 +126,40 @@ def main(sock: socket.socket) -> None:
         sys.exit(f"{type(e).__name__}: {first_line(e)}")
 
 
-def _records(
-    pipe: TrackerPipe, run_dir: str, offset: int | None
-) -> Iterator[tuple[int, dict[str, float], int]]:
-    """Yield step, figures and end of each line after `offset`, or None for the end of the file,
-    until the pipe is closed."""
+def _records(pipe: TrackerPipe, run_dir: Path, end: int) -> Iterator[tuple[dict[str, float], int]]:
+    """Yield each record behind the first `end` bytes, and its end, until the pipe is closed."""
     is_over = False
-    with open(Path(run_dir) / FILE_NAME, "a+b", buffering=0) as file:  # not made yet by the daemon
-        end = file.seek(0, os.SEEK_END) if offset is None else offset
-        while True:
-            file.seek(end)
-            *lines, _ = file.read().split(b"\n")
-            for line in lines:
-                end += len(line) + 1
-                with contextlib.suppress(ProtocolError, KeyError):  # a piece torn by a crash
-                    record = from_json(line, dict[str, float])
-                    step = int(record.pop("step"))
-                    yield step, record, end
-            if is_over:
-                return
-            try:
-                pipe.receive(LOOK_S)
-            except EOFError:
-                is_over = True
+    while True:
+        for line_end, record in read_ends(run_dir / FILE_NAME, dict[str, float], end):
+            end = line_end
+            if "step" in record:
+                yield record, end
+        if is_over:
+            return
+        try:
+            pipe.receive(LOOK_S)
+        except EOFError:
+            is_over = True
 
 
 class Wandb:
     """Weights & Biases ignores a step that is repeated after a resume: steps only grow."""
 
-    def __init__(self, start: StartTracker, stored: "_Stored") -> None:
+    def __init__(self, run_dir: str, config: dict[str, Any], stored: "_Stored") -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        logging_section = config["logging"]
         self._run: Any = wandb.init(
-            project=start.project,
-            name=start.name,
-            group=start.group or None,
-            tags=list(start.tags) or None,
-            dir=start.run_dir,
-            config=json.loads(start.config_json),
+            project=logging_section["project"],
+            name=config["run"]["name"],
+            group=logging_section["group"] or None,
+            tags=logging_section["tags"] or None,
+            dir=run_dir,
+            config=config,
             id=stored.id or stored.store(secrets.token_hex(4)),
             resume="allow",
         )
-        self.place = getattr(self._run, "url", None) or start.run_dir
+        self.place = getattr(self._run, "url", None) or run_dir
 
     def log(self, step: int, record: dict[str, float]) -> None:
         self._run.log(record, step=step)
@@ -189,18 +169,18 @@ class Wandb:
 
 
 class Mlflow:
-    def __init__(self, start: StartTracker, stored: "_Stored") -> None:
+    def __init__(self, run_dir: str, config: dict[str, Any], stored: "_Stored") -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow: Any = mlflow
-        mlflow.set_experiment(start.project)
-        run = mlflow.start_run(run_id=stored.id or None, run_name=start.name)
+        logging_section = config["logging"]
+        mlflow.set_experiment(logging_section["project"])
+        run = mlflow.start_run(run_id=stored.id or None, run_name=config["run"]["name"])
         if not stored.id:
             stored.store(run.info.run_id)
-            tags = dict.fromkeys(start.tags, "true")
-            mlflow.set_tags(tags | ({"group": start.group} if start.group else {}))
-            config = flat(json.loads(start.config_json))
-            parameters = [(key, str(value)[:MAX_PARAMETER]) for key, value in config]
+            group = {"group": logging_section["group"]} if logging_section["group"] else {}
+            mlflow.set_tags(dict.fromkeys(logging_section["tags"], "true") | group)
+            parameters = [(key, str(value)[:MAX_PARAMETER]) for key, value in flat(config)]
             for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
                 mlflow.log_params(dict(parameters[first : first + PARAMETERS_AT_ONCE]))
         self.place = mlflow.get_tracking_uri()
@@ -231,8 +211,8 @@ class _Stored:
     def __init__(self, start: StartTracker) -> None:
         self._file = Path(start.run_dir) / f"tracker-{start.backend}"
         text = self._file.read_text() if self._file.exists() else " 0"
-        self.id, _, offset = text.strip("\n").partition(" ")
-        self.offset = int(offset) if offset else None  # of a file of an earlier version
+        self.id, _, offset = text.partition(" ")
+        self.offset = int(offset)
 
     def store(self, new: str) -> str:
         self.id = new
@@ -244,6 +224,5 @@ class _Stored:
             self._write(offset)
 
     def _write(self, offset: int) -> None:
-        draft = self._file.with_name(f".{self._file.name}")
-        draft.write_text(f"{self.id} {offset}")
-        os.replace(draft, self._file)
+        with replacing(self._file, lasting=False) as file:
+            write_at(file, 0, f"{self.id} {offset}".encode())

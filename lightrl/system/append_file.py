@@ -76,10 +76,10 @@ def read_rows(file: Path, kind: type[T]) -> Iterator[T]:
     return (row for _, row in read_ends(file, kind))
 
 
-def read_ends(file: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
-    """Yield (end of the line, row), as `read_rows` does."""
-    end = 0
+def read_ends(file: Path, kind: type[T], end: int = 0) -> Iterator[tuple[int, T]]:
+    """Yield (end of the line, row) behind the first `end` bytes, as `read_rows` does."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
+        opened.seek(end)
         for line in opened:
             end += len(line)
             with contextlib.suppress(ProtocolError):

@@ -16,17 +16,14 @@ from lightrl.metrics.display import (
     bar,
     chain,
     columns,
-    cost,
     count,
     cut,
     duration,
     printable,
     pulling,
     sides,
-    sizes,
     sparkline,
-    speculation,
-    weights,
+    step_lines,
 )
 from lightrl.metrics.waits import waiting
 from lightrl.metrics.warned import warning_text
@@ -196,7 +193,7 @@ def _node(n: NodeRow, wide: bool, columns: int) -> Text:
 def _round(s: Snapshot, width: int) -> list[Text]:
     stale = f"at most {s.max_staleness} versions stale" if s.max_staleness else ""
     lines = [_rule(" · ".join(part for part in ("round", s.round_kind, stale) if part), width)]
-    rest = [*_tail(s, width), *_last_step(s)]
+    rest = [*_tail(s, width), *(Text(f" {label:6} {line}") for label, line in step_lines(s))]
     if not s.round_kind:
         return [*lines, Text(" between rounds", "dim"), *rest]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
@@ -220,17 +217,6 @@ def _warnings(s: Snapshot, width: int) -> list[Text]:
     newest = s.warnings[: -MAX_WARNINGS - 1 : -1]
     lines = [Text(f" {cut(warning_text(row), width - 2)}", "yellow") for row in newest]
     return [_rule(f"warnings · {len(newest)} of {len(s.warnings)}", width), *lines]
-
-
-def _last_step(s: Snapshot) -> list[Text]:
-    """Return a line each: drafts, weights and sizes of engines in the last step; cost so far."""
-    lines = (
-        ("drafts", speculation(s.metrics)),
-        ("weights", weights(s.metrics)),
-        ("sizes ", sizes(s.metrics)),
-        ("cost  ", cost(s.cost)),
-    )
-    return [Text(f" {label} {line}") for label, line in lines if line]
 
 
 def _tail(s: Snapshot, width: int) -> list[Text]:

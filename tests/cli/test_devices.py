@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrl.cli import main
 from lightrl.config.run_file import load_config
@@ -246,6 +247,7 @@ def test_check_names_what_is_wrong_and_goes_on(gpus: Gpus, lightrl: Lightrl):
 
 @pytest.mark.e2e
 @linux_only
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch looks for the GPUs")
 def test_each_child_sees_its_own_gpu(tmp_path):
     environment = install(tmp_path / "fake", TWO + smi_row(2))
     with running(tmp_path, "train.steps=500", "train.ranks=2", **environment) as run:

@@ -1,6 +1,8 @@
 """A run as plain lines: progress and result say what went wrong on the way."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from lightrl.launch.report import ProgressLines, repeated_warnings, result_lines, status_lines
 from lightrl.messages.snapshot import Snapshot, WaitRow, WarningRow
@@ -8,6 +10,20 @@ from lightrl.metrics.warned import warning_text
 from lightrl.wire import to_json
 
 IDLE = Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0))
+COUNTERS = {
+    "rewards_failed": 1024,
+    "groups_dropped": 2,
+    "groups_flat": 0,
+    "nodes_lost": 1,
+    "engines_lost": 2,
+}
+
+
+def write_summary(run_dir: Path, **figures: Any) -> None:
+    summary: dict[str, Any] = {"steps": 3, "rl_wall_s": 2.0, "rollout_tokens": 90}
+    summary |= {"trained_responses": 9, "eval_sets": {}, "speculation": {}}
+    summary |= {"counters": dict.fromkeys(COUNTERS, 0)} | figures
+    (run_dir / "summary.json").write_bytes(to_json(summary))
 
 
 def test_a_warning_is_told_once_for_each_kind_and_with_its_number_from_then_on():
@@ -54,7 +70,8 @@ def test_a_resumed_run_does_not_tell_its_first_life_again():
     def lines(step: int, now: float, *evals: tuple[int, float]) -> list[str]:
         scores = tuple((at, {"held": score}) for at, score in evals)
         place = ("one", "/r", "running", step, 9, 1, 1.0)
-        snapshot = Snapshot(*place, rewards=(0.5,), evals=scores)
+        shown = {"rewards": (0.5,), "lengths": (7.0,), "step_seconds": (2.0,)}
+        snapshot = Snapshot(*place, **shown, evals=scores)
         return [" ".join(line.split()[:4]) for line in progress.lines(snapshot, now)]
 
     assert lines(5, 0.0, (0, 0.2)) == []
@@ -83,39 +100,26 @@ def test_several_sets_are_named_in_progress_status_and_result(tmp_path):
     ]
     assert "eval      math 0.375, code 0.750 at step 3" in status_lines(snapshot)
     told = {"math": [[0, 0.25], [3, 0.375]], "code": [[0, 0.5], [3, 0.75]]}
-    (tmp_path / "summary.json").write_bytes(to_json({"steps": 3, "eval_sets": told}))
+    write_summary(tmp_path, eval_sets=told)
     lines = result_lines(tmp_path)
     assert lines[1:3] == ["  held-out   math  0.250 -> 0.375", "             code  0.500 -> 0.750"]
-    (tmp_path / "summary.json").write_bytes(
-        to_json({"steps": 3, "eval_sets": {"math": told["math"]}})
-    )
+    write_summary(tmp_path, eval_sets={"math": told["math"]})
     assert result_lines(tmp_path)[1] == "  held-out   0.250 -> 0.375"
 
 
 def test_the_result_says_what_drafts_did(tmp_path):
     drafting = {"drafted": 12_000.0, "acceptance": 0.87, "tokens_per_forward": 1.3}
-    (tmp_path / "summary.json").write_bytes(to_json({"steps": 3, "speculation": drafting}))
+    write_summary(tmp_path, speculation=drafting)
     assert "  drafts     87% of 12.0k tokens kept · 1.30 tokens a forward" in result_lines(tmp_path)
 
 
 def test_the_result_hides_no_trouble(tmp_path):
-    counters = {
-        "rewards_failed": 1024,
-        "groups_dropped": 2,
-        "nodes_lost": 1,
-        "engines_lost": 2,
-        "holes": 5,
-    }
-    summary = {"steps": 3, "trained_responses": 0, "counters": counters}
-    (tmp_path / "summary.json").write_bytes(to_json(summary))
+    write_summary(tmp_path, trained_responses=0, counters=COUNTERS)
     lines = result_lines(tmp_path)
     trouble = "rewards failed: 1,024, groups dropped: 2, nodes lost: 1, engines lost: 2"
     assert f"  WARNING    {trouble}; see {tmp_path}/logs" in lines
     assert "  WARNING    no response was trained on: the model is unchanged" in lines
-    counters = dict.fromkeys(counters, 0)
-    (tmp_path / "summary.json").write_bytes(
-        to_json({**summary, "trained_responses": 9, "counters": counters})
-    )
+    write_summary(tmp_path)
     assert "WARNING" not in "".join(result_lines(tmp_path))
 
 

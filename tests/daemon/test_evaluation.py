@@ -4,13 +4,14 @@ and that neither a killed coordinator nor training sees a difference."""
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightrl.core.rounds.rounds import sample_seed
 from lightrl.errors import DataError
-from lightrl.metrics.evaluation import Evaluated, eval_figures
+from lightrl.metrics.evaluation import eval_figures
 from lightrl.metrics.sinks import read
 from lightrl.wire import from_json, pack_i32
 from tests.support.daemons import QUICKSTART, Running, a_run, expected_tokens
@@ -117,19 +118,21 @@ def test_three_sets_are_evaluated_as_each_says_and_training_is_what_it_is_withou
     for row, prompt in rows_of(with_sets / "sources.jsonl"):
         source[prompt] = row["data_source"]
     for step, record in enumerate(evaluations(with_sets)):
-        told = [
-            Evaluated(
-                t["set"],
-                t["response"].partition("@")[0],
-                source.get(t["prompt"], ""),
-                t["reward"],
-                t["tokens"],
-                t["finish_reason"] == "length",
-            )
-            for t in lines
-            if t["step"] == step
-        ]
-        assert record == pytest.approx(eval_figures(told))
+        groups: dict[str, Any] = {}
+        for t in lines:
+            if t["step"] == step:
+                prompt, _, _ = t["response"].partition("@")
+                group = SimpleNamespace(
+                    id=prompt, set=t["set"], prompt=SimpleNamespace(id=t["prompt"]), responses=[]
+                )
+                response = SimpleNamespace(
+                    reward=t["reward"],
+                    tokens=range(t["tokens"]),
+                    finish_reason=t["finish_reason"],
+                )
+                groups.setdefault(prompt, group).responses.append(response)
+        figures = eval_figures(groups.values(), lambda text: source.get(text, ""))
+        assert record == pytest.approx(figures)
         assert all(described(name) for name in record)
         for name in ("once/avg@1", "sources/pass@4", "sources/org-other/avg@5", "long/pass@2"):
             assert f"eval/{name}" in record

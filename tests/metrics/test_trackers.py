@@ -169,16 +169,6 @@ def test_a_resumed_run_sends_what_was_not_sent(tmp_path, book, monkeypatch):
     assert (run / "tracker-wandb").read_text().split()[1:] == [str(size)]
 
 
-def test_a_run_of_an_earlier_version_does_not_send_its_figures_again(tmp_path, book):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "lr": 0.5}\n')
-    (run / "tracker-wandb").write_text("ab12")
-    assert track(run, "wandb") == []
-    assert [told[0] for told in book()] == ["init", "finish"]
-    assert book()[0][1]["id"] == "ab12"
-
-
 async def _lacking(run: Path, told: list[str]) -> None:
     """Strangers have all descriptors when the tracker is to start, until that is said."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

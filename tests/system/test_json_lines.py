@@ -26,4 +26,5 @@ def test_lines_of_another_form_are_skipped(tmp_path: Path):
     assert list(read_rows(file, Line)) == [Line(1), Line(2)]
     ends = [len(b"\n".join(lines[:k])) + 1 for k in (1, 6)]
     assert list(read_ends(file, Line)) == list(zip(ends, [Line(1), Line(2)], strict=True))
+    assert list(read_ends(file, Line, ends[0])) == [(ends[1], Line(2))]
     assert list(read_rows(tmp_path / "none", Line)) == []

@@ -8,9 +8,10 @@ from typing import Any
 from lightrl.config.schema import Config
 from lightrl.errors import LightRLError
 from lightrl.launch.evaluation.target import EvalTarget
+from lightrl.launch.report import read_summary
 from lightrl.metrics import sinks
 from lightrl.metrics.display import aligned
-from lightrl.wire import from_json, to_json
+from lightrl.wire import to_json
 
 EVAL_SECONDS = "eval/seconds"
 COLUMNS = "SET PROMPTS SAMPLES AVG@K PASS@1 PASS@K LENGTH CLIP_RATIO FAILURES"
@@ -36,18 +37,14 @@ class EvalResult:
         sets = self.config.eval_sets
         return sum(self.num_prompts[s.name] * self.config.eval_sampling(s).samples for s in sets)
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.summary["eval_tokens"])
-
 
 def result_of(target: EvalTarget, config: Config, run_dir: Path) -> EvalResult:
     """Read the result from the files in `run_dir`. Raises LightRLError if a file is missing."""
     try:
         record = sinks.read(run_dir)[-1]
         seconds = record.pop(EVAL_SECONDS)
-        summary = from_json((run_dir / "summary.json").read_bytes(), dict[str, Any])
-    except (LookupError, OSError):
+        summary = read_summary(run_dir)
+    except (LookupError, LightRLError):
         where = f"{run_dir}: has no figures"
         raise LightRLError(f"{where}; if the disk is full, use another: TMPDIR=DIR") from None
     figures = {name: value for name, value in record.items() if name.startswith("eval/")}
@@ -80,11 +77,12 @@ def _cells(figures: Mapping[str, float], prefix: str, k: int) -> list[str]:
 
 def last_lines(result: EvalResult, file: Path | None) -> list[str]:
     """Return the lines below the table."""
-    digest = str(result.summary.get("weights_digest"))[:16]
-    total_s = float(result.summary["total_wall_s"])
+    summary = result.summary
+    digest, total_s = str(summary["weights_digest"])[:16], summary["total_wall_s"]
+    tokens = f"{summary['eval_tokens']:,} tokens"
     return [
         f"{result.target.path}, step {result.target.step}, weights {digest}",
-        f"{result.num_tokens:,} tokens in {result.seconds:.1f} s, {total_s:.1f} s with start-up",
+        f"{tokens} in {result.seconds:.1f} s, {total_s:.1f} s with start-up",
         *([f"responses: {file}"] if file is not None else []),
     ]
 
@@ -102,10 +100,10 @@ def as_json(result: EvalResult, file: Path | None) -> str:
     line = {
         "checkpoint": result.target.path,
         "step": result.target.step,
-        "weights_digest": result.summary.get("weights_digest"),
+        "weights_digest": result.summary["weights_digest"],
         "sets": sets,
         "figures": dict(result.figures),
-        "tokens": result.num_tokens,
+        "tokens": result.summary["eval_tokens"],
         "seconds": result.seconds,
         "samples": str(file) if file is not None else None,
     }

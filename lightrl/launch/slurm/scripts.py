@@ -112,12 +112,11 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
     folder = run_dir / SLURM_FOLDER
     jobs, notes = _jobs(config, options, folder), list(_notes(config))
     if dry_run:
+        kinds = [f"array of {job.tasks}" if job.tasks else "job" for job in jobs]
+        parts = zip(kinds, jobs, strict=True)
+        lines = [f"{kind}: {job.what} ({relative(job.script)})" for kind, job in parts]
         texts = [line for job in jobs for line in (f"== {relative(job.script)}", job.text)]
-        return [
-            *(f"{job.kind}: {job.what} ({relative(job.script)})" for job in jobs),
-            *notes,
-            *texts,
-        ]
+        return [*lines, *notes, *texts]
     anchored = config.run.model_copy(update={"dir": str(run_dir.parent)})  # wherever a job starts
     files = {job.script: job.text for job in jobs}
     files[folder / SLURM_CONFIG] = to_toml(config.model_copy(update={"run": anchored}))
@@ -150,10 +149,6 @@ class _Job:
     text: str
     what: str
     tasks: int = 0
-
-    @property
-    def kind(self) -> str:
-        return f"array of {self.tasks}" if self.tasks else "job"
 
 
 def _jobs(config: Config, options: SlurmOptions, folder: Path) -> list[_Job]:

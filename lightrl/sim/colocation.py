@@ -12,15 +12,18 @@ from dataclasses import replace
 
 from lightrl.core.events import Event, MessageArrived
 from lightrl.core.settings import Settings
-from lightrl.core.state import Round, RoundState
+from lightrl.core.state import RoundState
 from lightrl.errors import SimError
-from lightrl.messages.nodes import Heartbeat, Hello
+from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello
 from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.sim.fleet.machines import SimMachine
-from lightrl.sim.fleet.messages import DEVICE, TRAINER
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
 from lightrl.sim.inputs.scenario import Scenario, Switches
-from lightrl.sim.mechanism import FOREVER_S, Mechanism, Simulation
+from lightrl.sim.simulation import FOREVER_S, Simulation
+from lightrl.sim.trainer import TRAINER, SimTrainer
+from lightrl.sim.weights.transfers import Transfers
+
+DEVICE = "cuda"
 
 
 def settings_in(
@@ -67,67 +70,64 @@ def _sizes_in(scenario: Scenario, settings: Settings, switches: Switches) -> tup
     return parallel
 
 
-class SimColocation(Mechanism):
-    def __init__(self, world: Simulation) -> None:
+class SimColocation:
+    def __init__(self, world: Simulation, trainer: SimTrainer, transfers: Transfers) -> None:
         self._world = world
+        self._trainer = trainer
+        self._transfers = transfers
         self._is_colocated = world.scenario.is_colocated
         # the core decides when devices change sides
         self._has_rule = self._is_colocated and world.switches.offload != "off"
         self._trains = False  # the trainer has work and devices
         self._num_given = 0  # parts of the devices, where each changes sides by itself
 
-    def round_closed(self, round: Round) -> None:
-        world = self._world
+    def round_closed(self) -> None:
+        """Train on all nodes when the rewards are known."""
+        world, jobs = self._world, self._trainer.jobs
         if not world.settings.max_staleness:
             self._label("wait" if world.switches.async_rewards else "reward")
-            world.at(world.now, self._change_over)
+            # after what else happens now
+            world.at(
+                world.now, lambda: world.at(jobs[0].ready_at if jobs else world.now, self._train)
+            )
 
     def step_trained(self) -> None:
         if self._is_colocated:
             self._trains, self._num_given = False, 0
-            self._world.trainer.set_rate(self._world.now, 0.0)
-
-    def _change_over(self) -> None:
-        """Train on all nodes when the rewards are known."""
-        world = self._world
-        world.at(world.trainer.jobs[0].ready_at if world.trainer.jobs else world.now, self._train)
+            self._trainer.set_rate(0.0)
 
     def _train(self) -> None:
         self._label("train" if self._is_colocated else "wait")
         if self._is_colocated and not self._has_rule:
-            self._set_rate(1.0)
-
-    def _set_rate(self, rate: float) -> None:
-        self._world.trainer.set_rate(self._world.now, rate)
-        self._world.plan_training()
+            self._trainer.set_rate(1.0)
 
     def _label(self, idle: str) -> None:
         for machine in self._world.machines.values():
             if machine.present:
                 machine.engine.account(self._world.now)
-            machine.engine.idle_label = "wait" if machine.spec.kind == SPOT else idle
+            machine.engine.idle_label = "wait" if machine.is_spot else idle
 
     # Orders of the core
 
     def order(self, machine: SimMachine, order: SetDevices) -> list[Event]:
         """Carry out an order; return the events that follow immediately."""
         world = self._world
-        machine.order += 1
-        number, switch_s = machine.order, self._switch_s(machine)
+        machine.changes += 1
+        changes, switch_s = machine.changes, self._switch_s(machine)
         if not order.active:
             return self._release(machine, order, switch_s)
 
         def wake() -> None:
-            if machine.order == number and machine.present:
+            if machine.changes == changes:
                 self._set_asleep(machine, False)
                 if machine.loading < 0:
-                    world.confirm(machine, machine.holds)
+                    self._transfers.confirm(machine, machine.holds)
 
         world.at(world.now + switch_s, wake)
         return []
 
     def _release(self, machine: SimMachine, order: SetDevices, switch_s: float) -> list[Event]:
-        world, name, number = self._world, machine.spec.name, machine.order
+        world, name, changes = self._world, machine.spec.name, machine.changes
         events: list[Event] = []
         deltas = machine.engine.abort_all(world.now)
         if deltas:
@@ -136,7 +136,7 @@ class SimColocation(Mechanism):
         released = MessageArrived(name, DevicesReleased("rollout", order.number, 0, switch_s))
 
         def sleep() -> None:
-            if machine.order == number and machine.present:
+            if machine.changes == changes:
                 if not machine.asleep:
                     self._set_asleep(machine, True)
                 if switch_s:  # also for a machine that was still waking
@@ -166,25 +166,45 @@ class SimColocation(Mechanism):
         self._trains = True
         self._share()
 
+    # Messages of nodes
+
     def hello(self, machine: SimMachine) -> Hello:
         """Return the Hello of a node; each that shares uses a part of the trainer's devices."""
-        message = machine.hello(self._is_colocated, self._has_rule)
-        if not message.shares or self._world.settings.device_parts == 1:
-            return message
-        names = [m.spec.name for m in self._world.machines.values() if m.spec.kind != SPOT]
-        return replace(message, part=names.index(machine.spec.name))
+        name, spec, part = machine.spec.name, machine.spec, 0
+        is_with_trainer = self._is_colocated and not machine.is_spot
+        shares = is_with_trainer and self._has_rule
+        if shares and self._world.settings.device_parts > 1:
+            machines = self._world.machines.values()
+            part = [m.spec.name for m in machines if not m.is_spot].index(name)
+        return Hello(
+            name,
+            machine.changes,
+            ("rollout",),
+            PROTOCOL,
+            pid=1,
+            host=TRAINER if is_with_trainer else name,
+            slots=machine.engine.slots,
+            is_preemptible=machine.is_spot,
+            shares=TRAINER if shares else "",
+            part=part,
+            parallel=spec.parallel,
+            is_released=machine.asleep,
+        )
 
-    @property
-    def park_s(self) -> float:
-        return self._world.scenario.training.park_s if self._is_colocated else 0.0
+    def heartbeat(self, machine: SimMachine) -> Heartbeat:
+        return Heartbeat(machine.load(), device=DEVICE)
 
     def heartbeats(self) -> list[Event]:
         """Return the loads of engines that take turns with other sizes."""
         return [
-            MessageArrived(name, Heartbeat(m.load(), device=DEVICE))
+            MessageArrived(name, self.heartbeat(m))
             for name, m in self._world.machines.items()
             if m.spec.parallel and m.present
         ]
+
+    @property
+    def park_s(self) -> float:
+        return self._world.scenario.training.park_s if self._is_colocated else 0.0
 
     def _share(self) -> None:
         """Train with the share of the devices that are on the trainer's side."""
@@ -192,16 +212,16 @@ class SimColocation(Mechanism):
         if not self._has_rule:
             return
         if num_parts > 1:
-            self._set_rate(self._num_given / num_parts)
+            self._trainer.set_rate(self._num_given / num_parts)
             return
-        sharing = [m for m in world.machines.values() if m.spec.kind != SPOT and m.present]
+        sharing = [m for m in world.machines.values() if m.present and not m.is_spot]
         asleep = sum(m.asleep for m in sharing) if self._trains else 0
-        self._set_rate(asleep / len(sharing) if sharing else 0.0)
+        self._trainer.set_rate(asleep / len(sharing) if sharing else 0.0)
 
     def _set_asleep(self, machine: SimMachine, asleep: bool) -> None:
         machine.asleep = asleep
-        if machine.spec.parallel:
-            self._world.turn(machine, asleep)
+        if machine.spec.parallel:  # it sleeps for engines of another size
+            machine.turn(self._world.now, asleep)
 
     def _switch_s(self, machine: SimMachine) -> float:
         round = self._world.core.table.round

@@ -1,6 +1,5 @@
 """`lightrl simulate`: a config and a few options in, tables or one line of JSON out."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,25 +9,17 @@ from lightrl.config.schema import Config
 from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
 from lightrl.errors import SimError
-from lightrl.sim.fleet.messages import TRAINER
 from lightrl.sim.inputs.files import find_scenario
 from lightrl.sim.inputs.hardware import SimPrices
 from lightrl.sim.inputs.nodes import NodeSpec
-from lightrl.sim.inputs.recorded import read_run
+from lightrl.sim.inputs.recorded import RecordedRun, read_run
 from lightrl.sim.inputs.scenario import OffloadRule, Scenario
 from lightrl.sim.inputs.traces import TraceEvent, always_there, cut, read_trace, sample
 from lightrl.sim.inputs.workload import LengthModel
-from lightrl.sim.prediction import Rerun
-from lightrl.sim.report import as_json, comparison, tables
-from lightrl.sim.variants import (
-    SimFleet,
-    compare,
-    configured,
-    figures_of,
-    outcome_of,
-    simulate,
-    synchronous,
-)
+from lightrl.sim.prediction import predict, simulate_again
+from lightrl.sim.report import comparison, figures, tables
+from lightrl.sim.trainer import TRAINER
+from lightrl.sim.variants import SimFleet, compare, configured, simulate, synchronous
 from lightrl.system.output import show
 from lightrl.wire import to_json
 
@@ -53,11 +44,6 @@ class FleetOptions:
     to_s: float | None = None
 
     @property
-    def adds_only(self) -> bool:
-        """Return whether they add nodes, and replace none."""
-        return self == FleetOptions(preemptible=self.preemptible)
-
-    @property
     def text(self) -> str:
         """Return the options as on the command line. Example: "--nodes 8"."""
         options = {
@@ -69,13 +55,6 @@ class FleetOptions:
             "trace-to": self.to_s,
         }
         return " ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
-
-
-@dataclass(frozen=True)
-class _Job:
-    settings: Settings
-    scenario: Scenario
-    fleet: SimFleet
 
 
 def simulate_run(
@@ -96,36 +75,35 @@ def simulate_run(
     `run_dir`: a run that is the workload. `change`: the config is that of this run except for what
     is named here ("" = nothing); its nodes are those of the run unless `fleet` describes others.
     """
-    rerun = Rerun(read_run(run_dir)) if run_dir is not None else None
-    if rerun is None:
-        scenario = _scenario(config, workload, num_prompts)
-        nodes = SimFleet(*_fleet(fleet, config, scenario))
-    else:
-        scenario = rerun.scenario
-        nodes = _fleet_of_run(rerun, config, fleet, is_own=change is not None)
-    job = _job(config, scenario, nodes, steps, rerun.num_steps if rerun is not None else STEPS)
-    _require_possible(job.settings, job.scenario, offload)
+    run = read_run(run_dir) if run_dir is not None else None
+    scenario = _with_prices(
+        run.scenario if run is not None else _scenario(config, workload, num_prompts), config
+    )
+    nodes = _fleet(fleet, config, scenario, run, is_own=change is not None)
+    max_steps = min(run.num_steps if run is not None else STEPS, config.train.steps)
+    settings = settings_of(config, scenario.workload.num_prompts)
+    settings = replace(settings, num_steps=max_steps if steps is None else steps)
+    _require_possible(settings, scenario, offload)
     prediction = None
     if all_variants:
-        named = compare(job.settings, job.scenario, nodes, offload)
+        named = compare(settings, scenario, nodes, offload)
     else:
-        base = simulate(synchronous(job.settings), job.scenario, nodes)
-        variant = configured(job.settings, offload)
-        outcome = outcome_of(variant, job.scenario, nodes)
-        named = {"as configured": figures_of(outcome, variant, job.scenario, base)}
-        if rerun is not None and change is not None:
-            own = rerun.outcome(job.settings.num_steps) if change else outcome
-            prediction = rerun.predict(own, outcome if change else None)
+        base = simulate(synchronous(settings), scenario, nodes)
+        outcome = simulate(configured(settings, offload), scenario, nodes)
+        named = {"as configured": figures(outcome, scenario, base.step_s)}
+        if run is not None and change is not None:
+            own = simulate_again(run, settings.num_steps) if change else outcome
+            prediction = predict(run, own, outcome if change else None)
     if json_line:
         predicted = {} if prediction is None else {"prediction": asdict(prediction)}
-        print(to_json(as_json(named) | predicted).decode())
+        print(to_json({name: asdict(f) for name, f in named.items()} | predicted).decode())
         return
-    _head(job, config, fleet, rerun.notes(config) if rerun is not None else ())
+    _head(settings, scenario, nodes, fleet, config, run)
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     if prediction is not None:
         console.print(prediction.table(change or ""))
         print()
-    for part in comparison(named) if all_variants else tables(named["as configured"]):
+    for part in [comparison(named)] if all_variants else tables(named["as configured"]):
         console.print(part)
 
 
@@ -136,26 +114,14 @@ def _scenario(config: Config, workload: str, num_prompts: int | None) -> Scenari
     return scenario
 
 
-def _fleet_of_run(rerun: Rerun, config: Config, options: FleetOptions, *, is_own: bool) -> SimFleet:
-    """Return the nodes of the run if the config is its own and no others are asked for."""
-    own = rerun.run.config.rollout.nodes
-    if is_own and config.rollout.nodes == own and options.adds_only:
-        fleet = rerun.fleet(config.rollout.slots)
-        return replace(fleet, trace=always_there(options.preemptible))
-    nodes, trace = _fleet(options, config, rerun.scenario)
-    return SimFleet(rerun.alike(nodes), trace)
-
-
-def _job(
-    config: Config, scenario: Scenario, fleet: SimFleet, steps: int | None, max_steps: int
-) -> _Job:
-    settings = settings_of(config, scenario.workload.num_prompts)
-    if (known := settings.prices) is not None:  # else those of the workload count
-        trainer = known.reserved * config.train.nodes
-        prices = SimPrices(node=known.reserved, trainer=trainer, spot=known.preemptible)
-        scenario = replace(scenario, prices=prices)
-    num_steps = steps if steps is not None else min(max_steps, config.train.steps)
-    return _Job(replace(settings, num_steps=num_steps), scenario, fleet)
+def _with_prices(scenario: Scenario, config: Config) -> Scenario:
+    """Return the scenario with the prices of the config, if it has some."""
+    known = settings_of(config, scenario.workload.num_prompts).prices
+    if known is None:
+        return scenario
+    trainer = known.reserved * config.train.nodes
+    prices = SimPrices(node=known.reserved, trainer=trainer, spot=known.preemptible)
+    return replace(scenario, prices=prices)
 
 
 def _require_possible(settings: Settings, scenario: Scenario, offload: OffloadRule) -> None:
@@ -167,53 +133,71 @@ def _require_possible(settings: Settings, scenario: Scenario, offload: OffloadRu
         raise SimError(f"--offload {offload}: the trainer of this workload has its own devices")
 
 
-def _head(job: _Job, config: Config, options: FleetOptions, notes: Sequence[str]) -> None:
-    settings, workload, fleet = job.settings, job.scenario.workload, job.fleet
+def _head(
+    settings: Settings,
+    scenario: Scenario,
+    fleet: SimFleet,
+    options: FleetOptions,
+    config: Config,
+    run: RecordedRun | None,
+) -> None:
+    """Print what is simulated: the steps, the nodes, the workload, and notes."""
     responses = settings.prompts_per_step * settings.group_size
+    nodes = f"{len(fleet.nodes)} node{'s' * (len(fleet.nodes) != 1)}"
     if fleet.changes is not None:
-        names = {c.spec.name for many in fleet.changes.values() for c in many}
-        nodes = f"the {_num_nodes(len(names))} of the run"
+        nodes = f"the {nodes} of the run"
     else:
-        nodes = f"{_num_nodes(len(fleet.nodes))} x {config.rollout.slots} slots"
+        nodes += f" x {config.rollout.slots} slots"
+    others = [f"{options.preemptible} preemptible ones"] if options.preemptible else []
+    if options.trace is not None:
+        num = len({e.node for e in fleet.trace}) - options.preemptible
+        others.append(f"{num} of {options.trace} that join and leave")
     print(
         f"{settings.num_steps} steps of {settings.prompts_per_step} prompts x "
         f"{settings.group_size} = {responses:,} responses of at most "
-        f"{settings.max_response_tokens:,} tokens, on {nodes}{_preemptible(options, fleet.trace)}"
+        f"{settings.max_response_tokens:,} tokens, on {nodes}"
+        + (f", {' and '.join(others)}" if others else "")
     )
-    show([f"workload   {workload.name}; {job.scenario.training.placement} trainer"])
-    for note in filter(None, (workload.note, *notes)):
+    show([f"workload   {scenario.workload.name}; {scenario.training.placement} trainer"])
+    notes = run.notes(config) if run is not None else []
+    for note in filter(None, (scenario.workload.note, *notes)):
         show([f"note       {note}"])
-    if job.scenario.is_colocated:
+    if scenario.is_colocated:
         show([COLOCATED])
     print()
 
 
-def _num_nodes(num: int) -> str:
-    return f"{num} node{'' if num == 1 else 's'}"
-
-
 def _fleet(
-    options: FleetOptions, config: Config, scenario: Scenario
-) -> tuple[list[NodeSpec], tuple[TraceEvent, ...]]:
-    """Return the nodes that stay, and the trace of others."""
-    spot = always_there(options.preemptible) + _events(options, config.run.seed)
-    nodes = options.nodes
-    if nodes is None:
-        is_trace_alone = options.trace and not scenario.is_colocated
-        nodes = 0 if is_trace_alone else config.rollout.nodes
-    if not nodes and not spot:
+    options: FleetOptions,
+    config: Config,
+    scenario: Scenario,
+    run: RecordedRun | None,
+    *,
+    is_own: bool,
+) -> SimFleet:
+    """Return the nodes that stay, and others; those of the run if the config is its own and no
+    others are asked for."""
+    stay = always_there(options.preemptible)
+    is_own &= options == FleetOptions(preemptible=options.preemptible)
+    if run is not None and is_own and config.rollout.nodes == run.config.rollout.nodes:
+        return SimFleet(run.own_nodes(config.rollout.slots), stay, run.changes)
+    come_and_go = _events(options, config.run.seed)
+    num = options.nodes
+    if num is None:
+        num = 0 if options.trace and not scenario.is_colocated else config.rollout.nodes
+    if not num and not (stay or come_and_go):
         raise SimError("a simulation needs nodes: --nodes N, --trace FILE or rollout.nodes")
-    if not nodes and scenario.is_colocated:
+    if not num and scenario.is_colocated:
         raise SimError(
             "the trainer of this workload is colocated: it needs nodes that are always there, "
             "--nodes N or rollout.nodes"
         )
-    names = [f"node-{k}" for k in range(nodes)]
-    taken = {TRAINER, *names, *(e.node for e in always_there(options.preemptible))}
-    for event in spot[options.preemptible :]:
+    nodes = [NodeSpec(f"node-{k}", config.rollout.slots) for k in range(num)]
+    taken = {TRAINER, *(node.name for node in nodes), *(event.node for event in stay)}
+    for event in come_and_go:
         if event.node in taken:
             raise SimError(f"{options.trace}: {event.node}: another node has this name")
-    return [NodeSpec(name, config.rollout.slots) for name in names], spot
+    return SimFleet(run.alike(nodes) if run is not None else nodes, stay + come_and_go)
 
 
 def _events(options: FleetOptions, seed: int) -> tuple[TraceEvent, ...]:
@@ -228,12 +212,3 @@ def _events(options: FleetOptions, seed: int) -> tuple[TraceEvent, ...]:
     if options.from_s is not None or options.to_s is not None:
         events = cut(events, options.from_s, options.to_s)
     return sample(events, options.share, seed) if options.share is not None else events
-
-
-def _preemptible(options: FleetOptions, events: Sequence[TraceEvent]) -> str:
-    """Example: `, 2 preemptible ones and 177 of p3-trace.csv that join and leave`."""
-    parts = [f"{options.preemptible} preemptible ones"] if options.preemptible else []
-    if options.trace is not None:
-        num = len({e.node for e in events}) - options.preemptible
-        parts.append(f"{num} of {options.trace} that join and leave")
-    return f", {' and '.join(parts)}" if parts else ""

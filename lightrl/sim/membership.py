@@ -1,26 +1,33 @@
 """Simulated machines join and leave: by a trace, as the nodes of a recorded run did, or because the
 core drains them."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from lightrl.core.events import Event, MessageArrived, NodeDraining, NodeLeft, NodeLost
-from lightrl.messages.load import Load
-from lightrl.messages.nodes import Hello
-from lightrl.sim.colocation import SimColocation
+from lightrl.core.events import (
+    Event,
+    MessageArrived,
+    NodeDraining,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+)
+from lightrl.messages.nodes import PROTOCOL, Heartbeat, Hello
+from lightrl.messages.weights import WeightsEndpoint
+from lightrl.sim.colocation import DEVICE, SimColocation
 from lightrl.sim.fleet.machines import SimMachine
-from lightrl.sim.fleet.messages import IDLE, TRAINER, arrival, hello
-from lightrl.sim.inputs.nodes import NodeChange, NodeChanges, NodeSpec
+from lightrl.sim.inputs.nodes import NodeChanges, NodeSpec
 from lightrl.sim.inputs.traces import TraceEvent
-from lightrl.sim.mechanism import Simulation
-from lightrl.sim.observer import Observer
+from lightrl.sim.simulation import Simulation
+from lightrl.sim.trainer import TRAINER
 from lightrl.sim.weights.transfers import Transfers
 
 
 @dataclass(eq=False)
 class SimMembership:
     _world: Simulation
-    _observer: Observer
     _transfers: Transfers
     _colocation: SimColocation
     _changes: NodeChanges
@@ -28,9 +35,10 @@ class SimMembership:
     def start(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         """Schedule when the trainer and these nodes join, and the events of the trace."""
         world = self._world
-        world.at(0.0, lambda: self._announce(hello(TRAINER, 1, "trainer", TRAINER)))
+        parked = Hello(TRAINER, 1, ("trainer",), PROTOCOL, pid=1, host=TRAINER, is_released=True)
+        world.at(0.0, lambda: self._announce(parked, Heartbeat(device=DEVICE)))
         world.at(0.0, lambda: self._transfers.publish(0))
-        for spec in nodes:
+        for spec in () if self._changes else nodes:
             world.at(0.0, lambda name=spec.name: self.join(world.machines[name]))
         for event in trace:
             machine = world.machines[event.node]
@@ -41,18 +49,19 @@ class SimMembership:
     def begin_step(self, step: int) -> None:
         """Schedule what the nodes of the recorded run did in this step."""
         world = self._world
-        for change in self._changes.get(step, ()):
-            world.at(world.now + change.at_s, lambda c=change: self._repeat(c))
+        for at_s, node, what in self._changes.get(step, ()):
+            if (machine := world.machines.get(node)) is not None:
+                act = partial(self._repeat, machine, what)
+                world.at(world.now + max(0.0, at_s), act)
 
-    def _repeat(self, change: NodeChange) -> None:
-        machine = self._world.machines[change.spec.name]
-        match change.what:
+    def _repeat(self, machine: SimMachine, what: str) -> None:
+        match what:
             case "ready":
                 machine.joins_ready = True
                 self.join(machine)
             case "lost":
                 self.kill(machine)
-            case "left":
+            case _:
                 for event in self.leave(machine, "left"):
                     self._world.feed(event)
 
@@ -60,36 +69,38 @@ class SimMembership:
         if machine.present:
             return
         machine.join(self._world.now)
-        self._observer.fleet_changes(machine, 1)
-        message = self._colocation.hello(machine)
-        self._announce(message, self._transfers.num_workers(machine), machine.load())
+        heartbeat = self._colocation.heartbeat(machine)
+        num_workers = self._transfers.num_workers(machine)
+        self._announce(self._colocation.hello(machine), replace(heartbeat, num_workers=num_workers))
 
-    def _announce(self, message: Hello, num_workers: int = 0, load: Load = IDLE) -> None:
-        for event in arrival(message, num_workers, load):
-            self._world.feed(event)
+    def _announce(self, hello: Hello, heartbeat: Heartbeat) -> None:
+        self._world.feed(NodeJoined(hello))
+        for message in (WeightsEndpoint((f"{hello.node}:1",), secret=hello.node), heartbeat):
+            self._world.feed(MessageArrived(hello.node, message))
 
     def boot(self, machine: SimMachine) -> None:
-        """Start the engine of a machine of the trace, which joins then."""
-        world = self._world
-        machine.boots += 1
-        boots, machine.booted_at = machine.boots, world.now
-        start_s = world.scenario.transfer.start_s
-        world.at(
-            world.now + start_s, lambda: self.join(machine) if machine.boots == boots else None
-        )
+        """Start the engine of a machine of the trace, which joins then if it is not lost before."""
+        world, now = self._world, self._world.now
+        machine.booted_at = now
+
+        def join() -> None:
+            if machine.booted_at == now:
+                self.join(machine)
+
+        world.at(now + world.scenario.transfer.start_s, join)
 
     def kill(self, machine: SimMachine) -> None:
         """Lose a machine without warning: its unsent tokens are lost, and the core detects the loss
         later."""
         world = self._world
-        machine.boots += 1
+        machine.booted_at = math.inf
         if not machine.present:
             return
         self._remove(machine)
-        incarnation = machine.incarnation
+        changes = machine.changes
 
         def detect() -> None:
-            if machine.incarnation == incarnation:
+            if machine.changes == changes:
                 world.feed(NodeLost(machine.spec.name, "connection lost"))
 
         world.at(world.now + world.scenario.transfer.lost_after_s, detect)
@@ -105,6 +116,5 @@ class SimMembership:
         return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]
 
     def _remove(self, machine: SimMachine) -> None:
-        self._observer.fleet_changes(machine, -1)
         machine.leave(self._world.now)
         self._transfers.lose(machine)

@@ -4,90 +4,67 @@ The simulator knows the full length of every response, also of aborted ones: fro
 derives the bias of what is trained.
 """
 
+from functools import lru_cache
+
 from lightrl.core.commands import CloseStep
 from lightrl.core.state import GroupState, Round
-from lightrl.sim.fleet.machines import SimMachine
 from lightrl.sim.inputs.hardware import EngineProfile
-from lightrl.sim.inputs.nodes import SPOT
-from lightrl.sim.mechanism import Simulation
-from lightrl.sim.outcome import LengthSums, StepRecord
+from lightrl.sim.outcome import StepRecord
+from lightrl.sim.responses import Lengths
+from lightrl.sim.simulation import Simulation
+from lightrl.sim.trainer import TRAINER, SimTrainer
+
+_token_cost_s = lru_cache(EngineProfile.token_cost_s)
 
 
 class Observer:
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world: Simulation, lengths: Lengths) -> None:
         self._world = world
+        self._lengths = lengths
         self._records: dict[int, StepRecord] = {}
-        self._first: dict[tuple[str, int], LengthSums] = {}  # of prompts that are not trained yet
-        # speeds of the machines, all and those that also train: present now; times seconds so far
-        self._present = [0.0, 0.0]
-        self._node_s = [0.0, 0.0]
-        self._node_s_before = (0.0, 0.0)  # when the last step closed
-        self._updated_at = self._step_at = 0.0
+        self._first: dict[tuple[str, int], list[int]] = {}  # lengths of prompts not trained yet
+        # when the last step closed; node seconds until then, of all and of those that also train
+        self._step_at, self._node_s = 0.0, (0.0, 0.0)
         self._preemptions = 0
-        self._token_s: dict[int, float] = {}  # least cost of a token, by parallelism
-
-    def fleet_changes(self, machine: SimMachine, sign: int) -> None:
-        """A machine joins (1) or leaves (-1); one that sleeps does neither."""
-        if machine.engine.width:
-            self._update()
-            self._present[0] += sign * machine.speed
-            self._present[1] += sign * machine.speed * (machine.spec.kind != SPOT)
-
-    def _update(self) -> None:
-        now = self._world.now
-        for k, present in enumerate(self._present):
-            self._node_s[k] += present * (now - self._updated_at)
-        self._updated_at = now
+        world.outcome.limit = world.settings.max_response_tokens
 
     def round_closed(self, round: Round) -> None:
         world, out = self._world, self._world.outcome
-        record = StepRecord(
-            step=round.step,
-            kind=round.kind,
-            launched=sum(len(g.responses) for g in round.groups.values()),
-            opened_at=round.opened_at,
-            closed_at=world.now,
-        )
-        limit = world.settings.max_response_tokens
         kept: list[int] = []
         for group in round.groups.values():
             key = (group.prompt.id, group.prompt.epoch)
             if key not in self._first:
-                self._first[key] = first = LengthSums()
-                for r in group.responses:
-                    first.add(world.final_tokens(r), limit)
+                self._first[key] = [self._lengths.of(r, r.seed) for r in group.responses]
             if group.state is GroupState.ACCEPTED:
-                out.launched.merge(self._first.pop(key))
-                for r in group.kept:
-                    kept.append(len(r.tokens))
-                    out.kept.add(len(r.tokens), limit)
-            elif group.state is GroupState.DEFERRED:
-                record.put_off += 1
-            else:
-                record.dropped += 1
+                out.launched.update(self._first.pop(key))
+                kept += [len(r.tokens) for r in group.kept]
+            elif group.state is not GroupState.DEFERRED:
                 self._first.pop(key)
-        preemptions = sum(m.engine.num_preemptions for m in world.machines.values())
-        record.preemptions, self._preemptions = preemptions - self._preemptions, preemptions
-        record.parallelism = world.core.sizes.size or min(world.engines)
-        self._bound(record, kept)
-        self._records[round.step] = world.newest = record
+        out.kept.update(kept)
         out.winners.append(
             (round.step, tuple(sorted(r.id for g in round.accepted for r in g.kept)))
         )
+        record = StepRecord(round.step, round.kind, opened_at=round.opened_at)
+        preemptions = sum(m.engine.num_preemptions for m in world.machines.values())
+        record.preemptions, self._preemptions = preemptions - self._preemptions, preemptions
+        record.parallelism = world.core.sizes.size or min(world.engines)
+        self._count_work(record, kept)
+        self._records[round.step] = record
 
     def step_closed(self, step: CloseStep) -> None:
-        record = self._records.pop(step.step)
+        world, record = self._world, self._records.pop(step.step)
         record.rollout_s, record.train_s = step.rollout_s, step.train_s
         record.weights_s = step.weights_s
-        self._update()
-        elapsed = self._world.now - self._step_at
-        if elapsed > 0:
-            record.nodes = (self._node_s[0] - self._node_s_before[0]) / elapsed
-            record.training_nodes = (self._node_s[1] - self._node_s_before[1]) / elapsed
-        self._node_s_before, self._step_at = (self._node_s[0], self._node_s[1]), self._world.now
-        self._world.outcome.steps.append(record)
+        seconds = [(m.node_s(world.now), m.is_spot) for m in world.machines.values()]
+        node_s = sum(s for s, _ in seconds), sum(s for s, is_spot in seconds if not is_spot)
+        if elapsed := world.now - self._step_at:
+            pairs = zip(node_s, self._node_s, strict=True)
+            record.nodes, record.training_nodes = ((a - b) / elapsed for a, b in pairs)
+        self._step_at, self._node_s = world.now, node_s
+        record.bound_s = self._bound_s(record)
+        world.outcome.steps.append(record)
 
-    def end(self) -> None:
+    def end(self, trainer: SimTrainer) -> None:
         world, out = self._world, self._world.outcome
         out.elapsed_s = world.now
         for machine in world.machines.values():
@@ -96,27 +73,26 @@ class Observer:
             times = out.device_times.setdefault(kind, {})
             for label, seconds in engine.times.items():
                 times[label] = times.get(label, 0.0) + seconds
-            out.device_s[kind] = out.device_s.get(kind, 0.0) + machine.present_s
             out.sampled_tokens += engine.num_tokens
             out.prefilled_tokens += engine.prefilled_tokens
             out.preemptions += engine.num_preemptions
         if not world.scenario.is_colocated:
-            world.trainer.advance(world.now)
-            out.device_times["trainer"] = dict(world.trainer.times)
-            out.device_s["trainer"] = world.now
+            trainer.advance()
+            out.device_times[TRAINER] = dict(trainer.times)
         counters = world.core.table.counters
         out.counters = {name: getattr(counters, name) for name in counters.__slots__}
         out.waiting_prompts = len(world.core.backlog.deferred)
 
-    def _bound(self, record: StepRecord, kept: list[int]) -> None:
-        """Set the least that any schedule needs for what was kept; see `StepRecord.bound_s`."""
+    def _count_work(self, record: StepRecord, kept: list[int]) -> None:
+        """Set the least work of what was kept."""
         world = self._world
         engine, prompt = world.engines[record.parallelism], world.scenario.workload.prompt_tokens
         record.kept, record.kept_tokens = len(kept), sum(kept)
-        record.kept_longest = max(kept, default=0)
+        record.longest_tokens = max(kept, default=0)
         fastest = max(m.speed for m in world.machines.values())
-        record.longest_s = engine.alone_s(prompt, record.kept_longest) / fastest
-        per_token = self._token_cost_s(record.parallelism, engine)
+        record.longest_s = engine.alone_s(prompt, record.longest_tokens) / fastest
+        slots = max(m.engine.slots for m in world.machines.values())
+        per_token = _token_cost_s(engine, slots)
         context = sum(n * prompt + n * (n - 1) / 2 for n in kept)
         spec = engine.speculation
         drafted = spec.tokens_per_forward(spec.max_window) if spec is not None else 1.0
@@ -125,8 +101,15 @@ class Observer:
         tokens = record.kept_tokens + prompt * len(kept)
         record.training_s = training.step_s + training.seconds(len(kept), tokens)
 
-    def _token_cost_s(self, parallelism: int, engine: EngineProfile) -> float:
-        if parallelism not in self._token_s:
-            slots = max(m.engine.slots for m in self._world.machines.values())
-            self._token_s[parallelism] = engine.token_cost_s(slots)
-        return self._token_s[parallelism]
+    def _bound_s(self, record: StepRecord) -> float:
+        """Return the least seconds that any schedule of the same kept responses takes.
+
+        It is the largest of: their least work over the capacity of the fleet; the longest of them
+        alone on a fast node, if steps do not overlap; their training. On shared GPUs work and
+        training add up.
+        """
+        longest_s = 0.0 if self._world.settings.max_staleness else record.longest_s
+        work_s = record.work_s
+        if self._world.scenario.is_colocated:
+            work_s += record.training_s * record.training_nodes
+        return max(longest_s, work_s / record.nodes if record.nodes else 0.0, record.training_s)

@@ -1,23 +1,22 @@
 """The report of a simulation: figures, tables for people, and one JSON object."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
 
 from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.outcome import SimOutcome, StepRecord
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundFigures:
-    """Means over the rounds of one kind."""
+    """Means over the rounds of one kind, of what `StepRecord` has of each."""
 
     rounds: int
     step_s: float
@@ -94,28 +93,25 @@ class Figures:
 
 
 def figures(
-    outcome: SimOutcome,
-    scenario: Scenario,
-    synchronous: bool = True,
-    baseline_step_s: float | None = None,
+    outcome: SimOutcome, scenario: Scenario, baseline_step_s: float | None = None
 ) -> Figures:
     steps = outcome.steps
-    bounds = {s.step: s.bound_s(scenario.is_colocated, synchronous) for s in steps}
-    step_s = fmean(s.step_s for s in steps)
+    step_s = outcome.step_s
     total_s = sum(s.step_s for s in steps)
     hours = {kind: seconds / HOUR_S for kind, seconds in outcome.device_s.items()}
     cost = sum(h * scenario.prices.of(kind) for kind, h in hours.items())
-    kept, true = outcome.kept, outcome.launched
+    bound_s = fmean(s.bound_s for s in steps)
+    kept_mean, true_mean = (_mean_length(lengths) for lengths in (outcome.kept, outcome.launched))
     return Figures(
         workload=scenario.workload.name,
         steps=len(steps),
         step_s=step_s,
         speed_up=baseline_step_s / step_s if baseline_step_s is not None else None,
-        bound_s=fmean(bounds.values()),
-        share_of_bound=fmean(bounds.values()) / step_s,
+        bound_s=bound_s,
+        share_of_bound=bound_s / step_s,
         responses_per_s=sum(s.kept for s in steps) / total_s,
         tokens_per_s=outcome.trained_tokens / total_s,
-        kinds=_by_kind(steps, bounds),
+        kinds=_by_kind(steps),
         devices={
             kind: {label: s / total for label, s in times.items() if s} if total else {}
             for kind, times in outcome.device_times.items()
@@ -131,11 +127,11 @@ def figures(
         trained_tokens=outcome.trained_tokens,
         wasted_share=1 - outcome.trained_tokens / max(1, outcome.sampled_tokens),
         prefilled_tokens=outcome.prefilled_tokens,
-        kept_mean=kept.mean,
-        true_mean=true.mean,
-        length_bias=kept.mean / true.mean - 1 if true.num else 0.0,
-        kept_at_limit=kept.share_at_limit,
-        true_at_limit=true.share_at_limit,
+        kept_mean=kept_mean,
+        true_mean=true_mean,
+        length_bias=kept_mean / true_mean - 1 if true_mean else 0.0,
+        kept_at_limit=_share_at_limit(outcome.kept, outcome.limit),
+        true_at_limit=_share_at_limit(outcome.launched, outcome.limit),
         prompts_waiting=outcome.waiting_prompts,
         cost=cost,
         cost_per_step=cost / len(steps),
@@ -143,62 +139,59 @@ def figures(
     )
 
 
-def _by_kind(steps: Sequence[StepRecord], bounds: Mapping[int, float]) -> dict[str, RoundFigures]:
-    kinds: dict[str, RoundFigures] = {}
-    for kind in dict.fromkeys(s.kind for s in steps):
-        mine = [s for s in steps if s.kind == kind]
-        kinds[kind] = RoundFigures(
-            rounds=len(mine),
-            step_s=fmean(s.step_s for s in mine),
-            rollout_s=fmean(s.rollout_s for s in mine),
-            train_s=fmean(s.train_s for s in mine),
-            weights_s=fmean(s.weights_s for s in mine),
-            bound_s=fmean(bounds[s.step] for s in mine),
-            longest_tokens=fmean(s.kept_longest for s in mine),
-            mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
-        )
-    return kinds
+def _mean_length(lengths: Counter[int]) -> float:
+    return sum(lengths.elements()) / max(1, lengths.total())
+
+
+def _share_at_limit(lengths: Counter[int], limit: int) -> float:
+    return sum(num for n, num in lengths.items() if n >= limit) / max(1, lengths.total())
+
+
+def _by_kind(steps: Sequence[StepRecord]) -> dict[str, RoundFigures]:
+    by_kind: dict[str, list[StepRecord]] = {}
+    for step in steps:
+        by_kind.setdefault(step.kind, []).append(step)
+    names = [f.name for f in fields(RoundFigures)][1:]
+    return {
+        kind: RoundFigures(len(mine), *(fmean(getattr(s, name) for s in mine) for name in names))
+        for kind, mine in by_kind.items()
+    }
 
 
 def _weights(outcome: SimOutcome, scenario: Scenario) -> WeightsFigures:
-    sums, num_bytes = outcome.weights, scenario.transfer.num_bytes
-    published = (len(outcome.steps) + 1) * num_bytes
+    pulls, broadcasts_s = outcome.pulls, outcome.broadcasts_s
+    pulled = sum(p.num_bytes for p in pulls) or 1.0
+    published = (len(outcome.steps) + 1) * scenario.transfer.num_bytes
     return WeightsFigures(
-        pulls=sums.num_pulls,
-        pull_s=sums.pull_s / max(1, sums.num_pulls),
-        longest_pull_s=sums.longest_pull_s,
-        from_peers=sums.peer_bytes / sums.num_bytes if sums.num_bytes else 0.0,
-        as_deltas=sums.delta_bytes / sums.num_bytes if sums.num_bytes else 0.0,
-        trainer_versions=sums.trainer_bytes / published if published else 0.0,
-        broadcasts=sums.num_broadcast,
-        broadcast_s=sums.broadcast_s / max(1, sums.num_broadcast),
-        broken_broadcasts=sums.num_broken,
+        pulls=len(pulls),
+        pull_s=fmean(p.seconds for p in pulls) if pulls else 0.0,
+        longest_pull_s=max((p.seconds for p in pulls), default=0.0),
+        from_peers=sum(p.peer_bytes for p in pulls) / pulled,
+        as_deltas=sum(p.delta_bytes for p in pulls) / pulled,
+        trainer_versions=outcome.trainer_bytes / published if published else 0.0,
+        broadcasts=len(broadcasts_s),
+        broadcast_s=fmean(broadcasts_s) if broadcasts_s else 0.0,
+        broken_broadcasts=outcome.num_broken,
     )
 
 
-def as_json(named: Mapping[str, Figures]) -> dict[str, object]:
-    return {name: asdict(f) for name, f in named.items()}
-
-
-def tables(figures: Figures) -> "list[RenderableType]":
+def tables(figures: Figures) -> list[RenderableType]:
     """Return tables of one simulation for people."""
     head = ["rounds", "step_s", "rollout_s", "train_s", "weights_s", "bound_s", "longest", "mean"]
-    rounds = _table("round", *head)
+    rounds = table_of("round", *head)
     for kind, k in figures.kinds.items():
         times = (k.step_s, k.rollout_s, k.train_s, k.weights_s, k.bound_s)
         tokens = (f"{k.longest_tokens:,.0f}", f"{k.mean_tokens:,.0f}")
         rounds.add_row(kind, str(k.rounds), *(f"{t:.1f}" for t in times), *tokens)
     labels = list(dict.fromkeys(label for shares in figures.devices.values() for label in shares))
-    devices = _table("time of", "hours", *labels)
+    devices = table_of("time of", "hours", *labels)
     for kind, shares in figures.devices.items():
         cells = (f"{100 * shares[label]:.1f} %" if label in shares else "" for label in labels)
         devices.add_row(kind, f"{figures.device_hours[kind]:.2f}", *cells)
     return [rounds, "", devices, "", "\n".join(_lines(figures))]
 
 
-def _table(name: str, *columns: str) -> "Table":
-    from rich.table import Table
-
+def table_of(name: str, *columns: str) -> Table:
     table = Table(name, box=None)
     for column in columns:
         table.add_column(column, justify="right")
@@ -238,11 +231,11 @@ def _lines(f: Figures) -> list[str]:
     return lines
 
 
-def comparison(named: Mapping[str, Figures]) -> "Sequence[RenderableType]":
+def comparison(named: Mapping[str, Figures]) -> Table:
     """Return a table of several simulations of the same run, one a row."""
     head = ["step_s", "speed-up", "of_bound", "decode", "wasted", "bias", "at_limit", "moves"]
     with_cost = any(f.cost for f in named.values())
-    table = _table("mechanism", *head, *(["$/step"] if with_cost else []))
+    table = table_of("mechanism", *head, *(["$/step"] if with_cost else []))
     for name, f in named.items():
         nodes = [
             (f.device_hours[k], s.get("decode", 0.0))
@@ -262,4 +255,4 @@ def comparison(named: Mapping[str, Figures]) -> "Sequence[RenderableType]":
             str(f.responses_moved),
             *([f"{f.cost_per_step:.3f}"] if with_cost else []),
         )
-    return [table]
+    return table

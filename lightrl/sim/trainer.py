@@ -7,11 +7,14 @@ its own; on those of the rollout nodes 0 while they sample, and 1/2 while half o
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean
 
 from lightrl.messages.training import StepDone, TrainShard
-from lightrl.sim.inputs.scenario import Scenario
+from lightrl.sim.simulation import Simulation
+
+TRAINER = "trainer"  # its node
 
 
 @dataclass(slots=True)
@@ -28,84 +31,85 @@ class TrainingJob:
     ready_at: float = 0.0
 
 
-@dataclass(slots=True)
-class TrainerModel:
-    step_s: float
-    streaming: bool
-    rate: float
-    now: float = 0.0
-    jobs: deque[TrainingJob] = field(default_factory=deque[TrainingJob])
-    times: dict[str, float] = field(
-        default_factory=lambda: {"train": 0.0, "publish": 0.0, "wait": 0.0}
-    )
-    # of a version; no step is trained until then
-    publishing_until: float = 0.0
-    # of groups that wait for others: seconds of work, and tokens
-    _held_s: float = 0.0
-    _held_tokens: int = 0
+class SimTrainer:
+    """`trained(done)` is called at the end of a step; `times`: state -> seconds."""
 
-    def take(self, shard: TrainShard, scenario: Scenario) -> float:
-        """Return the work that begins with this shard: its own and what waited for it; nothing
-        while a micro-batch is not full and more shards follow."""
+    def __init__(self, world: Simulation, trained: Callable[[StepDone], None]) -> None:
+        self._world = world
+        self._trained = trained
+        self._streams = world.switches.streaming and world.switches.async_rewards
+        self.rate = 0.0 if world.scenario.is_colocated else 1.0
+        self.jobs: deque[TrainingJob] = deque()
+        self.times = {"train": 0.0, "publish": 0.0, "wait": 0.0}
+        self._now = 0.0
+        self._publishing_until = 0.0  # of a version; no step is trained until then
+        self._held_s, self._held_tokens = 0.0, 0  # work and tokens of groups that wait for others
+
+    def train(self, shard: TrainShard, ready_at: float) -> None:
+        """Add a shard to the work of its step; its groups wait for more while a micro-batch is not
+        full and more shards follow. `ready_at`: when the rewards are known."""
+        scenario = self._world.scenario
         training, signal = scenario.training, scenario.workload.signal
         share = signal.get(shard.step, fmean(signal.values())) if signal else 1.0
         for group in shard.groups:
-            num, sampled = len(group.responses), sum(len(r.token_ids) for r in group.responses)
-            tokens = (len(group.prompt) * num + sampled) // 4
+            num, sampled = len(group.responses), sum(len(r.token_ids) for r in group.responses) // 4
+            tokens = len(group.prompt) // 4 * num + sampled
+            self._world.outcome.trained_tokens += sampled
             self._held_s += share * training.seconds(num, tokens)
             self._held_tokens += round(share * tokens)
-        if not shard.last and self._held_tokens < training.wait_tokens:
-            return 0.0
-        seconds, self._held_s, self._held_tokens = self._held_s, 0.0, 0
-        return seconds
-
-    def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
-        """Add work to a step; `last` = all of it has arrived."""
-        self.advance(now)
-        job = self.jobs[-1] if self.jobs and self.jobs[-1].step == step else None
-        if job is None:
-            job = TrainingJob(step)
-            self.jobs.append(job)
-        seconds += self.step_s * last
-        job.work_s += seconds
-        job.all_s += seconds
-        job.closed = last
+        self.advance()
+        if not self.jobs or self.jobs[-1].step != shard.step:
+            self.jobs.append(TrainingJob(shard.step))
+        job = self.jobs[-1]
+        if shard.last or self._held_tokens >= training.wait_tokens:
+            seconds = self._held_s + training.step_s * shard.last
+            job.work_s += seconds
+            job.all_s += seconds
+            self._held_s, self._held_tokens = 0.0, 0
+        job.closed = shard.last
         job.ready_at = max(job.ready_at, ready_at)
+        self._plan()
 
-    def set_rate(self, now: float, rate: float) -> None:
-        self.advance(now)
+    def set_rate(self, rate: float) -> None:
+        self.advance()
         self.rate = rate
+        self._plan()
 
-    def advance(self, now: float) -> None:
-        elapsed = now - self.now
+    def publish(self, seconds: float) -> None:
+        """Train nothing for so long."""
+        self.advance()
+        self._publishing_until = self._now + seconds
+        self._plan()
+
+    def advance(self) -> None:
+        """Bring `times` and the work that is left up to date."""
+        now = self._world.now
+        elapsed = now - self._now
         if elapsed <= 0:
             return
         job = self.jobs[0] if self.jobs else None
-        trained, publishing = 0.0, max(0.0, min(now, self.publishing_until) - self.now)
-        if job is not None and self.rate > 0 and (self.streaming or job.closed):
+        trained, publishing = 0.0, max(0.0, min(now, self._publishing_until) - self._now)
+        if job is not None and self.rate > 0 and (self._streams or job.closed):
             trained = min(max(0.0, now - self._begins_at(job)), job.work_s / self.rate)
             job.work_s -= trained * self.rate
         self.times["train"] += trained
         self.times["publish"] += publishing
         self.times["wait"] += elapsed - trained - publishing
-        self.now = now
-
-    def done_at(self) -> float:
-        """Return when the oldest step is trained, at the current rate."""
-        job = self.jobs[0] if self.jobs else None
-        if job is None or not job.closed or self.rate <= 0:
-            return math.inf
-        return self._begins_at(job) + job.work_s / self.rate
+        self._now = now
 
     def _begins_at(self, job: TrainingJob) -> float:
-        return max(self.now, job.ready_at, self.publishing_until)
+        return max(self._now, job.ready_at, self._publishing_until)
 
-    def publish(self, now: float, seconds: float) -> None:
-        self.advance(now)
-        self.publishing_until = now + seconds
+    def _plan(self) -> None:
+        """Schedule the end of the oldest step, at the current rate."""
+        at = math.inf
+        if self.jobs and self.jobs[0].closed and self.rate > 0:
+            at = self._begins_at(self.jobs[0]) + self.jobs[0].work_s / self.rate
+        self._world.set_alarm(TRAINER, at, self._finish)
 
-    def finish(self, now: float) -> StepDone:
+    def _finish(self) -> None:
         """Remove the oldest step, which is trained."""
-        self.advance(now)
+        self.advance()
         job = self.jobs.popleft()
-        return StepDone(job.step, job.step + 1, {"timing_s/forward_backward": job.all_s})
+        metrics = {"timing_s/forward_backward": job.all_s}
+        self._trained(StepDone(job.step, job.step + 1, metrics))

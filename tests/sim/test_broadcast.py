@@ -11,7 +11,7 @@ from lightrl.sim.report import figures
 from lightrl.sim.world import World
 from scripts.studies.published_lib.synthetic import synthetic_trace
 from tests.sim.conftest import COLOCATED, nodes, world
-from tests.sim.test_transfers import LINE, MANY, SIZE, lines
+from tests.sim.test_transfers import LINE, MANY, SIZE, lines, num_bytes
 from tests.support.tiers import e2e
 
 FORM_S = 0.5
@@ -39,8 +39,8 @@ def published_at(num: int, version: int) -> float:
 @pytest.mark.parametrize("num", [4, *e2e([MANY])])
 def test_it_is_sooner_than_a_pull_over_the_same_lines(num: int):
     by_broadcast, by_pull = broadcast(num).run(), broadcast(num, broadcast="off").run()
-    assert by_broadcast.weights.num_broadcast == num * 2  # all but the first and the last version
-    assert by_broadcast.weights.num_pulls == num
+    assert len(by_broadcast.broadcasts_s) == num * 2  # all but the first and the last version
+    assert len(by_broadcast.pulls) == num
     assert by_broadcast.counters["trained_responses"] == 3 * RESPONSES
     seconds = {
         name: [step.weights_s for step in out.steps[:2]]
@@ -56,10 +56,10 @@ def test_bytes_on_the_lines():
     """The trainer's line carries each version about once, whatever the number of members."""
     run = broadcast(8)
     out = run.run()
-    assert out.weights.num_bytes == pytest.approx(8 * SIZE, rel=0.01)  # pulled
-    assert out.weights.num_broadcast == 8 * 2
+    assert num_bytes(out) == pytest.approx(8 * SIZE, rel=0.01)  # pulled
+    assert len(out.broadcasts_s) == 8 * 2
     off = broadcast(8, broadcast="off", num_steps=1).run()
-    assert out.weights.trainer_bytes == pytest.approx(off.weights.trainer_bytes + 2 * SIZE)
+    assert out.trainer_bytes == pytest.approx(off.trainer_bytes + 2 * SIZE)
 
 
 def test_who_may_be_taken_away_pulls_and_who_joins_pulls_once():
@@ -68,10 +68,10 @@ def test_who_may_be_taken_away_pulls_and_who_joins_pulls_once():
     run = broadcast(3, trace)
     out = run.run()
     assert out.counters["nodes_lost"] == 0
-    assert out.weights.num_broken == 0
-    assert out.weights.num_broadcast == 3 * 2
+    assert out.num_broken == 0
+    assert len(out.broadcasts_s) == 3 * 2
     # spot nodes: the one of the start has three versions to pull, the one that comes the newer two
-    assert out.weights.num_pulls == 3 + 3 + 2
+    assert len(out.pulls) == 3 + 3 + 2
     w = figures(out, run.scenario).weights
     # a pull takes its share of the trainer's line, so the others get theirs later
     assert SEND_S < w.broadcast_s < 2.1 * SEND_S
@@ -83,9 +83,9 @@ def test_a_node_that_joins_is_a_member_from_the_next_version_on():
     trace = (TraceEvent(5.0, "n2", False), TraceEvent(at, "n2", True))
     out = broadcast(3, trace, num_steps=4).run()
     assert out.counters["nodes_lost"] == 1
-    assert out.weights.num_broken == 0
-    assert out.weights.num_broadcast == 2 + 3 + 3
-    assert out.weights.num_pulls == 3 + 1
+    assert out.num_broken == 0
+    assert len(out.broadcasts_s) == 2 + 3 + 3
+    assert len(out.pulls) == 3 + 1
 
 
 @pytest.mark.parametrize("after", [FORM_S / 2, FORM_S + SEND_S / 2, FORM_S + SEND_S + 0.5])
@@ -94,15 +94,15 @@ def test_who_dies_in_the_middle_leaves_the_others_to_pull(num: int, after: float
     """While it forms, sends or proves."""
     slow = {"prove_bytes_per_s": SIZE / 2}
     undisturbed = broadcast(num, transfer=slow).run()
-    assert undisturbed.weights.broadcast_s == pytest.approx((2.0 * 2 + FORM_S) * num, rel=0.01)
+    assert sum(undisturbed.broadcasts_s) == pytest.approx((2.0 * 2 + FORM_S) * num, rel=0.01)
     at = published_at(num, 1) + after
     out = broadcast(num, (TraceEvent(at, "n1", False),), slow).run()
     assert out.counters["nodes_lost"] == 1
-    assert out.weights.num_broken == 1
+    assert out.num_broken == 1
     # the survivors pull that version, all of it, and are a group again for the next one
-    assert out.weights.num_pulls == num + (num - 1)
-    assert out.weights.num_broadcast == num - 1
-    assert out.weights.num_bytes == pytest.approx(out.weights.num_pulls * SIZE, rel=0.01)
+    assert len(out.pulls) == num + (num - 1)
+    assert len(out.broadcasts_s) == num - 1
+    assert num_bytes(out) == pytest.approx(len(out.pulls) * SIZE, rel=0.01)
     assert out.counters["trained_responses"] == 3 * RESPONSES
 
 
@@ -111,7 +111,7 @@ def test_the_last_member_that_dies_does_not_hold_up_the_trainer(after: float):
     at = published_at(1, 1) + after
     trace = (TraceEvent(at, "n0", False), TraceEvent(at + 3.0, "n0", True))
     out = broadcast(1, trace).run()
-    assert out.weights.num_broken == 1
+    assert out.num_broken == 1
     waited_s = after + LINE.lost_after_s + FORM_S + SEND_S  # and then sent the next version
     assert out.device_times["trainer"]["publish"] == pytest.approx(waited_s)
     assert out.counters["trained_responses"] == 3 * RESPONSES
@@ -136,7 +136,7 @@ def test_members_that_die_at_any_time_leave_nobody_stuck(mode: str, seed: int):
         for k in range(2)
     ]
     out = runs[0].run()
-    assert out.weights.num_broadcast > 0
+    assert len(out.broadcasts_s) > 0
     assert out.counters["trained_responses"] == 8 * RESPONSES
     assert out == runs[1].run()
 
@@ -153,7 +153,7 @@ def test_the_trainer_trains_nothing_while_it_sends():
 def test_nobody_is_a_member_on_the_machines_of_the_trainer_nor_of_a_version_without_bytes():
     scenario = replace(COLOCATED, transfer=LINE)
     colocated = world(scenario, broadcast="auto", num_steps=3)
-    assert colocated.run().weights.num_broadcast == 0
+    assert not colocated.run().broadcasts_s
     assert colocated.core.fleet.broadcasts.num_groups == 0
     nothing = broadcast(transfer={"num_bytes": 0.0})
     assert nothing.run() == broadcast(transfer={"num_bytes": 0.0}, broadcast="off").run()

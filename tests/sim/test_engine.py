@@ -5,12 +5,17 @@ from collections import deque
 
 import pytest
 
+from lightrl.messages.responses import ResponseTokens
 from lightrl.sim.fleet.engine import Attempt, SimEngine
 from lightrl.sim.inputs.hardware import EngineProfile, SimSpeculation
 
 
 def attempt(k: int, final: int, held: int = 0, prompt: int = 10) -> Attempt:
     return Attempt(f"r{k}", 1, f"p{k}", prompt, held, final, truncated=False)
+
+
+def count(delta: ResponseTokens) -> int:
+    return len(delta.token_ids) // 4
 
 
 def run(engine: SimEngine) -> tuple[dict[str, float], dict[str, int], float]:
@@ -23,7 +28,7 @@ def run(engine: SimEngine) -> tuple[dict[str, float], dict[str, int], float]:
         now = engine.next_at
         for delta in engine.step(now):
             assert delta.offset == sent.get(delta.response, delta.offset)
-            sent[delta.response] = delta.offset + delta.count
+            sent[delta.response] = delta.offset + count(delta)
         still = set(engine.running) | {a.response for a in engine.waiting}
         left |= dict.fromkeys(present - still, now)
         present = still
@@ -113,12 +118,12 @@ def test_giving_up_sends_everything_first():
     engine = SimEngine(EngineProfile(), 1, 16, 0.0)
     engine.add(0.0, [attempt(0, 1000), attempt(1, 50, held=7)])
     deltas = engine.abort_all(1.0)
-    assert [(d.response, d.finished) for d in deltas] == [
+    assert [(d.response, d.finish_reason) for d in deltas] == [
         ("r0", None),
         ("r0", "abort"),
         ("r1", "abort"),
     ]
-    assert deltas[0].count == deltas[1].offset == engine.num_tokens
+    assert count(deltas[0]) == deltas[1].offset == engine.num_tokens
     assert deltas[2].offset == 7
     assert not engine.running
     assert engine.next_at == float("inf")
@@ -141,15 +146,14 @@ def test_speculation_stops_paying_with_large_batches_and_never_costs():
 
 def told(chunk_s: float, step_s: float, lengths: list[int]) -> list[tuple[float, list[int]]]:
     """When chunks came, and tokens of each that had ended."""
-    engine = SimEngine(
-        EngineProfile(step_s, 1e9, 0.0, 0.0), len(lengths), 16, now=0.0, chunk_s=chunk_s
-    )
+    profile = EngineProfile(step_s, 1e9, 0.0, 0.0)
+    engine = SimEngine(profile, len(lengths), 16, now=0.0, prompt_batch=0, chunk_s=chunk_s)
     engine.add(0.0, [attempt(k, n) for k, n in enumerate(lengths)])
     chunks: list[tuple[float, list[int]]] = []
     while engine.next_at < float("inf"):
         now = engine.next_at
         if deltas := engine.step(now):
-            ended = [d.offset + d.count for d in deltas if d.finished is not None]
+            ended = [d.offset + count(d) for d in deltas if d.finish_reason is not None]
             chunks.append((round(now, 6), ended))
     return chunks
 

@@ -9,7 +9,7 @@ from lightrl.messages.responses import Sampling
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.workload import LengthModel
 from scripts.bench.evaluation_lib.ideal import Fleet, bound_s, even_s, oracle_s, play_s
-from scripts.bench.evaluation_lib.virtual import evaluations
+from scripts.bench.evaluation_lib.virtual import Watch, evaluations
 from tests.sim.conftest import SCENARIO, nodes, world
 
 SETS = (
@@ -22,27 +22,13 @@ STEP_S, SLOTS, NODES = 0.01, 16, 4
 FLAT = EngineProfile(STEP_S, half_batch=1e9, context_s=0.0, prefill_s=0.0)
 
 
-class Closed:
-    """What a world calls when something happens; keeps the evaluations."""
-
-    def __init__(self) -> None:
-        self.rounds: list[Round] = []
-
-    def round_closed(self, round: Round) -> None:
-        self.rounds += [round] if round.is_eval else []
-
-    def __getattr__(self, name: str) -> object:
-        return lambda *_: None
-
-
 def evaluated(*sets: EvalSet) -> list[Round]:
     """Before the first of three steps and after each."""
     scenario = replace(SCENARIO, engines={1: FLAT})
     w = world(scenario, fleet=nodes(NODES, SLOTS), eval_interval=1, eval_sets=sets, num_steps=3)
-    closed = Closed()
-    w.mechanisms = (*w.mechanisms, closed)  # type: ignore[assignment]
+    watch = Watch(w)
     w.run()
-    return closed.rounds
+    return watch.rounds
 
 
 def ideal_s(round: Round) -> float:

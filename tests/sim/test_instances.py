@@ -60,7 +60,7 @@ def test_without_a_window_devices_leave_as_soon_as_others_are_there():
 def run(lost: int, switches: Switches = SHARED) -> World:
     w = world(TRAINS, switches, fleet=nodes(2), trace=ALWAYS, check=True, num_steps=10)
     if lost:
-        w.mechanisms = (*w.mechanisms, Losses(w, lost, at_s=3.0, first_step=2))
+        Losses(w, lost, at_s=3.0, first_step=2)
     w.run()
     return w
 

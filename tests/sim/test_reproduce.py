@@ -142,7 +142,7 @@ def test_surplus_that_runs_on_is_scored_too():
     late = replace(SYNCHRONOUS, prompt_batch=1 << 30)
     ends = world(scenario, late, tail=clock, num_steps=3).run()
     w = world(scenario, late, tail=clock, num_steps=3, check=True)
-    w.mechanisms = (Surplus(w), *w.mechanisms)
+    Surplus(w)
     goes_on = w.run()
     assert goes_on.sampled_tokens > ends.sampled_tokens
     assert fmean(s.train_s for s in goes_on.steps) > 0.5 + fmean(s.train_s for s in ends.steps)

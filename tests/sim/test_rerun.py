@@ -22,7 +22,6 @@ from lightrl.sim.inputs.recorded import RecordedRun, read_run
 from lightrl.sim.inputs.scenario import Scenario, SimTraining, SimTransfer, Switches
 from lightrl.sim.inputs.traces import TraceEvent
 from lightrl.sim.inputs.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
-from lightrl.sim.prediction import Rerun
 from lightrl.sim.world import World
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
@@ -114,7 +113,7 @@ def leave(folder: Path, *overrides: str, slots: int = 8) -> list[dict[str, float
     config = load_config(QUICKSTART, [*OVERRIDES, *overrides])
     (folder / "config.toml").write_text(to_toml(config))
     fleet = [replace(spec, slots=slots) for spec in FLEET]
-    switches = Switches(chunk_tokens=16, chunk_s=0.05)
+    switches = Switches(chunk_tokens=16, chunk_s=0.05, prompt_batch=0)
     settings = settings_of(config, NUM_PROMPTS)
     return Left(World(settings, TRUTH, fleet, COMES_AND_GOES, switches), folder).run()
 
@@ -149,15 +148,15 @@ def test_a_run_is_predicted_from_what_it_left(tmp_path: Path, capsys, tail: str)
 
 def test_speeds_are_those_of_each_node(tmp_path: Path):
     leave(tmp_path / "run")
-    rerun = Rerun(read_run(tmp_path / "run"))
-    known = {name: spec.profile for name, spec in rerun.specs.items()}
+    rerun = read_run(tmp_path / "run")
+    known = {name: spec.profile for name, spec in rerun.nodes.items()}
     curves = {n: profile.curve for n, profile in known.items() if profile and profile.curve}
     truth = TRUTH.engine
     for batch in (1, 4, 8):
         expected_s = truth.forward(batch)[0] + truth.context_s * 130 * batch
         assert curves["fast"].at(batch) == pytest.approx(expected_s, rel=0.05)
         assert curves["slow"].at(batch) == pytest.approx(2 * expected_s, rel=0.06)
-    assert rerun.specs["spot"].kind == SPOT
+    assert rerun.nodes["spot"].kind == SPOT
     assert rerun.scenario.transfer.ready_s == pytest.approx([0.06] * 3)
     training, rewards = rerun.scenario.training, rerun.scenario.workload.reward
     assert training.token_s == pytest.approx(TRUTH.training.token_s)
@@ -168,10 +167,8 @@ def test_speeds_are_those_of_each_node(tmp_path: Path):
 
 def test_what_nodes_did_is_repeated_in_the_same_step(tmp_path: Path):
     leave(tmp_path / "run")
-    rerun = Rerun(read_run(tmp_path / "run"))
-    changes = rerun.fleet(slots=8).changes
-    assert changes is not None
-    did = [(step, c.spec.name, c.what) for step, many in changes.items() for c in many]
+    changes = read_run(tmp_path / "run").changes
+    did = [(step, name, what) for step, many in changes.items() for _, name, what in many]
     assert did == [
         *((0, name, "ready") for name in ("fast", "slow", "spot")),
         (1, "spot", "lost"),
@@ -239,7 +236,7 @@ def test_a_start_that_takes_its_tokens_alone_takes_no_less(each_s: float):
     node = NodeSpeeds(8, False, {3: Decoded(4.0, 1.0, 100)}, starts)
     step = StepSpeeds(0, 9, {"a": node})
     run = RecordedRun("run", load_config(QUICKSTART), [step], {}, {0: {}})
-    profile = run.nodes()["a"].profile
+    profile = run.nodes["a"].profile
     assert profile is not None
     assert profile.start_s == pytest.approx(0.0, abs=1e-9)
     assert profile.prefill_s == pytest.approx(each_s)

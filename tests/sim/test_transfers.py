@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from lightrl.sim.inputs.hardware import SimTraining, SimTransfer
 from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.inputs.traces import TraceEvent
+from lightrl.sim.outcome import SimOutcome
 from lightrl.sim.report import figures, tables
 from scripts.studies.published_lib.synthetic import synthetic_trace
 from tests.sim.conftest import SCENARIO, nodes, world
@@ -25,6 +27,15 @@ def lines(**changes: Any) -> Scenario:
     return replace(SCENARIO, transfer=replace(LINE, **changes))
 
 
+def num_bytes(out: SimOutcome, what: str = "num_bytes") -> float:
+    """Of all pulls."""
+    return sum(getattr(pull, what) for pull in out.pulls)
+
+
+def longest_s(out: SimOutcome) -> float:
+    return max(pull.seconds for pull in out.pulls)
+
+
 @pytest.mark.parametrize("num", [8, *e2e([MANY])])
 def test_a_fleet_takes_hardly_longer_than_one_node(num: int):
     out = world(lines(), fleet=nodes(num), num_steps=2).run()
@@ -35,9 +46,9 @@ def test_a_fleet_takes_hardly_longer_than_one_node(num: int):
     assert out.steps[0].weights_s <= 1.3 + 0.3
     assert w.trainer_versions <= 2
     assert w.from_peers > 0.7
-    sums = out.weights
-    assert sums.num_bytes == pytest.approx(w.pulls * SIZE, rel=0.01)
-    assert sums.trainer_bytes + sums.peer_bytes >= sums.num_bytes * 0.99
+    pulled = num_bytes(out)
+    assert pulled == pytest.approx(w.pulls * SIZE, rel=0.01)
+    assert out.trainer_bytes + num_bytes(out, "peer_bytes") >= pulled * 0.99
 
 
 @pytest.mark.parametrize("num", [8, *e2e([MANY])])
@@ -53,9 +64,9 @@ def test_a_ninth_that_comes_half_way_disturbs_nobody():
     trace = (TraceEvent(0.5, "late", True),)
     w = world(lines(), fleet=nodes(8), trace=trace, num_steps=1)
     out = w.run()
-    assert out.weights.num_pulls == 9
-    assert out.weights.longest_pull_s <= 1.5
-    assert out.weights.trainer_bytes <= 2 * SIZE
+    assert len(out.pulls) == 9
+    assert longest_s(out) <= 1.5
+    assert out.trainer_bytes <= 2 * SIZE
 
 
 def test_one_that_dies_half_way_holds_nobody_up():
@@ -63,9 +74,9 @@ def test_one_that_dies_half_way_holds_nobody_up():
     trace = (TraceEvent(0.0, "dies", True), TraceEvent(0.5, "dies", False))
     out = world(lines(lost_after_s=0.1), fleet=fleet, trace=trace, num_steps=1).run()
     assert out.counters["nodes_lost"] == 1
-    assert out.weights.num_pulls == 7
-    assert out.weights.longest_pull_s <= 1.7
-    assert out.weights.trainer_bytes <= 2 * SIZE
+    assert len(out.pulls) == 7
+    assert longest_s(out) <= 1.7
+    assert out.trainer_bytes <= 2 * SIZE
 
 
 @pytest.mark.parametrize("seed", [*range(2), *e2e(range(2, 6))])
@@ -78,7 +89,7 @@ def test_relays_that_die_in_the_middle_of_a_transfer_lose_nothing(num: int, seed
     out = run.run()
     c = out.counters
     assert c["nodes_lost"] >= 3
-    assert out.weights.peer_bytes > 0
+    assert num_bytes(out, "peer_bytes") > 0
     assert c["trained_responses"] == 6 * 8 * 4
     assert c["rollout_tokens"] == out.trained_tokens + c["aborted_tokens"]
     assert out == world(scenario, fleet=nodes(1), trace=trace, num_steps=6).run()
@@ -91,11 +102,12 @@ def test_a_difference_costs_its_share_and_late_nodes_pull_all():
     scenario = lines(delta_ratio=0.02)
     out = world(scenario, fleet=nodes(3), trace=trace, num_steps=3).run()
     w = figures(out, scenario).weights
-    assert w.pulls == whole.weights.num_pulls
-    deltas = out.weights.delta_bytes / (0.02 * SIZE)
+    assert w.pulls == len(whole.pulls)
+    delta_bytes = num_bytes(out, "delta_bytes")
+    deltas = delta_bytes / (0.02 * SIZE)
     assert deltas == pytest.approx(round(deltas), rel=1e-6)
     assert round(deltas) == w.pulls - 4  # all but the first one of each node
-    assert out.weights.num_bytes == pytest.approx(4 * SIZE + out.weights.delta_bytes, rel=0.01)
+    assert num_bytes(out) == pytest.approx(4 * SIZE + delta_bytes, rel=0.01)
     assert out.steps[0].weights_s == pytest.approx(0.02 + 0.3, abs=0.01)
     assert whole.steps[0].weights_s == pytest.approx(1.0 + 0.3, abs=0.05)
 
@@ -116,7 +128,9 @@ def test_rates_say_how_long_publishing_and_loading_take():
     out = world(slow, fleet=nodes(2), num_steps=3).run()
     assert out.device_times["trainer"]["publish"] == pytest.approx(3 * 2.0)
     # The first version is there from the beginning.
-    assert out.steps[0].opened_at == pytest.approx(5.0 + out.weights.pull_s / 6, rel=0.05)
+    assert out.steps[0].opened_at == pytest.approx(
+        5.0 + fmean(p.seconds for p in out.pulls), rel=0.05
+    )
     at_once = world(lines(), fleet=nodes(2), num_steps=3).run()
     more_s = 3 * 2.0 + 3 * (5.0 - 0.3)
     assert out.elapsed_s == pytest.approx(at_once.elapsed_s + more_s, rel=0.03)
@@ -127,7 +141,8 @@ def test_on_the_trainers_machine_its_file_is_proved_and_nothing_is_pulled(num: i
     there = SimTraining(token_s=2e-4, step_s=0.5, placement="colocated")
     scenario = replace(lines(file_bytes_per_s=SIZE / 2), training=there)
     out = world(scenario, fleet=nodes(num), num_steps=2).run()
-    assert out.weights.num_pulls == out.weights.trainer_bytes == 0
+    assert not out.pulls
+    assert out.trainer_bytes == 0
     assert out.steps[0].opened_at == pytest.approx(2.0 + 0.3)
 
 
@@ -137,19 +152,19 @@ def test_others_pull_over_the_trainers_line_and_not_over_those_of_its_machine(nu
     scenario = replace(lines(relays=False, receiver_bytes_per_s=4e10), training=there)
     spot = tuple(TraceEvent(0.0, f"s{k}", True) for k in range(2))
     out = world(scenario, fleet=nodes(num), trace=spot, num_steps=1).run()
-    assert out.weights.longest_pull_s == pytest.approx(2.0, rel=0.01)  # 20 GB at 10 GB/s
+    assert longest_s(out) == pytest.approx(2.0, rel=0.01)  # 20 GB at 10 GB/s
     transfer = replace(scenario.transfer, relays=True, file_bytes_per_s=math.inf)
     relayed = replace(scenario, transfer=transfer)
     out = world(relayed, fleet=nodes(num), trace=spot, num_steps=1).run()
-    assert out.weights.trainer_bytes >= SIZE * 0.99
-    assert out.weights.longest_pull_s >= 0.99
+    assert out.trainer_bytes >= SIZE * 0.99
+    assert longest_s(out) >= 0.99
 
 
 def test_a_version_that_overtakes_one_on_its_way_is_loaded_alone():
     scenario = lines(num_bytes=80e9)  # eight seconds, longer than a step
     out = world(scenario, fleet=nodes(3), num_steps=6, max_staleness=2).run()
     assert out.counters["trained_responses"] == 6 * 8 * 4
-    assert out.weights.num_pulls < 3 * 7
+    assert len(out.pulls) < 3 * 7
 
 
 def test_what_transfers_took_is_printed():

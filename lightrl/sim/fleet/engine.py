@@ -19,13 +19,14 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
+from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.sim.inputs.hardware import EngineProfile
 
 INFINITE = math.inf
 NEVER = 1 << 62  # tokens
-PROMPT_BATCH = 16  # a finish is sent immediately with so few running; else with the next chunk
-MAX_CHUNK = 64  # tokens; large batches send less often
+PROMPT_BATCH = 16
 FINISHED_SHARE = 5  # as of real engines: a finish waits at most chunk_s / 5
 
 
@@ -47,16 +48,16 @@ class Attempt:
     # of its admission; -1 = it waits
     order: int = -1
 
+    def tokens(self, begin: int, end: int, reason: FinishReason | None = None) -> ResponseTokens:
+        """Return the message with its tokens from `begin` to `end`."""
+        zeros = blank(end - begin)
+        return ResponseTokens(self.response, self.number, begin, zeros, zeros, reason)
 
-@dataclass(frozen=True, slots=True)
-class SimDelta:
-    """`count` new tokens of one response, from `offset` on; `finished` is None while it runs."""
 
-    response: str
-    attempt: int
-    offset: int
-    count: int
-    finished: str | None
+@lru_cache(maxsize=4096)
+def blank(num_tokens: int) -> bytes:
+    """Return int32 or float32 zeros: every simulated token is token 0 with logprob 0."""
+    return bytes(4 * num_tokens)
 
 
 @dataclass(slots=True)
@@ -70,10 +71,10 @@ class SimEngine:
     now: float
     # False: tokens are sent only when a response has finished
     streams: bool = True
+    # a finish is sent immediately with so few running, else with the next chunk
     prompt_batch: int = PROMPT_BATCH
-    # as real engines send: a chunk after this many seconds, a finish after a fifth of that; 0 = by
-    # tokens and `prompt_batch` alone
-    chunk_s: float = 0.0
+    # a chunk is sent after this many seconds at the latest, a finish after a fifth of that
+    chunk_s: float = INFINITE
     # machines that work as one
     width: int = 1
     next_at: float = INFINITE
@@ -134,12 +135,12 @@ class SimEngine:
             self._finished = [a for a in self._finished if (a.response, a.number) != gone]
         self._plan(now)
 
-    def step(self, now: float) -> list[SimDelta]:
+    def step(self, now: float) -> list[ResponseTokens]:
         """Return all new tokens if a chunk is due at `next_at`, or the finished responses if they
         are."""
         self._advance(now)
         self._finish(now)
-        deltas: list[SimDelta] = []
+        deltas: list[ResponseTokens] = []
         if self._chunk_at <= self._clock or (self._finished and self._sends_immediately):
             deltas = self._flush()
         elif self._finished_due <= self._clock:
@@ -149,14 +150,14 @@ class SimEngine:
         self._plan(now)
         return deltas
 
-    def abort_all(self, now: float) -> list[SimDelta]:
+    def abort_all(self, now: float) -> list[ResponseTokens]:
         """Abort all responses and return their tokens so far."""
         self._advance(now)
         self._finish(now)
         deltas = self._flush(everything=True)
         for attempt in [*self.running.values(), *self.waiting]:
             held = self._tokens(attempt)
-            deltas.append(SimDelta(attempt.response, attempt.number, held, 0, "abort"))
+            deltas.append(attempt.tokens(held, held, "abort"))
         self.clear(now)
         return deltas
 
@@ -262,41 +263,41 @@ class SimEngine:
                 self.num_tokens -= surplus
                 attempt.tokens0 -= surplus
                 self._finished.append(attempt)
-                if self.chunk_s and self._finished_due == NEVER:
+                if self._finished_due == NEVER:
                     # the step that ended it counts
-                    more = math.ceil(self.chunk_s / FINISHED_SHARE / self._linear) - 1
-                    self._finished_due = clock + max(0, more)
+                    more = self._steps_in(self.chunk_s / FINISHED_SHARE, NEVER) - 1
+                    self._finished_due = clock + more
 
     @property
     def _sends_immediately(self) -> bool:
-        return len(self.running) <= (0 if self.chunk_s else self.prompt_batch)
+        return len(self.running) <= self.prompt_batch
 
     def _chunk(self) -> int:
         """Return the tokens of each response between two chunks."""
-        if self.chunk_s:
-            self._update_rate()
-            return max(1, min(self.chunk_tokens, math.ceil(self.chunk_s / self._linear)))
-        return max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
+        self._update_rate()
+        return self._steps_in(self.chunk_s, self.chunk_tokens)
 
-    def _send_finished(self) -> list[SimDelta]:
-        deltas: list[SimDelta] = []
-        for a in self._finished:
-            reason = "length" if a.truncated else "stop"
-            deltas.append(SimDelta(a.response, a.number, a.sent, a.tokens0 - a.sent, reason))
+    def _steps_in(self, seconds: float, most: int) -> int:
+        """Return the steps until so many seconds are over, at least one."""
+        return max(1, math.ceil(min(most, seconds / self._linear)))
+
+    def _send_finished(self) -> list[ResponseTokens]:
+        deltas = [
+            a.tokens(a.sent, a.tokens0, "length" if a.truncated else "stop") for a in self._finished
+        ]
         self._finished.clear()
         self._finished_due = NEVER
         return deltas
 
-    def _flush(self, everything: bool = False) -> list[SimDelta]:
+    def _flush(self, everything: bool = False) -> list[ResponseTokens]:
         """Return all tokens that were not sent."""
         deltas = self._send_finished()
         self._chunk_at = self._clock + self._chunk()
         if self.streams or everything:
             for attempt in (*self.running.values(), *self.waiting):
-                held, sent = self._tokens(attempt), attempt.sent
-                if held > sent:
-                    new = held - sent
-                    deltas.append(SimDelta(attempt.response, attempt.number, sent, new, None))
+                held = self._tokens(attempt)
+                if held > attempt.sent:
+                    deltas.append(attempt.tokens(attempt.sent, held))
                     attempt.sent = held
         return deltas
 
@@ -344,8 +345,7 @@ class SimEngine:
             seconds = tokens * self.profile.prefill_s
             if was_idle:
                 self._at = now
-                chunk = self._chunk() if self.chunk_s else self.chunk_tokens
-                self._chunk_at = self._clock + chunk
+                self._chunk_at = self._clock + self._chunk()
                 seconds += self.profile.start_s
             self._at += seconds
             self._count_prefill(seconds)

@@ -5,35 +5,37 @@ Schedules nothing; `world` does.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightrl.messages.load import Load
-from lightrl.messages.nodes import Hello
-from lightrl.messages.responses import TokenChunk
-from lightrl.sim.fleet.engine import SimDelta, SimEngine
-from lightrl.sim.fleet.messages import TRAINER, chunk_of, hello
+from lightrl.messages.responses import ResponseTokens, TokenChunk
+from lightrl.sim.fleet.engine import SimEngine
 from lightrl.sim.inputs.hardware import EngineProfile
 from lightrl.sim.inputs.nodes import SPOT, NodeSpec
 from lightrl.sim.inputs.scenario import Switches
 
 
+def digest_of(policy_version: int) -> str:
+    return f"version-{policy_version}"
+
+
+def version_of(digest: str) -> int:
+    return int(digest.rpartition("-")[2])
+
+
 @dataclass(slots=True)
 class SimMachine:
+    """A machine; the core learns of it when it joins."""
+
     spec: NodeSpec
     engine: SimEngine
-    # relative to the hardware of the profile
-    speed: float = 1.0
-    # of the real machine; the core detects a loss later
     present: bool = False
-    # the trainer, or an engine of another size, has its devices
+    # its engine sleeps: the trainer, or an engine of another size, has its devices
     asleep: bool = False
-    # number of the newest order to change sides
-    order: int = 0
-    # joins and losses so far; an engine that starts late must not join a lost machine
-    boots: int = 0
+    # counts when it joins, leaves or gets an order: what began before that must not end after it
+    changes: int = 0
     # when the newest boot began; the time until it joins is paid for
     booted_at: float = math.inf
-    incarnation: int = 0
     # policy version whose digest was confirmed
     serves: int = -1
     # version that is being pulled or loaded, -1 = none
@@ -42,26 +44,17 @@ class SimMachine:
     holds: int = -1
     # it joins with a loaded version
     joins_ready: bool = False
-    # of its newest entry in the world's heap
-    scheduled_at: float = math.inf
-    # times the machines that worked as one
-    present_s: float = 0.0
-    _since: float = 0.0
 
-    def chunk(self, deltas: list[SimDelta]) -> TokenChunk:
-        return chunk_of(self.serves, deltas)
+    @property
+    def speed(self) -> float:
+        return 1.0 / self.spec.slowness
 
-    def is_with_trainer(self, is_colocated: bool) -> bool:
-        """Return whether it is the trainer's machine: `is_colocated`, unless it is a spot node."""
-        return is_colocated and self.spec.kind != SPOT
+    @property
+    def is_spot(self) -> bool:
+        return self.spec.kind == SPOT
 
-    def hello(self, is_colocated: bool, shares: bool) -> Hello:
-        """`shares`: nodes with the trainer use its devices in turn with it."""
-        name, is_spot = self.spec.name, self.spec.kind == SPOT
-        is_with = self.is_with_trainer(is_colocated)
-        host, shared = TRAINER if is_with else name, TRAINER if is_with and shares else ""
-        message = hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot, shared)
-        return replace(message, parallel=self.spec.parallel, is_released=self.asleep)
+    def chunk(self, deltas: list[ResponseTokens]) -> TokenChunk:
+        return TokenChunk(self.serves, digest_of(self.serves), tuple(deltas))
 
     def load(self) -> Load:
         """Return the load of its engine; with several sizes of engines also the cost of its
@@ -72,36 +65,37 @@ class SimMachine:
         return Load(num_preemptions=preemptions, kv_tokens=profile.kv_tokens, costs=costs)
 
     def join(self, now: float) -> None:
-        self.engine.now = self._since = now
+        self.engine.now = now
         if (start_s := now - self.booted_at) > 0:
             times = self.engine.times
-            times["start"] = times.get("start", 0.0) + start_s
-            self.present_s += start_s * self.engine.width
+            times["start"] = times.get("start", 0.0) + start_s * self.engine.width
         self.booted_at = math.inf
         self.present, self.asleep = True, self.spec.parallel > 0
         if self.asleep:
             self.engine.width = 0
-        self.incarnation += 1
-        self.order += 1
+        self.changes += 1
         self.serves = self.loading = self.holds = -1
 
     def leave(self, now: float) -> None:
         if self.present:
             self.engine.clear(now)
             self.engine.hold(now, None)
-            self._count_presence(now)
+        self.changes += 1
         self.present, self.loading = False, -1
 
     def turn(self, now: float, asleep: bool) -> None:
         """Sleep for engines of another size, or wake."""
         self.engine.account(now)
         self.engine.hold(now, None)
-        self._count_presence(now)
-        self.asleep, self.engine.width = asleep, 0 if asleep else self.spec.width
+        self.engine.width = 0 if asleep else self.spec.width
 
-    def _count_presence(self, now: float) -> None:
-        self.present_s += (now - self._since) * self.engine.width
-        self._since = now
+    def node_s(self, now: float) -> float:
+        """Return the seconds so far in which it was present and awake; those of a slow machine
+        count less."""
+        if self.present:
+            self.engine.account(now)
+        times = self.engine.times
+        return self.speed * (sum(times.values()) - times.get("start", 0.0)) / self.spec.width
 
 
 def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> SimMachine:
@@ -115,4 +109,4 @@ def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> S
         chunk_s=switches.chunk_s,
         width=spec.width,
     )
-    return SimMachine(spec, engine, speed=1.0 / spec.slowness)
+    return SimMachine(spec, engine)

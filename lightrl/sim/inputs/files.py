@@ -80,29 +80,28 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
 
 def _from_parts(parts: _File, name: str, limit: int, seed: int) -> Scenario:
     base = find_scenario(parts.base, limit, seed)
-    workload = replace(base.workload, name=name, note="")
+    lengths, reward = base.workload.lengths, base.workload.reward
+    changes = {
+        key: number
+        for key in ("num_prompts", "prompt_tokens", "same_again")
+        if (number := getattr(parts, key)) is not None
+    }
     if parts.lengths is not None:
         lengths = EmpiricalLengths(_renamed(parts.lengths), seed)
-        workload = replace(workload, lengths=lengths, num_prompts=len(parts.lengths))
+        changes.setdefault("num_prompts", len(parts.lengths))
     if parts.length_model is not None:
         start = base.workload.lengths
         start = start if isinstance(start, LengthModel) else SHORT_TAIL.scaled(limit)
         lengths = _changed(start, parts.length_model, "length_model")
-        workload = replace(workload, lengths=lengths)
-    numbers = {k: getattr(parts, k) for k in ("num_prompts", "prompt_tokens", "same_again")}
-    workload = replace(
-        workload,
-        reward=_changed(workload.reward, parts.reward, "reward"),
-        **cast("Any", {k: number for k, number in numbers.items() if number is not None}),
-    )
-    engines = base.engines
-    if parts.engine is not None:
-        engines = {1: _changed(base.engine, parts.engine, "engine")}
+    reward = _changed(reward, parts.reward, "reward")
+    changes |= {"name": name, "note": "", "lengths": lengths, "reward": reward}
     hardware = {
         key: _changed(getattr(base, key), getattr(parts, key), key)
         for key in ("training", "transfer", "prices", "speculation")
     }
-    return replace(base, workload=workload, engines=engines, **cast("Any", hardware))
+    if parts.engine is not None:
+        hardware["engines"] = {1: _changed(base.engine, parts.engine, "engine")}
+    return replace(base, workload=replace(base.workload, **changes), **hardware)
 
 
 def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:

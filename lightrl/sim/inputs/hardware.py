@@ -26,24 +26,24 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one engine step, non-decreasing in the batch.
-
-    `batches` begins with 1 and rises; `seconds` are the values at these batches; `slopes[i]` are
-    seconds for one more response from `batches[i]` on; the last slope has no end.
-    """
+    """Seconds of one engine step at some sizes of batches, which rise: linear between them,
+    constant below, and above with the mean slope, at least 0."""
 
     batches: tuple[int, ...]
     seconds: tuple[float, ...]
-    slopes: tuple[float, ...]
 
     def at(self, batch: float) -> float:
-        i = max(0, bisect_right(self.batches, batch) - 1) if len(self.batches) > 1 else 0
-        return self.seconds[i] + self.slopes[i] * (batch - self.batches[i])
+        batches, seconds = self.batches, self.seconds
+        k = bisect_right(batches, batch)
+        if k == 0 or len(batches) == 1:
+            return seconds[0]
+        low, high = (0, -1) if k == len(batches) else (k - 1, k)
+        slope = (seconds[high] - seconds[low]) / (batches[high] - batches[low])
+        return seconds[k - 1] + (slope if high > 0 else max(0.0, slope)) * (batch - batches[k - 1])
 
     def scaled(self, factor: float) -> "Curve":
         """Return the curve with all times multiplied by `factor`."""
-        seconds, slopes = (tuple(factor * x for x in many) for many in (self.seconds, self.slopes))
-        return Curve(self.batches, seconds, slopes)
+        return Curve(self.batches, tuple(factor * s for s in self.seconds))
 
 
 @with_config(STRICT)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from lightrl.errors import SimError
 from lightrl.sim.inputs.hardware import EngineProfile
@@ -26,19 +26,9 @@ class NodeSpec:
     profile: EngineProfile | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeChange:
-    """A node of a recorded run joined or left."""
-
-    # seconds after the step began
-    at_s: float
-    spec: NodeSpec
-    # ready = it serves the newest version; left = it drained; lost
-    what: Literal["ready", "left", "lost"]
-
-
-# by step
-NodeChanges: TypeAlias = Mapping[int, Sequence[NodeChange]]
+# What nodes of a recorded run did, by step: (seconds after it began, node, what); "ready" = it
+# serves the newest version, "left" = it drained, "lost"
+NodeChanges: TypeAlias = Mapping[int, Sequence[tuple[float, str, str]]]
 
 
 def can_group(nodes: Sequence[NodeSpec], sizes: Iterable[int]) -> bool:

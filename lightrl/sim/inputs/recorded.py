@@ -7,6 +7,7 @@ speeds, if there are enough others, because everything starts in it.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, linear_regression
 from typing import Any, TypeAlias, cast
@@ -18,7 +19,7 @@ from lightrl.history import lengths
 from lightrl.metrics import sinks
 from lightrl.metrics.speeds import Decoded, NodeSpeeds, Start, StepSpeeds
 from lightrl.sim.inputs.hardware import MIN_STEP_S, Curve, EngineProfile, SimTraining, SimTransfer
-from lightrl.sim.inputs.nodes import SPOT, NodeChange, NodeChanges, NodeSpec
+from lightrl.sim.inputs.nodes import SPOT, NodeChanges, NodeSpec
 from lightrl.sim.inputs.scenario import Scenario
 from lightrl.sim.inputs.workload import (
     Drawn,
@@ -30,6 +31,7 @@ from lightrl.sim.inputs.workload import (
 )
 from lightrl.system.append_file import read_rows
 
+MAX_STEPS = 200  # simulated by default
 SKIPPED_STEPS = 1
 MIN_STEPS = 3  # in a run whose first step is skipped
 MIN_TOKENS = 32  # decoded at a size of batch that is measured by itself
@@ -55,8 +57,13 @@ class RecordedRun:
         """The steps that are measured, and with which simulations are compared."""
         return list(self.steps[SKIPPED_STEPS:] if len(self.steps) >= MIN_STEPS else self.steps)
 
+    @property
+    def num_steps(self) -> int:
+        return min(MAX_STEPS, self.steps[-1].step + 1)
+
+    @cached_property
     def scenario(self) -> Scenario:
-        """Return a scenario with the mean speeds of the counted steps."""
+        """A scenario with the mean speeds of the counted steps."""
         order = drawn_order({s.step: s.drawn for s in self.steps}, self.rounds)
         num_prompts = max(self.steps[-1].num_prompts, len({prompt for prompt, _ in order}))
         records = [self.records[s.step] for s in self.counted]
@@ -89,9 +96,10 @@ class RecordedRun:
         chunk_s = self.config.rollout.chunk_ms / 1000
         return Scenario(workload, {1: self._profile()}, training, transfer, chunk_s=chunk_s)
 
+    @cached_property
     def nodes(self) -> dict[str, NodeSpec]:
-        """Return all nodes that sampled, each with its own speed; one that hardly did has the mean
-        speed of all."""
+        """All nodes that sampled, each with its own speed; one that hardly did has the mean speed
+        of all."""
         specs: dict[str, NodeSpec] = {}
         for name in dict.fromkeys(name for step in self.steps for name in step.nodes):
             seen = [s.nodes[name] for s in self.steps if name in s.nodes]
@@ -101,18 +109,37 @@ class RecordedRun:
             specs[name] = NodeSpec(name, seen[-1].slots, kind, profile=profile)
         return specs
 
-    def changes(self, specs: Mapping[str, NodeSpec]) -> NodeChanges:
-        """Return when nodes joined and left, by step; the first recorded step counts as step 0, and
-        what happened before a step as its begin."""
+    @property
+    def changes(self) -> NodeChanges:
+        """When nodes joined and left, by step; the first recorded step counts as step 0."""
         first = self.steps[0].step
-        return {
-            0 if step.step == first else step.step: tuple(
-                NodeChange(max(0.0, at_s), specs[name], cast("Any", what))
-                for at_s, name, what in step.changes
-                if name in specs
-            )
-            for step in self.steps
-        }
+        return {0 if s.step == first else s.step: s.changes for s in self.steps}
+
+    def own_nodes(self, slots: int) -> list[NodeSpec]:
+        """Return the nodes; those with the number of slots of the run's config get `slots`."""
+        usual = self.config.rollout.slots
+        return [
+            replace(spec, slots=slots) if spec.slots == usual else spec
+            for spec in self.nodes.values()
+        ]
+
+    def alike(self, nodes: Sequence[NodeSpec]) -> list[NodeSpec]:
+        """Return these nodes with the speeds of the run's nodes in turn."""
+        known = [s for s in self.nodes.values() if s.kind != SPOT] or list(self.nodes.values())
+        return [
+            replace(node, profile=known[k % len(known)].profile) for k, node in enumerate(nodes)
+        ]
+
+    def notes(self, config: Config) -> list[str]:
+        """Return what a simulation of this config leaves out, as the run did not measure it."""
+        notes: list[str] = []
+        own = self.config
+        if config.speculates != own.speculates:
+            has = "drafts are in" if own.speculates else "there are no drafts in"
+            notes.append(f"{has} the measured speeds, whatever speculation.enabled says now")
+        if own.rollout.placement == "shared":
+            notes.append("the run's engines shared the trainer's devices; devices are apart here")
+        return notes
 
     def _profile(self) -> EngineProfile:
         profile = _profile(n for s in self.counted for n in s.nodes.values())
@@ -218,7 +245,8 @@ def _profile(nodes: Iterable[NodeSpeeds]) -> EngineProfile | None:
     rows = [d for _, d in sorted(by_size.items()) if d.response_s > 0 and d.tokens > 0]
     if not rows:
         return None
-    curve = _curve(_merged(rows))
+    knots = {max(1, round(d.batch)): d.response_s / d.tokens for d in _merged(rows)}
+    curve = Curve(tuple(sorted(knots)), tuple(s for _, s in sorted(knots.items())))
     start_s, prefill_s = _start(starts, curve)
     return EngineProfile(
         step_s=curve.at(1), context_s=0.0, prefill_s=prefill_s, start_s=start_s, curve=curve
@@ -234,20 +262,6 @@ def _merged(rows: Sequence[Decoded]) -> list[Decoded]:
         else:
             merged.append(row)
     return merged
-
-
-def _curve(rows: Sequence[Decoded]) -> Curve:
-    knots = {max(1, round(r.batch)): max(MIN_STEP_S, r.response_s / r.tokens) for r in rows}
-    batches = tuple(sorted(knots))
-    seconds = tuple(knots[b] for b in batches)
-    slopes = [
-        (seconds[i + 1] - seconds[i]) / (batches[i + 1] - batches[i])
-        for i in range(len(batches) - 1)
-    ]
-    last = max(0.0, (seconds[-1] - seconds[0]) / max(1, batches[-1] - batches[0]))
-    if batches[0] > 1:  # below the smallest measured batch: constant
-        batches, seconds, slopes = (1, *batches), (seconds[0], *seconds), [0.0, *slopes]
-    return Curve(batches, seconds, (*slopes, last))
 
 
 def _start(starts: Sequence[Start], curve: Curve) -> tuple[float, float]:

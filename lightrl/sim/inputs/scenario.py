@@ -3,6 +3,7 @@
 Owns the table of presets. Reading a workload from a file: `files.py`, from a run: `recorded.py`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -42,8 +43,8 @@ class Scenario:
     spot_kv_tokens: int = 0
     # used where `Switches.speculation` is on
     speculation: SimSpeculation = field(default_factory=SimSpeculation)
-    # engines send a chunk at least this often, as those of a run do; 0 = by tokens
-    chunk_s: float = 0.0
+    # engines send a chunk at least this often, as those of a run do
+    chunk_s: float = math.inf
 
     @property
     def engine(self) -> EngineProfile:
@@ -72,18 +73,18 @@ class Switches:
     chunk_tokens: int = 32
     # a finish is sent immediately where no more responses run; else with the next chunk
     prompt_batch: int = 16
-    # as real engines send: see `SimEngine`; 0 = by tokens
-    chunk_s: float = 0.0
+    # a chunk is sent after this many seconds at the latest, a finish after a fifth of that
+    chunk_s: float = math.inf
 
 
 DEFAULT = Switches()
 
 
-def generic(max_response_tokens: int, prompt_tokens: int = 200) -> Scenario:
+def generic(max_response_tokens: int) -> Scenario:
     """Return a guess: the shape of a published tail, scaled to the limit."""
     note = "nothing is known of this model: lengths, speeds and times are guesses; give --workload"
     lengths = SHORT_TAIL.scaled(max_response_tokens)
-    return Scenario(Workload("generic", lengths, prompt_tokens=prompt_tokens, note=note))
+    return Scenario(Workload("generic", lengths, note=note))
 
 
 # Bytes of the parameters in bfloat16, `total_size` in model.safetensors.index.json of each model at

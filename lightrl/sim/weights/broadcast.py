@@ -14,8 +14,8 @@ from collections.abc import Callable
 from lightrl.core.events import MessageArrived
 from lightrl.messages.broadcasts import BroadcastGroup, BroadcastStatus, VersionTaken
 from lightrl.sim.fleet.machines import SimMachine
-from lightrl.sim.fleet.messages import TRAINER
-from lightrl.sim.mechanism import Simulation
+from lightrl.sim.simulation import Simulation
+from lightrl.sim.trainer import TRAINER, SimTrainer
 from lightrl.sim.weights.swarm import FluidSwarm, Parcel
 
 BROADCAST = -2  # the base of what goes to a group: no other node can serve it
@@ -25,6 +25,7 @@ class Broadcast:
     def __init__(
         self,
         world: Simulation,
+        trainer: SimTrainer,
         swarm: FluidSwarm,
         plan: Callable[[], None],
         received: Callable[[str], None],
@@ -32,6 +33,7 @@ class Broadcast:
         """`plan()` follows when lines carry something else than before; `received(group)` when its
         members have the version."""
         self._world = world
+        self._trainer = trainer
         self._transfer = world.scenario.transfer
         self._swarm = swarm
         self._plan = plan
@@ -45,7 +47,7 @@ class Broadcast:
     def deliver_to_trainer(self, message: VersionTaken) -> None:
         version, order = message.policy_version, message.broadcast
         self._stop()
-        self._world.outcome.weights.num_broken += self._is_awaited and order is None
+        self._world.outcome.num_broken += self._is_awaited and order is None
         self._await(order is not None)
         if order is None:
             return
@@ -101,5 +103,4 @@ class Broadcast:
         """The trainer trains the next step when it has nothing more to send."""
         if self._is_awaited or is_awaited:
             self._is_awaited = is_awaited
-            self._world.trainer.publish(self._world.now, math.inf if is_awaited else 0.0)
-            self._world.plan_training()
+            self._trainer.publish(math.inf if is_awaited else 0.0)

@@ -29,13 +29,15 @@ class Parcel(NamedTuple):
     base: int = -1
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class SimPull:
     """Parcels on their way to one node, in this order, with their bytes."""
 
     parcels: deque[tuple[Parcel, float]]
     # of the first parcel
     left: float
+    # of the whole pull, once it is complete
+    seconds: float = 0.0
     # of all parcels that have arrived
     num_bytes: float = 0.0
     peer_bytes: float = 0.0

@@ -9,20 +9,18 @@ version from which sources and deltas; a scenario's `SimTransfer` has the rates.
 import math
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightrl.core.events import MessageArrived
 from lightrl.core.weights.weight_sources import MAX_CHAIN
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.message import Message
-from lightrl.messages.weights import PublishWeights, WeightsReady
-from lightrl.sim.fleet.machines import SimMachine
-from lightrl.sim.fleet.messages import TRAINER, digest_of, publication, version_of
-from lightrl.sim.mechanism import Simulation
+from lightrl.messages.weights import DeltaOffer, PublishWeights, WeightsReady
+from lightrl.sim.fleet.machines import SimMachine, digest_of, version_of
+from lightrl.sim.simulation import Simulation
+from lightrl.sim.trainer import TRAINER, SimTrainer
 from lightrl.sim.weights.broadcast import Broadcast
 from lightrl.sim.weights.swarm import FluidSwarm, Parcel, SimPull
-
-NOTHING = SimPull(deque(), 0.0)  # of a version that is not pulled
 
 
 @dataclass(slots=True)
@@ -34,30 +32,30 @@ class _Inbound:
     began_at: float
     # of the broadcast; "" = it is pulled
     group: str = ""
-    pull: SimPull = NOTHING
-    pull_s: float = 0.0
+    pull: SimPull = field(default_factory=lambda: SimPull(deque(), 0.0))
 
 
 class Transfers:
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world: Simulation, trainer: SimTrainer) -> None:
         self._world = world
         self._transfer = transfer = world.scenario.transfer
-        self._is_colocated = world.scenario.is_colocated
         sender, down = transfer.sender_bytes_per_s, transfer.receiver_bytes_per_s
         relay = transfer.relay_bytes_per_s or down
         self._swarm = FluidSwarm(sender, relay, down, transfer.relays)
         self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the current event
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
-        self._broadcast = Broadcast(world, self._swarm, self._plan, self._received)
+        self._broadcast = Broadcast(world, trainer, self._swarm, self._plan, self._received)
         self._ready_version, self._ready_s = -1, list[float]()  # measured times not used yet
-        self._next_at = math.inf  # of the newest entry in the world's heap
-        self._is_planned = False  # `_plan_next` is in the world's heap
 
     def publish(self, version: int) -> None:
         """The trainer holds a version, and the delta to the one before, and announces it."""
-        transfer = self._transfer
+        transfer, digest, deltas = self._transfer, digest_of(version), ()
         self._swarm.forget(version - MAX_CHAIN)
-        message = publication(version, transfer.num_bytes, transfer.delta_bytes)
+        if transfer.delta_bytes and version:
+            base = digest_of(version - 1)
+            num_bytes = math.ceil(transfer.delta_bytes)
+            deltas = (DeltaOffer(base, digest, f"{base}-{digest}", 0, num_bytes),)
+        message = PublishWeights(version, digest, math.ceil(transfer.num_bytes), 1, deltas=deltas)
         self._world.feed(MessageArrived(TRAINER, message))
 
     def num_workers(self, machine: SimMachine) -> int:
@@ -98,31 +96,35 @@ class Transfers:
         self._broadcast.lose(name)
         self._plan()
 
-    def confirm(self, machine: SimMachine, version: int) -> WeightsReady:
-        """Return the report of a machine whose engine serves this version."""
+    def confirm(self, machine: SimMachine, version: int) -> None:
+        """The engine of a machine serves this version from now on."""
         name, now = machine.spec.name, self._world.now
+        machine.loading, machine.serves, machine.holds = -1, version, version
+        machine.engine.hold(now, "train" if machine.asleep else None)
+        machine.engine.idle_label = "idle"
         inbound = self._inbound.pop(name, None) or _Inbound(machine, version, now)
-        self._swarm.end_pull(now, name)
-        digest = digest_of(version)
-        if inbound.group:
-            num_bytes = round(self._transfer.num_bytes)
-            return WeightsReady(version, digest, num_bytes, broadcast_s=now - inbound.began_at)
-        self._serve(machine, version)
-        self._plan()
         pull = inbound.pull
-        return WeightsReady(
-            version,
-            digest,
-            num_bytes=round(pull.num_bytes),
-            pull_s=inbound.pull_s,
-            load_s=self._transfer.loading_s,
-            peer_bytes=round(pull.peer_bytes),
-            delta_bytes=round(pull.delta_bytes),
-        )
+        self._swarm.end_pull(now, name)
+        if inbound.group:
+            num_bytes, broadcast_s = round(self._transfer.num_bytes), now - inbound.began_at
+            ready = WeightsReady(version, digest_of(version), num_bytes, broadcast_s=broadcast_s)
+        else:
+            self._serve(machine, version)
+            self._plan()
+            ready = WeightsReady(
+                version,
+                digest_of(version),
+                num_bytes=round(pull.num_bytes),
+                pull_s=pull.seconds,
+                load_s=self._transfer.loading_s,
+                peer_bytes=round(pull.peer_bytes),
+                delta_bytes=round(pull.delta_bytes),
+            )
+        self._world.feed(MessageArrived(name, ready))
 
     def end(self) -> None:
         self._swarm.advance(self._world.now)
-        self._world.outcome.weights.trainer_bytes += self._swarm.sent
+        self._world.outcome.trainer_bytes = self._swarm.sent
 
     # Pull
 
@@ -134,7 +136,7 @@ class Transfers:
             self._swarm.end_pull(world.now, name)
             self._broadcast.join(machine, message.group)
             world.at(world.now, lambda: self._stop(inbound))
-        elif self._transfer.num_bytes and not machine.is_with_trainer(self._is_colocated):
+        elif self._transfer.num_bytes and not self._is_with_trainer(machine):
             inbound.pull = self._swarm.pull(world.now, name, self._parcels(machine, message))
         else:
             world.at(world.now + self._transfer.verify_file_s, lambda: self._load(inbound))
@@ -158,36 +160,19 @@ class Transfers:
         return chain
 
     def _plan(self) -> None:
-        """Schedule the next step of the swarm, once for all changes at this time."""
-        if not self._is_planned and self._transfer.num_bytes:
-            self._is_planned = True
-            self._world.at(self._world.now, self._plan_next)
-
-    def _plan_next(self) -> None:
-        self._is_planned = False
-        at = self._swarm.next_at()
-        if at < self._next_at:
-            self._next_at = at
-            self._world.at(at, self._advance)
+        """Look at the swarm once all changes at this time are made."""
+        self._world.set_alarm("weights", self._world.now, self._advance)
 
     def _advance(self) -> None:
-        now = self._world.now
-        if now < self._next_at:
-            return  # superseded
-        self._next_at = math.inf
-        for node, pull in self._swarm.advance(now):
+        for node, pull in self._swarm.advance(self._world.now):
             if node == TRAINER:
                 self._broadcast.sent()
             else:
-                self._pulled(self._inbound[node], pull)
-        self._plan()
-
-    def _pulled(self, inbound: _Inbound, pull: SimPull) -> None:
-        inbound.pull_s = self._world.now - inbound.began_at
-        self._world.outcome.weights.add_pull(
-            inbound.pull_s, pull.num_bytes, pull.peer_bytes, pull.delta_bytes
-        )
-        self._load(inbound)
+                inbound = self._inbound[node]
+                pull.seconds = self._world.now - inbound.began_at
+                self._world.outcome.pulls.append(pull)
+                self._load(inbound)
+        self._world.set_alarm("weights", self._swarm.next_at(), self._advance)
 
     # Load
 
@@ -216,9 +201,12 @@ class Transfers:
             self._ready_version = inbound.version
         return self._ready_s.pop() if self._ready_s else measured[-1]
 
+    def _is_with_trainer(self, machine: SimMachine) -> bool:
+        return self._world.scenario.is_colocated and not machine.is_spot
+
     def _serve(self, machine: SimMachine, version: int) -> None:
         """Let peers pull it. On the trainer's machine the trainer serves it already."""
-        if not machine.is_with_trainer(self._is_colocated):
+        if not self._is_with_trainer(machine):
             self._swarm.hold(self._world.now, machine.spec.name, Parcel(version))
 
     def _stop(self, inbound: _Inbound) -> None:
@@ -234,15 +222,15 @@ class Transfers:
     def _received(self, group: str) -> None:
         """The members of this group have their version, in place."""
         for inbound in [i for i in self._inbound.values() if i.group == group]:
-            self._world.outcome.weights.add_broadcast(self._world.now - inbound.began_at)
-            self._world.confirm(inbound.machine, inbound.version)
+            self._world.outcome.broadcasts_s.append(self._world.now - inbound.began_at)
+            self.confirm(inbound.machine, inbound.version)
 
     def _loaded(self, inbound: _Inbound) -> None:
         machine = inbound.machine
         if self._is_current(inbound) and machine.asleep:
             machine.loading, machine.holds = -1, inbound.version
         elif self._is_current(inbound):
-            self._world.confirm(machine, inbound.version)
+            self.confirm(machine, inbound.version)
 
     def _is_current(self, inbound: _Inbound) -> bool:
         """False if the machine has left, or gets a newer version."""

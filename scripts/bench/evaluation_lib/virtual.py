@@ -7,6 +7,8 @@ once.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lightrl.core.commands import CloseRound, Command
+from lightrl.core.events import Event
 from lightrl.core.settings import EvalSet, Settings
 from lightrl.core.state import Round
 from lightrl.messages.responses import Sampling
@@ -38,18 +40,17 @@ class OfSets:
 
 
 class Watch:
-    """Keeps how long evaluations took, and the lengths of their responses."""
+    """Keeps the evaluations of a world."""
 
-    def __init__(self) -> None:
-        self.taken: list[tuple[float, list[int]]] = []
+    def __init__(self, world: World) -> None:
+        self.rounds: list[Round] = []
+        self._handle, world.handle = world.handle, self._watch
 
-    def round_closed(self, round: Round) -> None:
-        if round.is_eval:
-            lengths = [len(r.tokens) for g in round.groups.values() for r in g.responses]
-            self.taken.append((round.closed_at - round.opened_at, lengths))
-
-    def __getattr__(self, name: str) -> object:
-        return lambda *_: None
+    def _watch(self, event: Event, now: float) -> list[Command]:
+        commands = self._handle(event, now)
+        closed = [command.round for command in commands if isinstance(command, CloseRound)]
+        self.rounds += [round for round in closed if round.is_eval]
+        return commands
 
 
 def evaluations(
@@ -86,7 +87,12 @@ def evaluations(
     )
     nodes = [NodeSpec(f"n{k}", slots) for k in range(num_nodes)]
     world = World(settings, scenario, nodes, (), Switches(chunk_tokens=64))
-    watch = Watch()
-    world.mechanisms = (*world.mechanisms, watch)  # type: ignore[assignment]
+    watch = Watch(world)
     world.run()
-    return watch.taken
+    return [
+        (
+            round.closed_at - round.opened_at,
+            [len(r.tokens) for g in round.groups.values() for r in g.responses],
+        )
+        for round in watch.rounds
+    ]

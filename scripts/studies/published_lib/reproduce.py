@@ -119,10 +119,9 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> SimOu
     if system.rule is not None:
         world.core.policy.rule = system.rule()
     if not system.switches.surplus_ends:
-        world.mechanisms = (Surplus(world), *world.mechanisms)
+        Surplus(world)
     if system.lost:
-        losses = Losses(world, system.lost, LOST_AT_S, system.rounds // 2)
-        world.mechanisms = (*world.mechanisms, losses)
+        Losses(world, system.lost, LOST_AT_S, system.rounds // 2)
     return world.run()
 
 

@@ -13,8 +13,8 @@ from lightrl.coordinator.history_sync import Histories
 from lightrl.coordinator.journaling import Journaling
 from lightrl.coordinator.peers import Peers, Watchers
 from lightrl.coordinator.replays import Replays
+from lightrl.core import events
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.events import CheckpointWritten, DrainRequested, Event, NodeJoined, NodeLost
 from lightrl.errors import PeerUnreachable, ProtocolError
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import REJOIN, Bye, Drain, Heartbeat, Hello, Welcome
@@ -23,7 +23,6 @@ from lightrl.messages.trainers import TrainerRelay
 from lightrl.messages.training import Checkpointed, ShardsTaken
 from lightrl.metrics.rounds import Records
 from lightrl.transport.router import Peer, Router
-from lightrl.transport.validate import as_event
 
 MAX_TURN_S = 0.05  # spent on messages before other tasks run
 
@@ -41,7 +40,7 @@ class Inbound:
     _replays: Replays
     _journaling: Journaling
     _records: Records
-    _feed: Callable[[Event], None]
+    _feed: Callable[[events.Event], None]
 
     async def receive(self, tasks: asyncio.TaskGroup) -> None:
         """Receive until cancelled. Watchers are served in `tasks`."""
@@ -56,10 +55,10 @@ class Inbound:
                 elif isinstance(message, Hello) and message.node == peer.name:
                     self._on_hello(peer, message)
                 elif isinstance(message, Drain) and message.node != peer.name:
-                    self._feed(DrainRequested(message.node, message.reason))
+                    self._feed(events.DrainRequested(message.node, message.reason))
                 elif isinstance(message, PeerUnreachable):
                     if self._peers.is_current(peer):
-                        self._feed(NodeLost(peer.name, "connection lost"))
+                        self._feed(events.NodeLost(peer.name, "connection lost"))
                 elif self._peers.is_current(peer):
                     self._handle(peer, message)
                 elif isinstance(message, Heartbeat):  # of a lost or replaced node
@@ -75,7 +74,7 @@ class Inbound:
             self._replays.cancel()  # the core requests again what the trainer lacks
         before = self._peers.bind(peer)
         self._histories.received(peer.identity, hello)
-        self._feed(NodeJoined(hello))
+        self._feed(events.NodeJoined(hello))
         known = self._core.fleet.nodes.get(hello.node)
         if known is None or known.incarnation != hello.incarnation:
             self._peers.restore(hello.node, before)
@@ -94,13 +93,13 @@ class Inbound:
                 and message.step <= trained_step
             ):
                 self._journaling.drop_before(message.oldest)
-                self._feed(CheckpointWritten(message.step))
+                self._feed(events.CheckpointWritten(message.step))
         elif isinstance(message, TrainerRelay):
             if self._core.fleet.trainers.may_relay(node, message.node):
                 self._peers.send(message.node, replace(message, node=node))
         else:
             event = as_event(node, message)
-            if isinstance(event, NodeLost):
+            if isinstance(event, events.NodeLost):
                 self._records.bad_frames += 1
             else:
                 self._histories.received(peer.identity, message)
@@ -111,3 +110,19 @@ class Inbound:
             self._feed(event)
             if isinstance(message, Bye) and self._peers.is_current(peer):
                 self._peers.restore(node, None)
+
+
+def as_event(peer: str, message: Message | ProtocolError) -> events.Event:
+    """Return the event for the core of a node's message; a message that a node must not send
+    removes the node."""
+    match message:
+        case Bye(reason, ok):
+            return events.NodeLeft(peer, reason, ok)
+        case Drain(_, reason):
+            return events.NodeDraining(peer, reason)
+        case ProtocolError():
+            return events.NodeLost(peer, str(message)[:200])
+        case _ if isinstance(message, events.NodeMessage):
+            return events.MessageArrived(peer, message)
+        case _:
+            return events.NodeLost(peer, f"unexpected {type(message).__name__}")

@@ -1,14 +1,13 @@
 """Validate messages that decode: bounds of what the coordinator accepts, and which peers may send
 which message.
 
-Pure. Owns what types cannot express (lengths and ranges are in messages/), the messages that the
-`join` key permits, and the event of each message; the core decides whether it makes sense at that
-moment. Without bounds a broken peer could stop a timer with a period that is no number.
+Pure. Owns what types cannot express (lengths and ranges are in messages/), and the messages that
+the `join` key permits; the core decides whether a message makes sense at that moment. Without
+bounds a broken peer could stop a timer with a period that is no number.
 """
 
 from math import isfinite
 
-from lightrl.core.events import Event, MessageArrived, NodeDraining, NodeLeft, NodeLost, NodeMessage
 from lightrl.errors import ProtocolError
 from lightrl.messages.broadcasts import BroadcastStatus
 from lightrl.messages.message import Message
@@ -112,22 +111,6 @@ def why_unwelcome(head: str, hello: Hello) -> str | None:
     if hello.node == head:
         return f"{head} is the coordinator's name"
     return None
-
-
-def as_event(peer: str, message: Message | ProtocolError) -> Event:
-    """Return the event for the core of a node's message; a message that a node must not send
-    removes the node."""
-    match message:
-        case Bye(reason, ok):
-            return NodeLeft(peer, reason, ok)
-        case Drain(_, reason):
-            return NodeDraining(peer, reason)
-        case ProtocolError():
-            return NodeLost(peer, str(message)[:200])
-        case _ if isinstance(message, NodeMessage):
-            return MessageArrived(peer, message)
-        case _:
-            return NodeLost(peer, f"unexpected {type(message).__name__}")
 
 
 def _publication(message: PublishWeights) -> None:

@@ -16,8 +16,9 @@ RESERVED = 16  # descriptors
 MOST = 1 << 20  # where the system has no limit
 
 _before: int | None = None  # the soft limit before `raise_limit`
-insisting = threading.Lock()  # held while the limit, or `doors`, is changed
-doors: list[Callable[[], contextlib.AbstractContextManager[None]]] = []  # shut within the block
+insisting = threading.Lock()  # held while the limit, or `listeners`, is changed
+# Contexts in which a listening socket accepts no connection.
+listeners: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 
 
 def raise_limit() -> None:
@@ -59,9 +60,9 @@ def insist(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
 @contextlib.contextmanager
 def reserve() -> Iterator[None]:
     """Use the reserve within the block. ZeroMQ accepts nothing meanwhile."""
-    with insisting, contextlib.ExitStack() as shut:
-        for door in doors:
-            shut.enter_context(door())
+    with insisting, contextlib.ExitStack() as paused:
+        for accepts_nothing in listeners:
+            paused.enter_context(accepts_nothing())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

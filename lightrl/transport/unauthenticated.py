@@ -58,8 +58,8 @@ class UnauthenticatedPeers:
         self._known: dict[int, int] = {}
         self._num_known = 0
         self._port = 0
-        # ZeroMQ's listening socket: its descriptor, another one, and a socket to put in its place
-        self._door: tuple[int, int, socket.socket] | None = None
+        # ZeroMQ's listening socket: its descriptor, a duplicate, and a socket to put in its place
+        self._listening: tuple[int, int, socket.socket] | None = None
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         # to inspect a connection when no descriptor is free
         self._spare = os.dup(self._null)
@@ -113,11 +113,11 @@ class UnauthenticatedPeers:
             self._next_check.cancel()
         self._sock.disable_monitor()
         self._monitor.close(linger=0)
-        if self._door is not None:
+        if self._listening is not None:
             with open_files.insisting:
-                open_files.doors.remove(self._shut_door)
-            os.close(self._door[1])
-            self._door[2].close()
+                open_files.listeners.remove(self._accepts_nothing)
+            os.close(self._listening[1])
+            self._listening[2].close()
         os.close(self._spare)
         os.close(self._null)
 
@@ -170,17 +170,17 @@ class UnauthenticatedPeers:
             elif event["event"] == zmq.EVENT_LISTENING and sys.platform == "linux":
                 idle = socket.create_server(("127.0.0.1", 0))
                 idle.setblocking(False)
-                self._door = descriptor, os.dup(descriptor), idle
+                self._listening = descriptor, os.dup(descriptor), idle
                 with open_files.insisting:
-                    open_files.doors.append(self._shut_door)
+                    open_files.listeners.append(self._accepts_nothing)
         if self._ending:
             self._check_soon()
 
     @contextlib.contextmanager
-    def _shut_door(self) -> Iterator[None]:
+    def _accepts_nothing(self) -> Iterator[None]:
         """Let ZeroMQ accept from a socket to which nobody connects; epoll still watches its own."""
-        assert self._door is not None
-        listening, own, idle = self._door
+        assert self._listening is not None
+        listening, own, idle = self._listening
         os.dup2(idle.fileno(), listening, inheritable=False)
         try:
             yield

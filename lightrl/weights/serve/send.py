@@ -79,7 +79,7 @@ class FileSender:
 
 async def _read(file: int, offset: int, size: int) -> None:
     """Read a part from the disk, in a thread, unless the end of it is in memory."""
-    with contextlib.suppress(OSError, AttributeError):  # nobody can say (tmpfs), or no thread
+    with contextlib.suppress(OSError, AttributeError):  # tmpfs does not support the flag
         try:
             os.preadv(file, [bytearray(1)], offset + size - 1, os.RWF_NOWAIT)
         except BlockingIOError:

@@ -231,7 +231,7 @@ def test_nobody_gets_in_while_the_limit_is_raised_and_all_do_after_it():
             node.send(Watch())
             await received(router, Watch)
             with contextlib.ExitStack() as stack:
-                with router._unauthenticated._shut_door():
+                with router._unauthenticated._accepts_nothing():
                     many = [stack.enter_context(stranger(router)) for _ in range(20)]
                     node.send(Watch())  # ZeroMQ's one thread looks at all of its connections
                     await received(router, Watch)
@@ -244,7 +244,7 @@ def test_nobody_gets_in_while_the_limit_is_raised_and_all_do_after_it():
                     for sock in many:
                         assert await loop.sock_recv(sock, 1) == b"\xff"
             node.close()
-        assert not open_files.doors
+        assert not open_files.listeners
 
     asyncio.run(scenario())
 

@@ -51,8 +51,8 @@ class AlgorithmSection(Section):
     its ratio (dual clip; 3 is usual); default: off"""
     tis_bounds: Bounds = None
     """[low, high] of the importance weights that correct for what engines sampled from, or "off"; a
-    number is [0, number], 0 is off; default [0, 2], off if trainer and engines compute in float32
-    and async.max_staleness = 0; also read as tis_cap"""
+    number is [0, number], 0 is off; default [0, 2], off if trainer and engines compute in float32,
+    async.max_staleness = 0 and no deferred response is continued; also read as tis_cap"""
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """a weight outside tis_bounds becomes the nearer bound (truncate), or 0 (mask)"""
     tis_level: Literal["token", "sequence"] = "token"

@@ -71,7 +71,7 @@ class World(Simulation):
         self._has_history = False  # responses of an earlier epoch to draft from
         self.reward_workers = RewardWorkers(workload.reward)
         nodes = of_all_sizes(nodes, settings.parallel)
-        spot_slots = nodes[0].slots if nodes else settings.slots
+        spot_slots = nodes[0].slots if nodes and not changes else settings.slots
         spots = (NodeSpec(event.node, spot_slots, kind=SPOT) for event in trace)
         for spec in (*nodes, *spots):
             if spec.name not in self.machines:
@@ -192,7 +192,7 @@ class World(Simulation):
     # Engines
 
     def _schedule(self, machine: SimMachine) -> None:
-        self.set_alarm(machine.spec.name, machine.engine.next_at, lambda: self._step(machine))
+        self.set_alarm(f"node {machine.spec.name}", machine.engine.next_at, lambda: self._step(machine))
 
     def _step(self, machine: SimMachine) -> None:
         is_due = machine.engine.next_at <= self.now

@@ -21,12 +21,12 @@ MAX_SLOWEST = 100_000  # prompts
 
 class GroupLifecycle:
     """Decides which responses and groups are kept, given up, dropped or deferred. Owns the races of
-    the open rounds, and the groups that are settled and not yet judged."""
+    the open rounds, and the groups that are settled and not yet decided."""
 
     def __init__(
         self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
     ) -> None:
-        # groups whose responses are all resolved, or that are out of the race; not yet judged
+        # groups whose responses are all resolved, or that are out of the race; not yet decided
         self.settled: list[Group] = []
         # why the run must end, in one line: its steps have no scores
         self.trouble: str | None = None

@@ -2,8 +2,8 @@
 
 Owns how vLLM is configured and driven. It skips vLLM's request and output processing (tokenizers,
 detokenizers, asyncio), which for small models costs more than the forward pass. The code inside the
-worker is in `worker.py`, the supported releases in `versions.py`. Its use on CUDA has
-been read in the sources of several releases, not run.
+worker is in `worker.py`, the supported releases in `versions.py`. On CUDA it ran with 0.26 on one
+H200; other releases were read in their sources.
 """
 
 import logging

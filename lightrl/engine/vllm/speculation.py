@@ -4,7 +4,7 @@ Owns how drafts reach the scheduler, and which of the tokens that the sampler dr
 response. vLLM is built without a `speculative_config`. Its scheduler takes drafts all the same, and
 the model runner learns for each step whether there are any; so a step without is what it would be
 without speculation, CUDA graphs included, which a window for the whole engine would cost several
-percent. On CUDA it has been read, not run.
+percent. On CUDA it ran with 0.26; what it gains there was not measured.
 """
 
 import inspect

@@ -2,7 +2,7 @@
 
 Imported by vLLM in every worker process (`worker_extension_cls`), and importing it installs the
 sampler, so it must not be imported outside one. Works with the V1 model runner of the releases in
-`versions.py`; tried on CPU. On CUDA it has only been read, not run.
+`versions.py`; tried on a CPU, and with 0.26 on one H200.
 """
 
 import logging

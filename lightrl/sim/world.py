@@ -192,7 +192,9 @@ class World(Simulation):
     # Engines
 
     def _schedule(self, machine: SimMachine) -> None:
-        self.set_alarm(f"node {machine.spec.name}", machine.engine.next_at, lambda: self._step(machine))
+        self.set_alarm(
+            f"node {machine.spec.name}", machine.engine.next_at, lambda: self._step(machine)
+        )
 
     def _step(self, machine: SimMachine) -> None:
         is_due = machine.engine.next_at <= self.now

@@ -220,7 +220,7 @@ def _handle_with(handler: LogOutput, settings: LogSettings) -> None:
 
 def _is_used(record: logging.LogRecord) -> bool:
     """Drop what torchao reports when transformers imports it: kernels that nothing here calls."""
-    return "/torchao/" not in record.pathname or record.levelno >= logging.ERROR
+    return "/site-packages/torchao/" not in record.pathname or record.levelno >= logging.ERROR
 
 
 def _log_printed(stream: str, line: str) -> None:

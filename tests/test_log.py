@@ -51,7 +51,7 @@ def test_a_line_has_time_level_role_and_node():
 def test_what_a_library_lacks_on_a_cpu_is_not_logged():
     source = """
 of_torchao = "import logging; logging.warning('no triton'); logging.error('no memory')"
-exec(compile(of_torchao, "/site/torchao/kernel.py", "exec"))
+exec(compile(of_torchao, "/site-packages/torchao/kernel.py", "exec"))
 logging.getLogger("torch._library.triton").warning("no triton")
 logging.getLogger("transformers").warning("a deprecated config")
 """

@@ -69,7 +69,7 @@ class Model(Section):
     """HF model directory or hub id"""
     dtype: Dtype = "auto"
     """of the engines and of what is published for them; auto = bfloat16 on GPU; on CPU as stored,
-    float32 if the CPU has no instructions for bfloat16"""
+    or float32 where a run starts on a CPU without instructions for bfloat16"""
 
     lora: Lora = Lora()
 

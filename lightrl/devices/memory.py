@@ -124,7 +124,8 @@ def version_size(shape: Shape, stored: bytes, dtype: str, on_gpu: bool) -> Versi
     """`stored`: the model's config.json; `dtype`: `model.dtype`; `on_gpu`: of the training ranks.
     Without torch, what `weights.version.tensors.served_dtype` decides there."""
     if dtype == "auto":
-        dtype = "bfloat16" if on_gpu else cpu_dtype(stored_dtype(stored))
+        named = "bfloat16" if on_gpu else stored_dtype(stored)
+        dtype = named if named in BYTES_OF else "float32"
     return VersionSize(shape.num_parameters * BYTES_OF[dtype], dtype)
 
 
@@ -132,13 +133,6 @@ def stored_dtype(stored: bytes) -> str:
     """Return the dtype that a model's config.json names; "" if it names none."""
     config = _parsed(stored) or {}
     return str(config.get("dtype") or config.get("torch_dtype") or "")
-
-
-def cpu_dtype(stored: str) -> str:
-    """Return the dtype that a model of dtype `stored` computes in on this machine's CPU."""
-    if stored not in BYTES_OF or (stored == "bfloat16" and not has_bfloat16_instructions()):
-        return "float32"
-    return stored
 
 
 @functools.cache

@@ -65,10 +65,15 @@ def reserve() -> Iterator[None]:
             paused.enter_context(accepts_nothing())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            _set_soft_limit(hard, hard)
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            _set_soft_limit(soft, hard)
+
+
+def _set_soft_limit(soft: int, hard: int) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a hard limit beyond that of the system
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def num_open() -> int | None:

@@ -42,7 +42,8 @@ def _remove(path: Path) -> None:
     elif path.exists():
         for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
             with open_files.reserve():
-                subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
+                child = subprocess.Popen([*command, "--", path], stderr=subprocess.DEVNULL)
+            child.wait()
 
 
 def _new_folder(name: str, root: Path) -> tuple[Path, int]:

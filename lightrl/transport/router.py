@@ -99,11 +99,11 @@ class Router(Socket):
         self._unreachable: dict[Peer, int] = {}
         try:
             self._sock.bind(address)
-        except zmq.ZMQError as e:
+            self.address = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._unauthenticated.listens_on(host_and_port(self.address)[1])
+        except (zmq.ZMQError, OSError) as e:
             self.close()
             raise ConfigError(f"run.bind = {address}: cannot listen there: {e}") from None
-        self.address = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._unauthenticated.listens_on(host_and_port(self.address)[1])
 
     def num_connections(self) -> tuple[int, int]:
         """Return the numbers of authenticated and of unauthenticated connections."""

@@ -14,8 +14,11 @@ from lightrl.devices import memory
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.driver import NO_DRIVER, Gpu
 from lightrl.devices.memory import has_bfloat16_instructions
+from lightrl.launch.checks import checklist
 from lightrl.launch.checks import weights as weights_plan
+from lightrl.launch.checks.checklist import Launch
 from lightrl.launch.checks.notes import device_notes
+from lightrl.messages.nodes import Role
 from lightrl.weights.machine import scratch
 from lightrl.weights.machine.scratch import scratch_dir
 from lightrl.weights.machine.store import Store
@@ -32,11 +35,6 @@ CONFIG = {
     "vocab_size": 152064,
     "dtype": "bfloat16",
 }
-
-
-@pytest.fixture(autouse=True)
-def cpu_with_bfloat16(monkeypatch):
-    monkeypatch.setattr(memory, "has_bfloat16_instructions", lambda: True)
 
 
 @pytest.fixture
@@ -173,20 +171,31 @@ def test_check_and_daemon_and_rank_mean_the_same_dtype(
 
 
 @pytest.mark.parametrize(
-    ("asked", "line"),
+    ("asked", "dtype", "line"),
     [
-        ("auto", "model.dtype = auto is float32: this CPU has no instructions for bfloat16"),
-        ("bfloat16", "model.dtype = bfloat16 is slow: this CPU has no instructions for it"),
+        ("auto", "float32", "auto is float32: this CPU has no instructions for bfloat16"),
+        ("bfloat16", "bfloat16", "bfloat16 is slow: this CPU has no instructions for it"),
+        ("float32", "float32", ""),
     ],
 )
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(config, monkeypatch, asked, line):
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_named(
+    config, monkeypatch, asked, dtype, line
+):
     model = config.model.model_copy(update={"dtype": asked})
     config = config.model_copy(update={"model": model})
-    on_gpu = replace(NO_DRIVER, gpus=(Gpu(0, "GPU-0", "H100", 1 << 36, 1 << 36),))
-    assert not any(line in found for found in weights_plan.describe(config, NO_DRIVER))
-    monkeypatch.setattr(memory, "has_bfloat16_instructions", lambda: False)
-    assert any(line in found for found in weights_plan.describe(config, NO_DRIVER))
-    assert not any(line in found for found in weights_plan.describe(config, on_gpu))
+
+    def found(has: bool, gpus: tuple[Gpu, ...] = (), roles: tuple[Role, ...] = ()) -> list[str]:
+        monkeypatch.setattr(memory, "has_bfloat16_instructions", lambda: has)
+        launch = Launch(config, roles)
+        vars(launch)["machine"] = replace(NO_DRIVER, gpus=gpus)
+        texts = [finding.text for finding in checklist._dtype(launch)]
+        assert launch.require_config().model.dtype == (dtype if texts else asked)
+        return texts
+
+    assert found(has=True) == []
+    assert found(has=False, gpus=(Gpu(0, "GPU-0", "H100", 1 << 36, 1 << 36),)) == []
+    assert found(has=False, roles=("coordinator",)) == []  # its trainer may have a GPU
+    assert [line in text for text in found(has=False)] == [True] * bool(line)
 
 
 @pytest.mark.parametrize(

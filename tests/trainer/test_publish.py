@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from lightrl.devices import memory
 from lightrl.engine.model_dir import build_model, check_fits, read_config, tensor_targets
 from lightrl.errors import WeightsError
 from lightrl.system.child import Pipe
@@ -96,7 +95,7 @@ def test_a_version_has_all_that_the_engines_model_has_and_no_more(routed_dir, ne
 @pytest.mark.parametrize(
     ("stored", "name", "device", "served"),
     [
-        (torch.bfloat16, "auto", "cpu", getattr(torch, memory.cpu_dtype("bfloat16"))),
+        (torch.bfloat16, "auto", "cpu", torch.bfloat16),
         (torch.float32, "auto", "cpu", torch.float32),
         (torch.float32, "auto", "cuda", torch.bfloat16),
         (torch.bfloat16, "float32", "cuda", torch.float32),

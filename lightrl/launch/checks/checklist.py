@@ -210,11 +210,28 @@ def _files(launch: Launch) -> Iterator[Finding]:
     config = launch.require_config()
     if not launch.is_resumed:
         require_files(config)
-        launch.config = config = settled(config)
+        launch.config = settled(config)
+        yield from _dtype(launch)
+        config = launch.require_config()
     require_here(config, launch.roles)
     if launch.starts and not launch.is_resumed:
         require_new(config)
     yield Finding("config", "ok", "model, data and reward files are there")
+
+
+def _dtype(launch: Launch) -> Iterator[Finding]:
+    """Set model.dtype = auto to float32 for the whole run, if its trainer starts here on a CPU
+    without instructions for bfloat16."""
+    config = launch.require_config()
+    is_here = not launch.roles or {"coordinator", "trainer"} <= set(launch.roles)
+    if not is_here or not weights.is_slow_bfloat16(config, lambda: launch.machine):
+        return
+    text = "model.dtype = bfloat16 is slow: this CPU has no instructions for it; set float32"
+    if config.model.dtype == "auto":
+        model = config.model.model_copy(update={"dtype": "float32"})
+        launch.config = config.model_copy(update={"model": model})
+        text = "model.dtype = auto is float32: this CPU has no instructions for bfloat16"
+    yield Finding("config", "warn", text, is_note=True)
 
 
 def _devices(launch: Launch) -> Iterator[Finding]:

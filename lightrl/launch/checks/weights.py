@@ -4,6 +4,7 @@ Arithmetic on the headers of the model's files, for the dry run and `lightrl che
 torch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,6 @@ def describe(config: Config, machine: Machine) -> list[str]:
     if (size := version_size(config, machine)) is None:
         return []
     parked = [parked.text] if (parked := room_to_park(config, machine)) else []
-    parked += _slow_dtype(config, machine)
     num, lora = size.num_bytes, config.model.lora
     shape = memory.shape_of_folder(Path(config.model.path))
     if lora.rank and shape is not None:
@@ -60,15 +60,15 @@ def describe(config: Config, machine: Machine) -> list[str]:
     ]
 
 
-def _slow_dtype(config: Config, machine: Machine) -> list[str]:
-    """Return a line if a CPU would compute in bfloat16 without instructions for it."""
-    stored = memory.stored_dtype((Path(config.model.path) / "config.json").read_bytes())
-    dtype = stored if config.model.dtype == "auto" else config.model.dtype
-    if dtype != "bfloat16" or machine.gpus or memory.has_bfloat16_instructions():
-        return []
-    if config.model.dtype == "auto":
-        return ["model.dtype = auto is float32: this CPU has no instructions for bfloat16"]
-    return ["model.dtype = bfloat16 is slow: this CPU has no instructions for it; set float32"]
+def is_slow_bfloat16(config: Config, look: Callable[[], Machine]) -> bool:
+    """Return whether a CPU would compute in bfloat16 without instructions for it."""
+    model = Path(config.model.path) / "config.json"
+    if config.train.engine == "emulated" or memory.has_bfloat16_instructions():
+        return False
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = memory.stored_dtype(model.read_bytes()) if model.is_file() else ""
+    return dtype == "bfloat16" and not look().gpus
 
 
 def _ways(config: Config) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from lightrl.devices import memory
 from lightrl.errors import WeightsError
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile, read_manifest
@@ -58,11 +57,11 @@ def write_tensors(
 
 def served_dtype(name: str, config: Any, device: str) -> torch.dtype:
     """The dtype of served weights for a value of `model.dtype`. "auto": that of the model's HF
-    config on a CPU that can compute in it, else float32; bfloat16 on other devices."""
-    if name == "auto" and device == "cpu":
+    config on a CPU, float32 without one; bfloat16 on other devices."""
+    if name == "auto":
         stored = getattr(config, "dtype", None)
-        name = memory.cpu_dtype(dtype_name(stored) if stored else "")
-    return torch.bfloat16 if name == "auto" else getattr(torch, name)
+        return (stored or torch.float32) if device == "cpu" else torch.bfloat16
+    return getattr(torch, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

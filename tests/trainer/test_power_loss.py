@@ -81,5 +81,5 @@ def test_a_checkpoint_that_is_saved_survives(recorder: Recorder, place: Path):
 def test_a_save_syncs_no_more_than_it_must(recorder: Recorder, place: Path):
     """Some 7,000 trees of directories: each sync is left out once."""
     # A torn `latest` names nothing, and then the newest whole checkpoint counts.
-    pointer = "files.write_whole < saved.point < saved.put_in_place: checkpoints/.latest.draft"
+    pointer = "files.write_whole < on_disk.point < on_disk.put_in_place: checkpoints/.latest.draft"
     require_every_sync(recorder, place, finder(), besides=[pointer])

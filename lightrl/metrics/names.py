@@ -45,7 +45,8 @@ reward/frac_zero_std | groups without signal | share | | frac_reward_zero_std
 reward/failures | responses without a score
 reward/timeouts | of these, because the function took too long
 reward/score_s | of one response, mean | s
-reward/<name> | of a function, if there are several, or of a figure of one | | | rewards/<name>/mean
+reward/<name> | mean of one function of several, or of a figure that a function returned | | | \
+  rewards/<name>/mean
 advantage/mean | of responses, whatever their length
 advantage/std | of responses
 advantage/min | of responses | | critic/advantages/min
@@ -53,13 +54,17 @@ advantage/max | of responses | | critic/advantages/max
 # lengths
 prompt_length/mean | of the trained groups | tokens | prompt_length/mean
 prompt_length/max | of the trained groups | tokens | prompt_length/max
-response_length/mean | trained responses | tokens | response_length/mean | completions/mean_length
-response_length/min | trained responses | tokens | response_length/min | completions/min_length
-response_length/max | trained responses | tokens | response_length/max | completions/max_length
+response_length/mean | of the trained responses | tokens | response_length/mean | \
+  completions/mean_length
+response_length/min | of the trained responses | tokens | response_length/min | \
+  completions/min_length
+response_length/max | of the trained responses | tokens | response_length/max | \
+  completions/max_length
 response_length/std | of the trained responses | tokens
-response_length/terminated_mean | of those not cut | tokens | | completions/mean_terminated_length
-response_length/clip_ratio | cut at the limit (verl: also those that end there) | share | \
-  response_length/clip_ratio | completions/clipped_ratio
+response_length/terminated_mean | of those that ended before the limit | tokens | | \
+  completions/mean_terminated_length
+response_length/clip_ratio | of the trained responses: cut at the limit (verl: also those that \
+  end there) | share | response_length/clip_ratio | completions/clipped_ratio
 # the update
 loss/policy | as it is normalised, mean over updates
 loss/kl | KL term as it is normalised, importance weights in it, without kl_coef
@@ -79,7 +84,8 @@ num_tokens | response tokens of the step | tokens
 num_trained_tokens | those with a gradient | tokens
 train/updates | of the weights, in the step
 train/tokens_per_response | running mean by which tokens are normalised, with tail batching | tokens
-update/<k>/response_length | of the k-th update of several: mean of its responses | tokens
+update/<k>/response_length | of the k-th update of a step of several: mean over its responses | \
+  tokens
 update/<k>/clip_frac | likewise: response tokens clipped | share
 update/<k>/grad_norm | likewise: before clipping; none without a signal
 train/skipped_nonfinite | updates left out, whose gradient was not finite
@@ -87,7 +93,8 @@ train/skipped_nonfinite | updates left out, whose gradient was not finite
 train_rollout_logprob_abs_diff | engine against trainer, mean over tokens that the newest \
   version sampled | nats | | sampling/sampling_logp_difference/mean
 train_rollout_logprob_abs_diff_max | the largest | nats | | sampling/sampling_logp_difference/max
-train_rollout_prob_abs_diff | of probabilities, all tokens | | training/rollout_probs_diff_mean
+train_rollout_prob_abs_diff | of probabilities, all trained tokens | | \
+  training/rollout_probs_diff_mean
 train_rollout_prob_abs_diff_max | the largest | | training/rollout_probs_diff_max
 train_rollout_prob_abs_diff_std | standard deviation, n - 1 | | training/rollout_probs_diff_std
 mismatch_kl/mean | engine to trainer, k3, over tokens of the newest version | nats
@@ -161,7 +168,8 @@ timing_s/park | giving shared devices back | s
 timing_s/fetch | taking shared devices | s
 timing_s/<name> | see lightrl/trainer/README.md | s
 perf/rollout_tokens_per_s | sampled in the round | tokens/s
-perf/tokens_per_gpu_s | trained, and prompts, by seconds and devices | tokens/s | perf/throughput
+perf/tokens_per_gpu_s | trained, prompts included, by the step's seconds and all devices | \
+  tokens/s | perf/throughput
 perf/mfu | of forward and backward passes, on known GPUs | share
 perf/peak_memory_gib | allocated by torch in the step, on the fullest GPU | GiB
 perf/host_memory_gib | resident, all ranks together | GiB

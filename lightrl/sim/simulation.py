@@ -4,6 +4,7 @@ happens next."""
 import heapq
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -20,10 +21,10 @@ FOREVER_S = 1e12
 MAX_TIMERS = 200_000  # in a row, without any other event
 
 
-class Simulation:
+class Simulation(ABC):
     """Feeds the core with events in the order of their times; `World` performs its commands.
 
-    `handle` is the core's; who wraps it sees every event and may change what the core commands.
+    `handle` is the core's; a wrapper of it receives every event and may change the commands.
     """
 
     def __init__(self, settings: Settings, scenario: Scenario, switches: Switches) -> None:
@@ -46,7 +47,10 @@ class Simulation:
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         """Act immediately if it takes no time."""
-        self.at(self.now + seconds, act) if seconds else act()
+        if seconds:
+            self.at(self.now + seconds, act)
+        else:
+            act()
 
     def set_alarm(self, owner: str, when: float, act: Callable[[], None]) -> None:
         """Act at `when`, in place of what was set for this owner before; infinite = never."""
@@ -87,6 +91,6 @@ class Simulation:
             for command in self.handle(todo.popleft(), self.now):
                 self.perform(command, todo)
 
+    @abstractmethod
     def perform(self, command: Command, todo: deque[Event]) -> None:
-        """Do what a daemon would do; add events that follow at once to `todo`."""
-        raise NotImplementedError
+        """Perform a command as a daemon does; append the events that take no time to `todo`."""

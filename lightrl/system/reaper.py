@@ -23,8 +23,14 @@ import time
 GIVE_UP_S = 10.0  # for processes that cannot be ended: another user's, or stuck in the kernel
 LOOK_S = 0.01
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_IGNORED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-_IGNORED |= {signal.SIGUSR1, signal.SIGUSR2}
+_IGNORED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _LIBC = ctypes.CDLL(None)
 
 

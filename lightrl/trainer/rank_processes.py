@@ -263,9 +263,12 @@ class Ranks:
         if self._followers is not None:
             self._followers.end()
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
-        found = self._rendezvous.parent.glob(f"{self._rendezvous.name}*")  # looks in the thread
         with contextlib.suppress(OSError):  # a later start removes it
-            await in_thread(lambda: [left.unlink(missing_ok=True) for left in found])
+            await in_thread(self._remove_rendezvous)
+
+    def _remove_rendezvous(self) -> None:
+        for left in self._rendezvous.parent.glob(f"{self._rendezvous.name}*"):
+            left.unlink(missing_ok=True)
 
     async def kill(self) -> None:
         """End them without grace: those that are left of a set hang in a collective."""

@@ -53,7 +53,7 @@ class UnauthenticatedPeers:
         self._wake = wake
         self._ending: set[int] = set()
         self._waiting: dict[int, _Connection] = {}  # by descriptor, oldest first
-        self._shut_down: set[int] = set()  # descriptors of such that ZeroMQ has still open
+        self._shut_down: set[int] = set()  # descriptors that ZeroMQ has not closed yet
         # descriptor -> number, of authenticated connections
         self._known: dict[int, int] = {}
         self._num_known = 0
@@ -178,7 +178,8 @@ class UnauthenticatedPeers:
 
     @contextlib.contextmanager
     def _accepts_nothing(self) -> Iterator[None]:
-        """Let ZeroMQ accept from a socket to which nobody connects; epoll still watches its own."""
+        """Put a socket without connections in place of the listening one, so that ZeroMQ accepts
+        nothing. The duplicate keeps the listening socket open, and registered with epoll."""
         assert self._listening is not None
         listening, own, idle = self._listening
         os.dup2(idle.fileno(), listening, inheritable=False)

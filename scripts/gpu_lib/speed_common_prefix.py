@@ -1,5 +1,5 @@
-"""How far the same noise repeats a response: tokens that two runs of vLLM have in common from the
-start, when the batch changes, and when the weights change by one update.
+"""Measure how far the same noise repeats a response: the tokens that two runs of vLLM have in
+common from the start, when the batch changes, and when the weights change by one update.
 
 A bound for speculation from history: drafts of an earlier epoch are right for about that long.
 
@@ -19,7 +19,9 @@ from gpu_lib.speed_engine import memory_folder
 
 IS_GPU = on_device() == "cuda"
 NUM_TOKENS = 4096 if IS_GPU else 48
-RESPONSES, FEW, SIZE = 64, 8, 4  # at once; at once in the second run; of a group
+RESPONSES = 64  # that run concurrently
+FEW = 8  # that run concurrently in the second run
+GROUP_SIZE = 4
 MAX_LENGTH = NUM_TOKENS + 64
 LR = 1e-6  # the largest change of a weight in a step of Adam at this learning rate
 
@@ -32,13 +34,15 @@ def main() -> None:
 
 
 def measure(shape: str, scratch: Path) -> None:
+    from safetensors.torch import load_file
+
     from lightrl.engine.base import EngineSpec
     from lightrl.weights.version.tensors import write_tensors
     from tests.gpu.coupled import requests
     from tests.gpu.driver import Driven
 
     model = make_model(scratch / "model", shape, on_device())
-    weights = tensors(model)
+    weights = load_file(model / "model.safetensors")
     first = write_tensors(scratch / "v1.bin", 1, weights.items())
     second = write_tensors(scratch / "v2.bin", 2, updated(weights).items())
     args = {"gpu_memory_utilization": 0.5} if IS_GPU else {}
@@ -46,21 +50,15 @@ def measure(shape: str, scratch: Path) -> None:
     spec = EngineSpec("vllm", str(model), dtype, MAX_LENGTH, RESPONSES, engine_args=args)
     engine = Driven(spec)
     engine.load(first)
-    asked = requests(SHAPES[shape]["vocab_size"], RESPONSES // SIZE, SIZE, NUM_TOKENS)
+    asked = requests(SHAPES[shape]["vocab_size"], RESPONSES // GROUP_SIZE, GROUP_SIZE, NUM_TOKENS)
     expected = engine.run(asked).tokens
     again = engine.run(asked).tokens
     report(shape, "the same batch", expected, again)
-    few = asked[::4]
-    report(shape, f"{FEW} at once, not {RESPONSES}", expected, engine.run(few, at_once=FEW).tokens)
+    smaller = engine.run(asked[::4], at_once=FEW).tokens
+    report(shape, f"{FEW} concurrently instead of {RESPONSES}", expected, smaller)
     engine.load(second)
     report(shape, f"weights changed by +-{LR:g}", expected, engine.run(asked).tokens)
     engine.close()
-
-
-def tensors(model: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return load_file(model / "model.safetensors")
 
 
 def updated(weights: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def updated(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(shape: str, what: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    lengths = [common(expected[name], tokens) for name, tokens in found.items()]
+    lengths = [num_common(expected[name], tokens) for name, tokens in found.items()]
     whole = [n == len(expected[name]) for n, name in zip(lengths, found, strict=True)]
     about = f"{shape}, {len(lengths)} responses of {NUM_TOKENS} tokens, {what}"
     figure(f"{about}: common prefix, median", statistics.median(lengths))
@@ -88,8 +86,8 @@ def report(shape: str, what: str, expected: dict[str, Any], found: dict[str, Any
     figure(f"{about}: share that is the same to the end", round(sum(whole) / len(whole), 3))
 
 
-def common(a: list[int], b: list[int]) -> int:
-    """How many tokens are equal from the start."""
+def num_common(a: list[int], b: list[int]) -> int:
+    """Return the number of tokens that are equal from the start."""
     pairs = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 

@@ -4,6 +4,10 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +39,8 @@ from lightrl.weights.canary import tolerance
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
-from tests.support.warm import Origin, forking, origin
+from tests.support.paths import python_path
+from tests.support.warm import CHILD_CODE, Origin, forking, origin
 
 Event = TypeVar("Event")
 
@@ -283,6 +288,26 @@ def start(
         running = [client for client in clients if not client.is_stopped]
         codes = runner.run(stop_all(running))
     assert codes == [0] * len(running)
+
+
+@contextlib.contextmanager
+def vllm_child(file: str, spec: EngineSpec, origin_of_engines: Origins) -> Iterator[Any]:
+    """A connection to a child that runs `file` with a vLLM engine of this spec; see warm_vllm."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    here, there = multiprocessing.Pipe()
+    target = "tests.support.warm_vllm:run_file"
+    words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[2])}
+    with origin_of_engines.forking("vllm"):
+        child = subprocess.Popen(
+            (sys.executable, *words), pass_fds=(there.fileno(),), env=environment
+        )
+    there.close()
+    here.send((file, spec))
+    yield here
+    here.close()
+    assert child.wait(30) == 0
 
 
 @pytest.fixture(scope="session")

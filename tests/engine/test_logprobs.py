@@ -4,13 +4,7 @@ vLLM runs in a child, where the functions marked "in the child" drive it; the ot
 here.
 """
 
-import importlib.util
-import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +15,8 @@ from lightrl.engine.process import build_engine
 from lightrl.errors import EngineError
 from lightrl.messages.responses import ResponseRequest, Sampling
 from lightrl.weights.canary import arbitrary_text
-from tests.engine.conftest import VLLM, Origins
-from tests.support.paths import python_path
+from tests.engine.conftest import VLLM, Origins, vllm_child
 from tests.support.tiers import is_older
-from tests.support.warm import CHILD_CODE
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 4, 4, 512, 32
 TEXT = arbitrary_text(VOCABULARY, MAX_LENGTH)
@@ -153,21 +145,8 @@ def spec_of(kind: Any, tiny: Any) -> EngineSpec:
 
 @pytest.fixture(scope="module")
 def remote(tiny: Any, origin_of_engines: Origins) -> Iterator[Remote]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    here, there = multiprocessing.Pipe()
-    target = "tests.support.warm_vllm:run_file"
-    words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
-    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[2])}
-    with origin_of_engines.forking("vllm"):
-        child = subprocess.Popen(
-            (sys.executable, *words), pass_fds=(there.fileno(),), env=environment
-        )
-    there.close()
-    here.send((__file__, spec_of("vllm", tiny)))
-    yield Remote(here)
-    here.close()
-    assert child.wait(30) == 0
+    with vllm_child(__file__, spec_of("vllm", tiny), origin_of_engines) as here:
+        yield Remote(here)
 
 
 @pytest.fixture(params=["emulated", "torch", VLLM])

@@ -4,14 +4,8 @@ The engine under test runs in a child, where the functions below marked "in the 
 by step.
 """
 
-import importlib.util
-import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +18,7 @@ from lightrl.engine.vllm.speculation import DraftRows
 from lightrl.history.gate import Gate
 from lightrl.messages.responses import PromptHistory, ResponseRequest, Sampling
 from lightrl.wire import pack_i32
-from tests.engine.conftest import Origins
-from tests.support.paths import python_path
-from tests.support.warm import CHILD_CODE
+from tests.engine.conftest import Origins, vllm_child
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 8, 6, 512, 32
 KEYS = ("p0@0", "p1@0", "p2@0", "p3@0")
@@ -175,22 +167,9 @@ class Remote:
 
 @pytest.fixture(scope="module")
 def remote(tiny: Any, origin_of_engines: Origins) -> Iterator[Remote]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
     spec = EngineSpec("vllm", str(tiny.dir), "float32", MAX_LENGTH, SLOTS, max_window=WINDOW)
-    here, there = multiprocessing.Pipe()
-    target = "tests.support.warm_vllm:run_file"
-    words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
-    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[2])}
-    with origin_of_engines.forking("vllm"):
-        child = subprocess.Popen(
-            (sys.executable, *words), pass_fds=(there.fileno(),), env=environment
-        )
-    there.close()
-    here.send((__file__, spec))
-    yield Remote(tiny, here)
-    here.close()
-    assert child.wait(30) == 0
+    with vllm_child(__file__, spec, origin_of_engines) as here:
+        yield Remote(tiny, here)
 
 
 @pytest.fixture

@@ -159,9 +159,8 @@ def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[s
     run_dir = config.run_dir.resolve()
     host, port = host_and_port(config.run.bind)
     bind = config.run.bind
-    if (
-        is_loopback(host) or host in ALL_HOSTS
-    ):  # other machines read the address in the run directory
+    if is_loopback(host) or host in ALL_HOSTS:
+        # other machines read the address in the run directory
         bind = f"tcp://{own_host()}:{port or '*'}"
     options = [f"run.bind={bind}", "--role", "coordinator,trainer", "--name", _name_of("head")]
     if has_journal(run_dir):

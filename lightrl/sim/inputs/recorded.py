@@ -136,7 +136,7 @@ class RecordedRun:
         own = self.config
         if config.speculates != own.speculates:
             has = "drafts are in" if own.speculates else "there are no drafts in"
-            notes.append(f"{has} the measured speeds, whatever speculation.enabled says now")
+            notes.append(f"{has} the measured speeds: speculation.enabled cannot act")
         if own.rollout.placement == "shared":
             notes.append("the run's engines shared the trainer's devices; devices are apart here")
         return notes

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from lightrl.config import sections
 from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.data import Data
+from lightrl.config.environment import Environment
 from lightrl.config.evaluation import Eval, EvalSampling, EvaluationSet
 from lightrl.config.logging import Logging
 from lightrl.config.reward import Reward, with_environment
@@ -36,6 +37,7 @@ class Config(sections.Section):
     round: sections.RoundSection = sections.RoundSection()
     async_: sections.AsyncSection = Field(default=sections.AsyncSection(), alias="async")
     speculation: sections.Speculation = sections.Speculation()
+    environment: Environment = Environment()
     reward: Reward = Reward()
     eval: Eval = Eval()
     checkpoint: sections.Checkpoint = sections.Checkpoint()
@@ -171,7 +173,10 @@ class Config(sections.Section):
 
     @property
     def max_trained_length(self) -> int:
-        """Tokens of the longest prompt with the longest response in training."""
+        """Tokens of the longest prompt with the longest response in training, or of the longest
+        episode."""
+        if self.environment.enabled and self.environment.max_length:
+            return self.environment.max_length
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     @property

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from lightrl.core.nodes.speed import Speed
 from lightrl.errors import InvariantViolation
+from lightrl.messages.episodes import EpisodeStop
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import Role
 from lightrl.messages.responses import FinishReason, Sampling
@@ -20,6 +21,8 @@ UNBOUNDED = sys.maxsize  # a number of tokens that no response reaches
 class ResponseState(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
+    # its environment resets or steps; it has no slot
+    WAITING = "waiting"
     # finished and held here; scored or waiting for its score
     DONE = "done"
     # given up: lost its race, or its group was dropped or deferred
@@ -85,8 +88,9 @@ R, G, N, D = ResponseState, GroupState, NodeState, RoundState
 # By class first: states of different entities may share a name.
 EDGES: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
     R: {
-        R.QUEUED: frozenset({R.RUNNING, R.ABORTED}),
-        R.RUNNING: frozenset({R.QUEUED, R.DONE, R.ABORTED}),
+        R.QUEUED: frozenset({R.RUNNING, R.WAITING, R.ABORTED}),
+        R.RUNNING: frozenset({R.QUEUED, R.WAITING, R.DONE, R.ABORTED}),
+        R.WAITING: frozenset({R.QUEUED, R.DONE, R.ABORTED}),
         R.DONE: frozenset(),
         R.ABORTED: frozenset(),
     },
@@ -132,6 +136,53 @@ class DrawnPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """An observation of an episode, whose tokens were inserted; sampled ones follow it.
+
+    Example: Turn(start=0, num_inserted=9, max_new_tokens=64, digest="5f0c", record="[...]")
+    """
+
+    # index of its first token in the response
+    start: int
+    num_inserted: int
+    # of the turn that follows
+    max_new_tokens: int
+    # of what the environment returned
+    digest: str = ""
+    # its messages as JSON, after that of the turn before it; never read in the core
+    record: str = ""
+    # of the turn before it; None = none was given
+    reward: float | None = None
+    # of the environment, if it can be saved
+    state: bytes = b""
+    # in the environment
+    seconds: float = 0.0
+    num_tool_calls: int = 0
+
+    @property
+    def end(self) -> int:
+        """Index of the first token that may be sampled."""
+        return self.start + self.num_inserted
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode ended. Example: Outcome("done", 1.0)"""
+
+    stop: EpisodeStop
+    # by the environment; None = it gave none
+    reward: float | None = None
+    turn_reward: float | None = None
+    # one line; such an episode has no score
+    failure: str = ""
+    # of its last turn and the observation that ended it, as JSON
+    record: str = ""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    seconds: float = 0.0
+    num_tool_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class HeldResponse:
     """The tokens of a response whose group was deferred; arrays are little-endian."""
 
@@ -144,19 +195,24 @@ class HeldResponse:
     finish_reason: FinishReason | None = None
     # None: no score
     reward: float | None = None
+    # as Response.turns and Response.outcome
+    turns: tuple[Turn, ...] = ()
+    outcome: Outcome | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """The tokens sampled for one prompt by one group member; `tokens` and `logprobs` grow
-    together."""
+    """The tokens sampled for one prompt by one group member; `tokens` and `logprobs` grow together.
+
+    An episode is a response of which some tokens are inserted by its environment: see `turns`.
+    """
 
     id: str
     group: "Group" = field(repr=False)
     index: int  # in its group
     seed: int
     state: ResponseState = ResponseState.QUEUED
-    # where it runs; None unless RUNNING
+    # where it runs; None unless RUNNING. An episode keeps the node of its last turn in `last_node`
     node: "Node | None" = field(default=None, repr=False)
     # number of its valid entry in the queue
     queued_as: int = 0
@@ -174,6 +230,23 @@ class Response:
     scored: bool = False
     # its group no longer depends on it
     resolved: bool = False
+    # Of episodes only.
+    # observations, in order
+    turns: list[Turn] = field(default_factory=list[Turn])
+    # of all turns
+    num_inserted: int = 0
+    # None: it goes on
+    outcome: Outcome | None = None
+    # the environment node that has it; None = it must be begun, or begun again
+    environment: "Node | None" = field(default=None, repr=False)
+    # how often it was begun; messages about an older one are ignored
+    incarnation: int = 0
+    # how the turn ended that its environment steps; None = it is being reset
+    turn_finish: FinishReason | None = None
+    # name of the node that ran it last, which may hold its KV
+    last_node: str = ""
+    # when it was queued, placed or given to its environment
+    since: float = 0.0
 
     def transition(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)
@@ -186,15 +259,23 @@ class Response:
         return len(self.group.prompt.tokens) // 4 + len(self.tokens)
 
     @property
+    def num_sampled(self) -> int:
+        """Number of its tokens that a model sampled."""
+        return len(self.tokens) - self.num_inserted
+
+    @property
     def carried(self) -> int:
-        """Number of tokens when its round opened, sampled in the round that deferred its group."""
+        """Number of sampled tokens when its round opened, of the round that deferred its group."""
         held = self.group.held
-        return len(held[self.index].logprobs) // 4 if self.index < len(held) else 0
+        if self.index >= len(held):
+            return 0
+        one = held[self.index]
+        return len(one.logprobs) // 4 - sum(turn.num_inserted for turn in one.turns)
 
     @property
     def num_new(self) -> int:
         """Number of tokens sampled in its round."""
-        return len(self.tokens) - self.carried
+        return self.num_sampled - self.carried
 
     @property
     def spans(self) -> list[tuple[int, int]]:

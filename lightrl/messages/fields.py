@@ -60,4 +60,4 @@ ModelFiles: TypeAlias = Annotated[
 DeviceParts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_PARTS)]
 Slots: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RESPONSES)]
 Attempt: TypeAlias = tuple[Name, Int32]  # at a response
-Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
+Role: TypeAlias = Literal["coordinator", "trainer", "rollout", "environment"]

@@ -12,9 +12,9 @@ Senders and receivers (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BroadcastStatus ShardsTaken StepDone Checkpointed
-                   DevicesReleased TrainerRelay Drain Bye
+                   DevicesReleased TrainerRelay Observed EpisodeEnded Drain Bye
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken
-                   SetDevices TrainerSet TrainerRelay Drain
+                   SetDevices TrainerSet TrainerRelay BeginEpisode StepEpisode EndEpisode Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
@@ -22,6 +22,13 @@ Senders and receivers (node = any daemon, head = the coordinator's daemon):
 from typing import TypeAlias
 
 from lightrl.messages.broadcasts import BroadcastStatus, VersionTaken
+from lightrl.messages.episodes import (
+    BeginEpisode,
+    EndEpisode,
+    EpisodeEnded,
+    Observed,
+    StepEpisode,
+)
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, Generate, TokenChunk
 from lightrl.messages.sharing import DevicesReleased, SetDevices
@@ -51,6 +58,11 @@ Message: TypeAlias = (
     | TrainerRelay
     | SetDevices
     | DevicesReleased
+    | BeginEpisode
+    | StepEpisode
+    | EndEpisode
+    | Observed
+    | EpisodeEnded
     | Drain
     | Bye
     | Watch

@@ -26,7 +26,7 @@ from lightrl.messages.fields import (
 from lightrl.messages.load import Load
 from lightrl.messages.weights import WeightsProgress
 
-PROTOCOL = 18
+PROTOCOL = 19
 # the refusal of a node whose lease has expired: it may send another Hello
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # the refusal of a node that comes too late
@@ -50,11 +50,12 @@ class Hello:
     protocol: Int64
     pid: Int64
     host: Word
-    # responses that may run concurrently; 0 = the value of the run's config
+    # responses that may run, or episodes that may be held, concurrently; 0 = the value of the run's
+    # config
     slots: Slots = 0
     # policy version and digest that its engine has loaded
     serves: tuple[Version, Word] | None = None
-    # (response, attempt) that it generates
+    # (response, attempt) that it generates; of an environment node (response, incarnation)
     running: Annotated[tuple[Attempt, ...], RESPONSES] = ()
     # has what it `serves` as a file, from which others can pull; not after a broadcast
     has_file: bool = True

@@ -48,10 +48,12 @@ class ResponseRequest:
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     # int32
     prompt: Tokens
-    # int32, tokens of the response already held
+    # int32, tokens of the response already held; prompt or prefix may be empty, not both
     prefix: Tokens
     # counted after the prefix
     max_new_tokens: Int64
+    # tokens of `prefix` before the turn that is sampled: no stop string begins in them
+    turn_start: Int32 = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class ResponseTokens:
     # float32, of the whole softmax at the temperature, whatever top_k and top_p leave out
     logprobs: Tokens
     finish_reason: FinishReason | None = None
+    # with the last tokens: those of prompt and prefix whose KV was cached; None = not known
+    num_cached: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

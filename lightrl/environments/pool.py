@@ -144,15 +144,15 @@ class _Worker:
         """Take an event. Raises ChildDied; ProtocolError if it is none."""
         assert self.child is not None
         frame = await self.child.receive()
-        call = self.calls.get(frame.pop("id", -1))
-        if call is None:
+        number = frame.get("id", -1)
+        if number not in self.calls:
             raise ProtocolError(f"unexpected frame: {str(frame)[:100]}")
+        call = self.calls[number]
         if frame["event"] == "started":
             limit_s = self.limit_s + GRACE_S + min(MAX_GRACE_S, self.limit_s / 10)
             call.timer = asyncio.get_running_loop().call_later(limit_s, self._overrun, call)
         else:
-            self.calls = {n: each for n, each in self.calls.items() if each is not call}
-            call.end(frame)
+            self.calls.pop(number).end(frame)
 
     def _overrun(self, call: _Call) -> None:
         self.timed_out, self.is_ready = call, False
@@ -317,16 +317,15 @@ class WorkerPool:
                     await w.receive()
             except (ChildDied, ProtocolError) as e:
                 why, lived_s = str(e), clock() - began
-            gives_up = False
-            if w.lose(why):
-                idle_deaths.progressed()
-            else:
-                gives_up = idle_deaths.crashed(lived_s) is None
-                self._report(why if gives_up else f"{why}; starting it again")
+            had_begun = w.lose(why)
             await w.end()
             try:
-                if gives_up:
+                if had_begun:
+                    idle_deaths.progressed()
+                elif idle_deaths.crashed(lived_s) is None:
                     raise EnvironmentUnusable(f"{self._named}: {w.name} keeps dying: {why}")
+                else:
+                    self._report(f"{why}; starting it again")
                 await self._start(w)
                 began = clock()
             except EnvironmentUnusable as e:

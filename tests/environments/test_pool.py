@@ -348,3 +348,23 @@ def test_a_source_that_cannot_be_used_is_one_line(tmp_path, source, settings, li
         pass
     assert str(raised.value).startswith(line.format(served.pool._named, sys.executable))
     assert "\n" not in str(raised.value)
+
+
+def test_workers_that_keep_dying_without_a_call_are_given_up(tmp_path):
+    served = Served(tmp_path, PLAIN)
+    [worker] = served.pool._workers
+
+    async def kill_whenever_it_is_ready() -> None:
+        for _ in range(3):
+            while not worker.is_ready:
+                await served.pool._changed.wait()
+            worker.is_ready = False
+            worker.child.kill()
+        await served.pool._changed.wait()
+        with pytest.raises(EnvironmentUnusable, match="Plain: environment-0 keeps dying: "):
+            await served.pool.reset("e", {"index": 0}, 0)
+
+    with served.started():
+        served.run(kill_whenever_it_is_ready())
+    again = [line.endswith("; starting it again") for line in served.reports]
+    assert again == [True, True, False]

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,15 +24,7 @@ ADAPTERS = {  # prefix -> module of lightrl.environments.adapters
     "trl": "trl_envs",
     "verifiers": "verifiers_envs",
 }
-TOOL_SHARE = 0.9  # of environment.timeout_s for a call of a tool
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a worker serves: a factory of episodes, and the tools of the run."""
-
-    make: Callable[[], Episode]
-    tools: list[ToolSchema]
+TOOL_SHARE = 0.9  # of environment.timeout_s, for a call of a tool
 
 
 def load_source(source: str, args: dict[str, Any]) -> Callable[[], Episode]:
@@ -51,11 +42,13 @@ def load_source(source: str, args: dict[str, Any]) -> Callable[[], Episode]:
         ) from e
 
 
-async def add_tools(make: Callable[[], Episode] | None, setup: dict[str, Any]) -> Loaded:
-    """Return a factory of episodes that may call the tools of the run, if it has any; `make` is
+async def add_tools(
+    make: Callable[[], Episode] | None, setup: dict[str, Any]
+) -> tuple[Callable[[], Episode], list[ToolSchema]]:
+    """Return a factory of episodes that may call the tools of the run, and these tools; `make` is
     None without a class. Raises as `load_source`."""
     if make is not None and not setup["tools"] and not setup["mcp"]:
-        return Loaded(make, [])
+        return make, []
     from lightrl.environments.worker import tools  # few environments need it
 
     # a call that hangs ends before its worker does
@@ -66,7 +59,7 @@ async def add_tools(make: Callable[[], Episode] | None, setup: dict[str, Any]) -
         answering = tools.ToolEpisode(box, setup["prompt_key"], setup["system_prompt"])
         return answering if make is None else WithTools(make(), answering)
 
-    return Loaded(with_tools, box.schemas)
+    return with_tools, box.schemas
 
 
 def import_object(reference: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightrl.environments.worker.base import Episode, UserError
 from lightrl.environments.worker.frames import kind_of, one_line, pack, receive, to_fields
-from lightrl.environments.worker.load import Loaded, add_tools, load_source
+from lightrl.environments.worker.load import add_tools, load_source
 
 MAX_STATE_BYTES = 1 << 24  # what `save` returns; lightrl/messages/episodes.py has the same
 MAX_TRACEBACKS = 20  # in the log of a worker, for an environment that always fails
@@ -59,7 +59,7 @@ class _Worker:
         setup = receive(self._sock)["setup"]
         self._limit_s: float = setup["timeout_s"]
         self._saves: bool = setup["resume"] == "snapshot"
-        self._loaded = self._load(setup)
+        self._load(setup)
         self._loop.add_reader(self._sock, self._loop.stop)
         while True:
             # a task that raises SystemExit raises it here, too
@@ -68,14 +68,14 @@ class _Worker:
                 self._check_process()
                 self._begin(receive(self._sock))
 
-    def _load(self, setup: dict[str, Any]) -> Loaded:
+    def _load(self, setup: dict[str, Any]) -> None:
         """Raises EOFError after a report of what cannot be used."""
         named = setup["named"]
         sys.argv = [named]
         sys.path.append(self._home)  # of the project that the files belong to
         try:
             make = load_source(setup["source"], setup["args"]) if setup["source"] else None
-            loaded = self._loop.run_until_complete(add_tools(make, setup))
+            self._make, tools = self._loop.run_until_complete(add_tools(make, setup))
         except BaseException as e:  # importing user code may raise anything, or exit
             reason = one_line(e)
             if not isinstance(e, UserError):
@@ -83,8 +83,7 @@ class _Worker:
                 reason = f"cannot be loaded: {reason}"
             self._send({"failed": reason if named in reason else f"{named}: {reason}"})
             raise EOFError from None
-        self._send({"ready": True, "tools": loaded.tools, "is_stateless": make is None})
-        return loaded
+        self._send({"ready": True, "tools": tools, "is_stateless": make is None})
 
     def _begin(self, frame: dict[str, Any]) -> None:
         """Begin a call; it is over on return unless it is asynchronous."""
@@ -114,7 +113,7 @@ class _Worker:
             return self._episodes.pop(name).close() if name in self._episodes else None
         if call == "step":
             return self._episodes[name].step(frame["message"])
-        self._episodes[name] = episode = self._loaded.make()
+        self._episodes[name] = episode = self._make()
         if call == "reset":
             return episode.reset(frame["row"], frame["seed"])
         return getattr(episode, "load")(base64.b64decode(frame["state"]))  # noqa: B009

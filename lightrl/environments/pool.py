@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config.environment import Environment
-from lightrl.errors import LightRLError, ProtocolError
+from lightrl.errors import LightRLError, ProtocolError, first_error
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.wire import Codec
@@ -219,14 +219,19 @@ class WorkerPool:
         if command and shutil.which(command[0]) is None:
             raise EnvironmentUnusable(f"environment.command: {command[0]}: no such program")
         try:
-            await asyncio.gather(*map(self._start, self._workers))
-        except BaseException:
+            async with asyncio.TaskGroup() as tasks:
+                for w in self._workers:
+                    tasks.create_task(self._start(w))
+        except BaseExceptionGroup as group:
+            await self.stop()
+            raise first_error(group) from None
+        except asyncio.CancelledError:
             await self.stop()
             raise
         self._tasks = [asyncio.create_task(self._serve(w), name=w.name) for w in self._workers]
 
     async def stop(self) -> None:
-        """Kill the workers. Calls that are open raise WorkerLost."""
+        """Kill the workers. Open calls raise WorkerLost or EnvironmentUnusable."""
         self._notify("the environments have stopped")
         for task in self._tasks:
             task.cancel()
@@ -371,6 +376,7 @@ async def _start_child(w: _Worker, interpreter: tuple[str, ...]) -> Child[Frame,
         w.name,
         FRAMES,
         FRAMES,
+        env={"PYTHONHASHSEED": "0"},  # a replay iterates over a set in the same order
         inherited={k: v for k, v in os.environ.items() if not k.startswith("LIGHTRL_")},  # keys
         log=w.log,
     )

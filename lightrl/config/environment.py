@@ -31,12 +31,13 @@ class Environment(Section):
     mcp: tuple[McpServer, ...] = ()
     """servers whose tools the model may call"""
     tool_format: str = "auto"
-    """how the model writes tool calls: a name of vLLM's tool parsers; auto = by the chat template"""
+    """how the model writes tool calls, a name of vLLM's tool parsers; auto = by the template"""
     command: Names = ()
     """interpreter of the workers, with options: environments may need packages that conflict with
     LightRL's; default: this one"""
     workers: Count = 2
-    """worker processes of the environment node that `lightrl up` starts here; 0 = such nodes join"""
+    """worker processes of the environment node that `lightrl up` starts here; 0 = none, such nodes
+    join"""
     slots: Positive = Field(default=512, le=1 << 16)
     """episodes that an environment node holds at most"""
     episodes: Count = 0

@@ -33,8 +33,8 @@ from lightrl.core.log_entries import (
 from lightrl.core.rounds import rounds
 from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.state import (
-    Group,
     EpisodeOutcome,
+    Group,
     Response,
     ResponseState,
     Round,

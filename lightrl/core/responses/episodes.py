@@ -17,7 +17,7 @@ from lightrl.core.responses.responses import MeanTime, ResponseTable
 from lightrl.core.rounds.group_lifecycle import GroupLifecycle
 from lightrl.core.rounds.rounds import sample_seed
 from lightrl.core.settings import Settings
-from lightrl.core.state import Node, NodeState, EpisodeOutcome, Response, ResponseState, Turn
+from lightrl.core.state import EpisodeOutcome, Node, NodeState, Response, ResponseState, Turn
 from lightrl.messages.episodes import (
     BeginEpisode,
     EndEpisode,

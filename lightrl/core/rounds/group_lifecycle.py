@@ -15,10 +15,10 @@ from lightrl.core.rounds import race, rounds
 from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Settings
 from lightrl.core.state import (
+    EpisodeOutcome,
     Group,
     GroupState,
     Node,
-    EpisodeOutcome,
     Response,
     ResponseState,
     Round,

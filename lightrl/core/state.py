@@ -253,6 +253,8 @@ class Response:
     came_back: bool = False
     # when it was placed, or given to its environment
     since: float = 0.0
+    # for its environment, with the way there and back
+    waited_s: float = 0.0
 
     def transition(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)
@@ -263,6 +265,20 @@ class Response:
     def context(self) -> int:
         """Number of its tokens in an engine, with the prompt."""
         return len(self.group.prompt.tokens) // 4 + len(self.tokens)
+
+    @property
+    def sampled_logprobs(self) -> "array[float]":
+        """Logprobs of the tokens that were sampled in its round."""
+        if not self.turns:
+            return self.logprobs[self.carried :]
+        sampled: array[float] = array("f")
+        for turn, end in zip(self.turns, self._ends_of_turns, strict=True):
+            sampled += self.logprobs[turn.end : end]
+        return sampled[self.carried :]
+
+    @property
+    def _ends_of_turns(self) -> list[int]:
+        return [turn.start for turn in self.turns[1:]] + [len(self.tokens)]
 
     @property
     def num_sampled(self) -> int:

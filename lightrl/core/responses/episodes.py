@@ -139,7 +139,7 @@ class Episodes:
             return "sent a malformed observation"
         if max(decode("I", tokens)) >= self._settings.vocabulary:
             return f"sent a token outside the vocabulary of {self._settings.vocabulary}"
-        self.step_s.add(self._fleet.now - response.since)
+        self._measure(response)
         turn = Turn(
             message.offset,
             len(tokens) // 4,
@@ -160,6 +160,7 @@ class Episodes:
         response = self._awaited(node, message)
         if response is None or message.turn != len(response.turns):
             return  # not wanted any more: an EndEpisode was sent
+        self._measure(response)
         outcome = EpisodeOutcome(
             message.stop,
             message.reward,
@@ -172,6 +173,11 @@ class Episodes:
         )
         self._outbox.record(EpisodeOver(response.id, message.incarnation, outcome))
         self._lifecycle.end_episode(response, outcome)
+
+    def _measure(self, response: Response) -> None:
+        waited_s = self._fleet.now - response.since
+        response.waited_s += waited_s
+        self.step_s.add(waited_s)
 
     def _awaited(self, node: Node, message: Observed | EpisodeEnded) -> Response | None:
         """Return the episode of a message of its environment, if it waits for one."""

@@ -134,9 +134,7 @@ def test_nothing_is_learned_from_an_observation(new_rank, samples, name):
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_two_ranks_learn_from_episodes_what_one_does(
-    start, new_rank, processes, samples, tmp_path
-):
+def test_two_ranks_learn_from_episodes_what_one_does(start, new_rank, processes, samples, tmp_path):
     sections = SECTIONS | {"train": {"ranks": 2, **LR}}
     episodes = [as_two_turns(s, logprob=math.nan) for s in samples]
 

@@ -116,9 +116,11 @@ def _lines(r: Report) -> Iterator[str]:
     yield from (_line("note", note) for note in r["notes"])
     for prompt in r["prompts"]:
         yield _line("prompt", f"{prompt['id']} ({prompt['where']})")
-        yield _line("  text", _quoted(prompt["text"]))
         if prompt["tokens"]:
+            yield _line("  text", _quoted(prompt["text"]))
             yield _line("  tokens", _tokens(prompt["tokens"]))
+        else:
+            yield _line("  row", prompt["text"][:SHOWN_TEXT])
         if prompt["answer"] is not None:
             yield _line("  answer", _quoted(str(prompt["answer"])))
 

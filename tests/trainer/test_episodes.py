@@ -148,7 +148,7 @@ def test_two_ranks_learn_from_episodes_what_one_does(start, new_rank, processes,
 
 def test_a_first_token_without_any_before_it_cannot_be_trained(samples):
     one = replace(as_episode(samples[0]), loss_mask=b"")
-    with pytest.raises(TrainerError, match="^p0@0#0: nothing comes before its first token"):
+    with pytest.raises(TrainerError, match=r"^p0@0#0: nothing comes before its first token"):
         collate([one], CPU, VOCABULARY)
     with pytest.raises(TrainerError, match="nothing comes before"):
         collate([replace(one, token_ids=b"", rollout_logprobs=b"")], CPU, VOCABULARY)

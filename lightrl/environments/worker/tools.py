@@ -9,18 +9,15 @@ Plain functions are called one at a time while the event loop stands still, so t
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 import logging
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 from lightrl.environments.worker.base import Message, Observation, ToolSchema, UserError
+from lightrl.environments.worker.load import import_object
 from lightrl.environments.worker.mcp_servers import McpServer
 from lightrl.environments.worker.schemas import ArgumentError, describe, fit
 
@@ -37,9 +34,11 @@ class FunctionTool:
     def __init__(self, reference: str) -> None:
         """Raises UserError, one line."""
         self.named = f"environment.tools: {reference}"
-        self._function, name = import_function(reference, self.named)
+        self._function = import_function(reference, self.named)
         self.is_plain = not inspect.iscoroutinefunction(inspect.unwrap(self._function))
-        self.schema, self._hints = describe(self._function, name, self.named)
+        self.schema, self._hints = describe(
+            self._function, reference.rpartition(":")[2], self.named
+        )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Raises ArgumentError, and what the function raises."""
@@ -152,28 +151,16 @@ async def load_tools(
     return ToolBox(schemas, sources, servers, limit_s, Counter())
 
 
-def import_function(reference: str, where: str) -> tuple[Callable[..., Any], str]:
-    """Return the function, and its name in its module. Raises UserError, which begins with
-    `where`."""
-    origin, _, name = reference.rpartition(":")
-    if not origin or not name.isidentifier():
-        raise UserError(f'{where}: expected "FILE.py:FUNCTION" or "package.module:FUNCTION"')
+def import_function(reference: str, where: str) -> Callable[..., Any]:
+    """Raises UserError, one line, which begins with `where`."""
     try:
-        module = importlib.import_module(origin) if origin[-3:] != ".py" else _import_file(origin)
+        function = import_object(reference)
     except (Exception, SystemExit) as e:
-        raise UserError(f"{where}: cannot be imported: {type(e).__name__}: {e}") from e
-    function = getattr(module, name, None)
+        kind = "" if isinstance(e, UserError) else f"cannot be imported: {type(e).__name__}: "
+        raise UserError(f"{where}: {kind}{e}") from e
     if not inspect.isroutine(function):
-        known = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-        raise UserError(f"{where}: no such function; there are: {', '.join(known) or 'none'}")
-    return function, name
-
-
-def _import_file(file: str) -> ModuleType:
-    path = Path(file).resolve(strict=True)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    return importlib.import_module(path.stem)
+        raise UserError(f"{where}: is no function")
+    return function
 
 
 class ToolEpisode:

@@ -49,6 +49,8 @@ class _Cache:
     capacity: int
     # seconds of a token that is computed, but not sampled
     prefill_s: float
+    # tokens of running responses and parked turns together
+    room: int
     # since the engine started
     num_preemptions: int = 0
     # ended turns of episodes, until others need their place, the oldest first
@@ -61,7 +63,7 @@ class _Cache:
             started = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running)))]
             running += started
             computed = sum(map(self._compute, started))
-            self._evict(len(running) + len(self.parked) - slots)
+            self._evict(running)
             return self.prefill_s * computed
         held = sum(len(r.tokens) + 1 for r in running)
         preempts = False
@@ -79,8 +81,7 @@ class _Cache:
             running.append(waiting.popleft())
             held += num + 1
             computed += self._compute(running[-1])
-        while self.parked and held + sum(map(len, self.parked.values())) > self.capacity:
-            self._evict(1)
+        self._evict(running)
         return self.prefill_s * computed
 
     def park(self, ended: Iterable[Running]) -> None:
@@ -95,9 +96,11 @@ class _Cache:
             r.num_cached = num
         return len(r.tokens) - num
 
-    def _evict(self, num: int) -> None:
-        for response in list(self.parked)[: max(0, num)]:
-            del self.parked[response]
+    def _evict(self, running: list[Running]) -> None:
+        if self.parked:
+            held = sum(len(r.tokens) + 1 for r in running) + sum(map(len, self.parked.values()))
+            while self.parked and held > self.room:
+                held -= len(self.parked.pop(next(iter(self.parked))))
 
 
 class EmulatedEngine:
@@ -119,7 +122,8 @@ class EmulatedEngine:
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
-        self._cache = _Cache(kv_capacity(args, size), args["prefill_ms"] * factor)
+        capacity, room = kv_capacity(args, size), self._slots * self._max_length
+        self._cache = _Cache(capacity, args["prefill_ms"] * factor, capacity or room)
         if 0 < self._cache.capacity < self._max_length:
             raise EngineError(
                 f"engine_args.kv_tokens: a cache of {self._cache.capacity} tokens does not hold "

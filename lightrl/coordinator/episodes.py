@@ -41,17 +41,17 @@ class EpisodeMessages:
         if isinstance(message, BeginEpisode):
             group = self._core.table.responses[message.response].group
             prompt, is_eval = group.prompt.id, group.round.is_eval
-            if (task := self._prompts.known(prompt, is_eval)) is None:
+            if (row := self._prompts.row_json(prompt, is_eval)) is None:
                 reading = self._read_and_send(node, message, prompt, is_eval)
                 tasks.create_task(reading, name="row of an episode")
                 return
-            message = replace(message, row=self._prompts.row_json(task))
+            message = replace(message, row=row)
         self._send_in_order(node, message)
 
     async def _read_and_send(
         self, node: str, message: BeginEpisode, prompt: str, is_eval: bool
     ) -> None:
-        row = self._prompts.row_json(await self._prompts.get(prompt, is_eval))
+        row = await self._prompts.read_row(prompt, is_eval)
         at = self._core.fleet.nodes.get(node)
         response = at.episodes.get(message.response) if at is not None else None
         if response is not None and response.incarnation == message.incarnation:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.nodes.cost_model import EpisodeOutcome
+from lightrl.core.nodes.cost_model import Outcome
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.state import NodeState
 from lightrl.core.weights.weight_sources import PULLING
@@ -46,7 +46,7 @@ def cost_row(core: Coordinator) -> CostRow:
     return replace(row, forecast=outcomes, enough=scaling.enough(forecast))
 
 
-def _row(outcome: EpisodeOutcome) -> StepForecast:
+def _row(outcome: Outcome) -> StepForecast:
     if math.isinf(outcome.step_s):  # JSON cannot represent infinity
         return StepForecast(outcome.nodes, None, None)
     return StepForecast(outcome.nodes, outcome.step_s, outcome.usd)

@@ -1,6 +1,7 @@
 """What is appended to the ids of an episode, against the renderings of real chat templates."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ TOOL = """diffusion_gemma gemma4 gemma4_v3 gemma4_v4 gemma4_v5 glm4moe gptoss lf
 lfm2_2_5_vl qwen3 qwen3_5_think qwen3_6 nemotron_3_5_lightning nemotron_3_nano nemotron_3_super
 nemotron_3_ultra"""
 APPENDS = {
-    **{name: ("user", "tool") for name in BOTH.split()},
-    **{name: ("user",) for name in USER.split()},
-    **{name: ("tool",) for name in TOOL.split()},
+    **dict.fromkeys(BOTH.split(), ("user", "tool")),
+    **dict.fromkeys(USER.split(), ("user",)),
+    **dict.fromkeys(TOOL.split(), ("tool",)),
 }
 # With these arguments of the template, users' turns are appended, too.
 KNOBS = {
@@ -42,6 +43,14 @@ ADD = {
 }
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "What is ab?\n"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_renderers():
+    """The package is not installed, wherever it may be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "renderers", None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -228,6 +228,10 @@ class PlainTokenizer:
         """Return the text with special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
+    @property
+    def added_tokens_decoder(self) -> "dict[int, AddedToken]":
+        return self._tokenizer.get_added_tokens_decoder()
+
 
 def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
     """Return None if files or keys might change its tokens. A broken tokenizer.json raises an error

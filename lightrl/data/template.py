@@ -50,13 +50,10 @@ class Template:
         self._data = data
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
-        self._bos = _expected_bos(tokenizer)
+        self._bos = expected_bos(tokenizer)
         given = tokenizer.chat_template or ""
         self._source = "\n".join(given.values()) if isinstance(given, dict) else given
-        self._kwargs = dict(data.chat_template_kwargs)
-        if DATE in self._source:
-            day = datetime.combine(data.date or date.today(), time())
-            self._kwargs.setdefault(DATE, day.strftime)
+        self._kwargs = template_kwargs(data)
         # of the prompts so far
         self._has_texts = self._ignores_tools = False
         self._begins_answer: bool | None = None  # None: no chat so far
@@ -105,7 +102,7 @@ class Template:
                 return prompt, False
             self._acted.add("as_chat")
             prompt = [{"role": "user", "content": prompt}]
-        messages = [_message(where, m) for m in prompt]
+        messages = [plain_message(where, m) for m in prompt]
         if self._tokenizer.chat_template is None:
             why = "" if not self._data.as_chat else " (data.as_chat)"
             raise DataError(
@@ -215,14 +212,22 @@ def chat_of(where: str, prompt: Any, system_prompt: str) -> list[dict[str, Any]]
         raise DataError(f"{where}: the prompt is empty")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    messages = [_message(where, m) for m in prompt]
+    messages = [plain_message(where, m) for m in prompt]
     if system_prompt and all(m["role"] != "system" for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages
 
 
-def _message(where: str, message: Any) -> dict[str, Any]:
-    """Return a message without the keys whose value is None, which other messages have."""
+def template_kwargs(data: Data) -> dict[str, Any]:
+    """Return what a chat template is called with: data.chat_template_kwargs, and one date for the
+    whole run."""
+    day = datetime.combine(data.date or date.today(), time())
+    return {DATE: day.strftime, **data.chat_template_kwargs}
+
+
+def plain_message(where: str, message: Any) -> dict[str, Any]:
+    """Return a message whose content is text, without the keys whose value is None, which other
+    messages have. Raises DataError."""
     if not is_message(message):
         raise DataError(
             f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not "
@@ -249,7 +254,7 @@ def _text_of(where: str, content: Any) -> str | None:
     return "\n".join(texts)
 
 
-def _expected_bos(tokenizer: Any) -> int | None:
+def expected_bos(tokenizer: Any) -> int | None:
     """The BOS id if the tokenizer starts plain text with it; else None."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else None

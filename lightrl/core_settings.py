@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from lightrl.config.schema import Config
 from lightrl.core.nodes.cost_model import Prices
-from lightrl.core.settings import EvalSet, Settings, Tail
+from lightrl.core.settings import EpisodeSettings, EvalSet, Settings, Tail
 from lightrl.messages.responses import Sampling
 
 # After node.grace_s a node kills an engine that keeps its devices. It counts as lost after so many
@@ -63,7 +63,14 @@ def settings_of(
         device_parts=config.device_parts,
         parallel=r.parallel,
         release_s=RELEASE_GRACES * config.node.grace_s + KILL_S,
+        episodes=_episodes(config),
     )
+
+
+def _episodes(config: Config) -> EpisodeSettings | None:
+    """None: single turns."""
+    given = config.environment
+    return EpisodeSettings(given.episodes, given.resume) if given.enabled else None
 
 
 def _eval_sets(

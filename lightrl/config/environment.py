@@ -1,10 +1,11 @@
 """The section `environment` of a config: where episodes of several turns come from."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
 from lightrl.config.sections import Count, Names, Positive, Seconds, Section
+from lightrl.config.values import TASKS
 
 
 class McpServer(Section):
@@ -31,12 +32,12 @@ class Environment(Section):
     mcp: tuple[McpServer, ...] = ()
     """servers whose tools the model may call"""
     tool_format: str = "auto"
-    """how the model writes tool calls: a name of vLLM's tool parsers; auto = by the chat template"""
+    """how the model writes tool calls: a name of vLLM's parsers; auto = by the chat template"""
     command: Names = ()
     """interpreter of the workers, with options: environments may need packages that conflict with
     LightRL's; default: this one"""
     workers: Count = 2
-    """worker processes of the environment node that `lightrl up` starts here; 0 = such nodes join"""
+    """worker processes of the node that `lightrl up` starts here; 0 = environment nodes join"""
     slots: Positive = Field(default=512, le=1 << 16)
     """episodes that an environment node holds at most"""
     episodes: Count = 0
@@ -55,8 +56,37 @@ class Environment(Section):
     """what happens to an episode whose environment is lost: it is reset and stepped again through
     the recorded turns; it is loaded from what `save` returned; or it gets no score"""
     tasks: Positive = 1000
-    """rows {"index": k} that are made where there is no data.path"""
+    """rows {"index": k} that are made to train on where there is no data.path"""
+    eval_tasks: Count = 0
+    """further rows, which are made to evaluate on; 0 = none"""
 
     @property
     def enabled(self) -> bool:
         return bool(self.source or self.tools or self.mcp)
+
+
+def completed(tree: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what follows from an environment: it gives the reward unless there are functions, and
+    its rows are made unless there are data."""
+    tables: list[Any] = [tree.get(name, {}) for name in ("environment", "reward", "data", "eval")]
+    if not all(isinstance(table, dict) for table in tables):
+        return tree  # validation refuses it
+    environment, reward, data, evaluation = cast("list[dict[str, Any]]", tables)
+    if not any(environment.get(key) for key in ("source", "tools", "mcp")):
+        return tree
+    tree = {**tree, "reward": {"functions": [], **reward}}
+    fields = Environment.model_fields
+    num, more = (environment.get(key, fields[key].default) for key in ("tasks", "eval_tasks"))
+    are_numbers = isinstance(num, int) and isinstance(more, int)
+    if are_numbers and environment.get("source") and _has_no_data(data):
+        if not evaluation.get("checkpoint"):
+            tree["data"] = {**data, "path": f"{TASKS}0-{num - 1}"}
+        if _has_no_data(evaluation):
+            path = f"{TASKS}{num}-{num + more - 1}" if more else ""
+            tree["eval"] = {**evaluation, "path": path}
+    return tree
+
+
+def _has_no_data(section: dict[str, Any]) -> bool:
+    """Return whether a section names no rows but those that are made."""
+    return not section.get("sets") and str(section.get("path") or TASKS).startswith(TASKS)

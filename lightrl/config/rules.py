@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 from lightrl.config.algorithm import UNGROUPED
 from lightrl.config.data import Data
+from lightrl.config.environment import Environment
 from lightrl.config.evaluation import Eval
 from lightrl.config.reward import LONGEST_TEST_S, OF_OWN_FUNCTIONS, Reward, is_own_function
 from lightrl.config.scale import ScaleSection
 from lightrl.config.schema import LORA_ARGS, PARALLEL_ARGS, Config
 from lightrl.config.sections import MAX_SLOTS, Lora, Section
-from lightrl.config.values import not_plain
+from lightrl.config.values import TASKS, not_plain
 
 Conflicts = Iterator[tuple[str, str]]
 SIZED_ENGINES = ("vllm", "emulated")  # can span more than one GPU
@@ -35,6 +36,7 @@ def _general(c: Config) -> Conflicts:
         ("rollout.engine_args", c.rollout.engine_args),
         ("data.chat_template_kwargs", c.data.chat_template_kwargs),
         ("reward.kwargs", c.reward.kwargs),
+        ("environment.args", c.environment.args),
     ):
         if problem := not_plain(value):
             yield key, problem
@@ -141,6 +143,8 @@ def _rounds(c: Config) -> Conflicts:
     if c.train.engine != "emulated" and limit > c.train.max_tokens_per_gpu:
         length = f"{c.data.max_prompt_length} + {longest}"
         keys = "data.max_prompt_length + rollout.max_response_length"
+        if c.environment.enabled and c.environment.max_length:
+            keys, length = "environment.max_length", f"{limit}"
         yield "train.max_tokens_per_gpu", f"is less than one sequence, {keys} = {length}"
     if c.algorithm.overlong_buffer > longest:
         yield "algorithm.overlong_buffer", f"is more than rollout.max_response_length = {longest}"
@@ -223,7 +227,7 @@ def _rewards(c: Config) -> Conflicts:
     if reward.weights and len(reward.weights) != len(reward.functions):
         num = f"{len(reward.weights)} weights for {len(reward.functions)}"
         yield "reward.weights", f"{num} reward.functions"
-    if not reward.functions:
+    if not reward.functions and not c.environment.enabled:
         yield "reward.functions", "at least one is needed"
     for key in OF_OWN_FUNCTIONS:
         is_given = getattr(reward, key) != getattr(defaults, key)
@@ -246,6 +250,39 @@ def _rewards(c: Config) -> Conflicts:
         for key, value in section:
             if name not in functions and value != getattr(getattr(defaults, name), key):
                 yield f"reward.{name}.{key}", f'cannot act without "{name}" in reward.functions'
+
+
+def _environment(c: Config) -> Conflicts:
+    environment, longest = c.environment, c.rollout.max_response_length
+    given = {key for key, value in environment if value != getattr(Environment(), key)}
+    if not environment.enabled:
+        for key in sorted(given):
+            yield f"environment.{key}", "cannot act without environment.source, tools or mcp"
+        return
+    for key, names in (("source", (environment.source,)), ("tools", environment.tools)):
+        for name in filter(None, names):
+            if not all(part.strip() for part in name.rpartition(":")):
+                known = "FILE.py:NAME or package.module:NAME"
+                yield f"environment.{key}", f"{name!r} must look like {known}"
+    if environment.args and not environment.source:
+        yield "environment.args", "are those of a class, and there is no environment.source"
+    for server in environment.mcp:
+        if bool(server.command) == bool(server.url):
+            yield "environment.mcp", "each table needs either a command or a url"
+    if environment.max_turn_length > longest:
+        limit = f"rollout.max_response_length = {longest}, which all turns share"
+        yield "environment.max_turn_length", f"is more than {limit}"
+    if 0 < environment.max_length <= longest:
+        limit = f"rollout.max_response_length = {longest}"
+        yield "environment.max_length", f"leaves no room for observations beside {limit}; raise it"
+    for key, sets in (("tasks", c.data.all_sets), ("eval_tasks", c.eval_sets)):
+        is_made = any(one.path.startswith(TASKS) for one in sets)
+        if key in given and not is_made and not (c.eval.checkpoint and key == "tasks"):
+            made = "rows are made for environment.source only, and beside no other data"
+            yield f"environment.{key}", f"{made}; leave it out"
+    for key in ("continue_final", "too_long", *(("system_prompt",) * bool(environment.source))):
+        if getattr(c.data, key) != getattr(Data(), key):
+            yield f"data.{key}", "cannot act: the environment makes the first messages"
 
 
 def _cost(c: Config) -> Conflicts:
@@ -274,5 +311,6 @@ RULES = (
     _lora,
     _devices,
     _rewards,
+    _environment,
     _cost,
 )

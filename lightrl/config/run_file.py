@@ -134,6 +134,12 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
                 table["path"] = _anchored(f"{section}.sets[].path", table["path"], folder)
             _anchor_functions(table, f"{section}.sets[].reward", "reward", folder)
     _anchor_functions(_table(tree, "reward"), "reward.functions", "functions", folder)
+    environment = _table(tree, "environment")
+    _anchor_functions(environment, "environment.tools", "tools", folder)
+    if isinstance(source := environment.get("source"), str) and ".py:" in source:
+        adapter, _, rest = source.partition(":")  # as in trl:FILE.py:CLASS
+        prefix, rest = (f"{adapter}:", rest) if ".py:" in rest else ("", source)
+        environment["source"] = prefix + _anchored("environment.source", rest, folder)
 
 
 def _anchor_functions(table: dict[str, Any], dotted: str, key: str, folder: Path) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from lightrl.config import sections
 from lightrl.config.algorithm import AlgorithmSection
 from lightrl.config.data import Data
-from lightrl.config.environment import Environment
+from lightrl.config.environment import Environment, completed
 from lightrl.config.evaluation import Eval, EvalSampling, EvaluationSet
 from lightrl.config.logging import Logging
 from lightrl.config.reward import Reward, with_environment
@@ -52,7 +52,9 @@ class Config(sections.Section):
     @model_validator(mode="before")
     @classmethod
     def _environment(cls, tree: Any) -> Any:
-        return with_environment(cast("dict[str, Any]", tree)) if isinstance(tree, dict) else tree
+        if not isinstance(tree, dict):
+            return tree
+        return completed(with_environment(cast("dict[str, Any]", tree)))
 
     def key_value(self, key: str) -> str:
         """Return a dotted key with its value, as in messages. Example: "train.ranks = 2"."""
@@ -182,6 +184,8 @@ class Config(sections.Section):
     @property
     def max_model_length(self) -> int:
         """Tokens of the longest sequence of an engine: an evaluation may allow more."""
+        if self.environment.enabled and self.environment.max_length:
+            return self.max_trained_length
         _, evaluated = self.eval.longest(self.rollout.max_response_length)
         return max(self.max_trained_length, self.data.max_prompt_length + evaluated)
 

@@ -15,6 +15,7 @@ from lightrl.errors import ConfigError
 MAX_ETA = 4.0
 DATA_SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv", ".json")
 VERIFIERS = "verifiers:"  # before the name of an environment, which brings data and rewards
+TASKS = "tasks:"  # before the span of rows that are made, as in tasks:0-999
 
 
 def without_compression(path: str) -> PurePath:

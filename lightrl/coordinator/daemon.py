@@ -13,6 +13,7 @@ from pathlib import Path
 from lightrl.config.schema import Config
 from lightrl.coordinator import run_files
 from lightrl.coordinator.descriptors import Descriptors
+from lightrl.coordinator.episodes import EpisodeMessages, Ordered
 from lightrl.coordinator.history_sync import open_histories
 from lightrl.coordinator.inbound import Inbound
 from lightrl.coordinator.journaling import Journaling, load_entries, new_records, noted, recall
@@ -109,6 +110,8 @@ class CoordinatorDaemon:
         self._replays = Replays(
             self._journaling, self._send_shard, lambda why: self.feed(ShellFailed(why))
         )
+        parts = self._prompts, self._core, self._journaling
+        self._episodes = EpisodeMessages(config.environment, *parts, self._send)
         self._to_do = self._recover() if resume else []  # before anything else
         self._prompts.start()
         self._workload = WorkloadLog(run_dir, self._core.step, self._report)
@@ -278,7 +281,10 @@ class CoordinatorDaemon:
                 hello = self._core.trainer_feed.num_hellos
                 self._journaling.when_durable(lambda: self._send_shard(node, shard, hello))
             case Send(node, message):
-                self._send(node, message)
+                if self._config.environment.enabled and isinstance(message, Ordered):
+                    self._episodes.send(node, message, self._background)
+                else:
+                    self._send(node, message)
             case ReplayShards():
                 self._replays.start(self._background, command)
             case Admit(node):

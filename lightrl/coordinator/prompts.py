@@ -26,7 +26,7 @@ from lightrl.rewards.protocol import RewardSet
 from lightrl.rewards.rubrics import Split, rows_file
 from lightrl.rewards.trial import FirstRow, first_rows
 from lightrl.system.temporary import temporary_folder
-from lightrl.wire import pack_i32
+from lightrl.wire import pack_i32, to_json
 
 Result = TypeVar("Result")
 # What the parts of a digest are of.
@@ -55,7 +55,8 @@ class Prompts:
         self._vocabulary = vocabulary(self.model_files, config)
 
         def opened(sets: Sequence[DataSet]) -> tuple[PromptSet, ...]:
-            return tuple(PromptSet(one, config.data, tokenizer, self._vocabulary) for one in sets)
+            how = config.data, tokenizer, self._vocabulary, config.environment
+            return tuple(PromptSet(one, *how) for one in sets)
 
         self.train_sets, self.eval_sets = opened(config.data.all_sets), opened(config.eval_sets)
         self._unchecked = check_small(self.train_sets)
@@ -116,13 +117,25 @@ class Prompts:
         """Return any prompt that was drawn, with its row. Raises DataError."""
         return self._eval[prompt] if is_eval else await self._draws.get(prompt)
 
+    def row_json(self, prompt: str, is_eval: bool) -> str | None:
+        """Return the row of a prompt in memory, for an environment; None: `read_row` must."""
+        known = self.known(prompt, is_eval)
+        return None if known is None else to_json(known.row).decode()
+
+    async def read_row(self, prompt: str, is_eval: bool) -> str:
+        """Return the row of any prompt that was drawn, as JSON. Raises DataError."""
+        return to_json((await self.get(prompt, is_eval)).row).decode()
+
     async def in_turn(self, act: Callable[[], Result]) -> Result:
         """Return what `act` returns, called in the one thread that uses rows and tokenizers."""
         return await self._draws.in_turn(act)
 
     async def first_rows(self) -> list[FirstRow]:
-        """Return a row of each set, to try reward functions with. Raises DataError."""
+        """Return a row of each set, to try reward functions with; none where they score episodes.
+        Raises DataError."""
         config, sets = self.config, (*self.train_sets, *self.eval_sets)
+        if config.environment.enabled:
+            return []
         sizes = [config.rollout.group_size] * len(self.train_sets)
         sizes += [config.eval_sampling(one).samples for one in config.eval_sets]
         given = zip(sets, self.scored_alike, sizes, strict=True)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrl.core.state import Response
+from lightrl.errors import ProtocolError
+from lightrl.rewards.episodes import Messages, chat_text, read_messages
 from lightrl.rewards.protocol import RewardResult
 from lightrl.system.append_file import AppendFile
 from lightrl.wire import to_json
@@ -43,18 +45,45 @@ def as_line(response: Response, prompt: str, result: RewardResult) -> dict[str, 
     """Return a line. `parts`: further figures of the functions; `versions`: [policy version,
     tokens] in order; `extras`: logged by functions, by column; `failure`: why there is no
     reward."""
+    prompt, text = texts_of(response, prompt, result)
     line: dict[str, Any] = {
         "step": response.group.round.step,
         "response": response.id,
         "set": response.group.set,
         "is_eval": response.group.round.is_eval,
         "prompt": prompt,
-        "text": result.text,
+        "text": text,
         "reward": result.reward,
         "parts": result.metrics,
         "finish_reason": response.finish_reason,
-        "tokens": len(response.tokens),
+        "tokens": response.num_sampled,
         "versions": [list(span) for span in response.spans],
     }
+    if (outcome := response.outcome) is not None:
+        turns = response.turns
+        num_calls = sum(turn.num_tool_calls for turn in turns) + outcome.num_tool_calls
+        line |= {"stop": outcome.stop, "turns": len(turns), "tool_calls": num_calls}
+        line["turn_rewards"] = [*(turn.reward for turn in turns[1:]), outcome.turn_reward]
+        line["environment_reward"] = outcome.reward
+        line["messages"] = [m for part in _messages_of(response) for m in part]
     optional = {"extras": result.extras, "failure": result.failure}
     return line | {name: value for name, value in optional.items() if value}
+
+
+def texts_of(response: Response, prompt: str, result: RewardResult) -> tuple[str, str]:
+    """Return prompt and response for people. Those of an episode are its messages as text, of which
+    the prompt is what its environment began with."""
+    if response.outcome is None:
+        return prompt, result.text
+    first, *others = _messages_of(response)
+    return chat_text(first), chat_text([m for part in others for m in part])
+
+
+def _messages_of(response: Response) -> list[Messages]:
+    """Return the messages of an episode by observation; none where a record cannot be read."""
+    outcome = response.outcome
+    records = [turn.record for turn in response.turns] + [outcome.record if outcome else ""]
+    try:
+        return [read_messages(record) for record in records]
+    except (ProtocolError, RecursionError):
+        return [[]]

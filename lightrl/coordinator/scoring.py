@@ -17,7 +17,7 @@ from typing import Any
 from lightrl.config.reward import is_own_function
 from lightrl.config.schema import Config
 from lightrl.coordinator.prompts import Prompts
-from lightrl.coordinator.samples import SamplesLog
+from lightrl.coordinator.samples import SamplesLog, texts_of
 from lightrl.core import waits
 from lightrl.core.commands import ScoreResponse
 from lightrl.core.coordinator import Coordinator
@@ -28,13 +28,15 @@ from lightrl.errors import RewardError
 from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
 from lightrl.rewards import kept
-from lightrl.rewards.base import SLOWEST
+from lightrl.rewards.base import SLOWEST, why_no_score
+from lightrl.rewards.episodes import EpisodeRecord
 from lightrl.rewards.protocol import RewardJob, RewardResult, WorkerSetup
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials
 
 # How long a run waits for the trial of its reward functions before it starts its daemons.
 PATIENCE_S = 0.5
+NO_REWARD = "the environment gave no reward"
 
 
 class ResponseScoring:
@@ -73,6 +75,7 @@ class ResponseScoring:
         self._gathered = GatheredGroups()
         self._unread: asyncio.Queue[Sequence[Response]] = asyncio.Queue()  # of one prompt each
         self._num_unread = 0  # responses in there
+        self._by_environment: asyncio.Queue[RewardResult] = asyncio.Queue()
         self._prompt_texts: dict[tuple[str, int], str] = {}  # of (response, attempt) in the pool
         self._trials = Trials(config.reward)
         records.waits.scoring = lambda: waits.Scoring(self._num_unscored, config.reward.workers)
@@ -97,6 +100,7 @@ class ResponseScoring:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.pool.run(), name="pool")
             tasks.create_task(self._read(), name="rows")
+            tasks.create_task(self._score_episodes(), name="episodes")
             trying = tasks.create_task(self._try_rows(tries_rows), name="first rows")
             await asyncio.wait({trying}, timeout=PATIENCE_S)
             tasks.create_task(announce(), name="announce")
@@ -126,13 +130,30 @@ class ResponseScoring:
             self._hand_over(group.responses)
 
     def _hand_over(self, responses: Sequence[Response]) -> None:
+        """Pass responses of one prompt to the pool, but those of which the environment has said all
+        to `_score_episodes`: this may be called while the core carries out an event."""
         group = responses[0].group
+        index = self._prompts.scored_as(group.prompt.id, group.round.is_eval)
+        has_functions = bool(self._prompts.scored_alike[index].functions)
+        left: list[Response] = []
+        for r in responses:
+            if (result := environment_result(r, has_functions)) is None:
+                left.append(r)
+            else:
+                self._prompt_texts[r.id, r.attempt] = ""
+                self._by_environment.put_nowait(result)
+        if not left:
+            return
         task = self._prompts.known(group.prompt.id, group.round.is_eval)
         if task is None:
-            self._num_unread += len(responses)
-            self._unread.put_nowait(responses)
+            self._num_unread += len(left)
+            self._unread.put_nowait(left)
         else:
-            self.pool.submit(*(self._job(r, task) for r in responses))
+            self.pool.submit(*(self._job(r, task) for r in left))
+
+    async def _score_episodes(self) -> None:
+        while True:
+            self._scored(await self._by_environment.get())
 
     async def _read(self) -> None:
         """Read rows of prompts that were drawn long ago, or by another process."""
@@ -159,6 +180,7 @@ class ResponseScoring:
             step=group.round.step,
             epoch=group.prompt.epoch,
             slowest_s=self._core.lifecycle.slowest_s.get(group.key),
+            episode=record_of(r),
         )
 
     def _scored(self, result: RewardResult) -> None:
@@ -169,14 +191,42 @@ class ResponseScoring:
         done = response is not None and response.state is ResponseState.DONE
         # one that came too late is no figure and no sample
         if response is not None and done and response.attempt == result.attempt:
-            self._records.scored(response, result.metrics, result.failure, result.duration_s)
+            figures = (response.outcome.metrics if response.outcome else {}) | result.metrics
+            self._records.scored(response, figures, result.failure, result.duration_s)
             self.samples.write(response, prompt, result)
-            text = result.text + "".join(f"\n[{k}: {v}]" for k, v in result.extras.items())
+            prompt, text = texts_of(response, prompt, result)
+            text += "".join(f"\n[{k}: {v}]" for k, v in result.extras.items())
             self._records.sample(sample_of(response, prompt, text, result.reward))
         r = result
         self._feed(
             ResponseScored(r.response, r.attempt, r.reward, r.failure, slowest_of(r.metrics))
         )
+
+
+def environment_result(response: Response, has_functions: bool) -> RewardResult | None:
+    """Return the result of an episode that failed, or that no function scores; else None."""
+    outcome = response.outcome
+    if outcome is None or (has_functions and not outcome.failure):
+        return None
+    failure = outcome.failure or (NO_REWARD if outcome.reward is None else "")
+    if not failure and outcome.reward is not None and (why := why_no_score(outcome.reward)):
+        failure = f"the environment's reward is {why}"
+    reward = None if failure else outcome.reward
+    return RewardResult(response.id, response.attempt, reward, {}, "", 0.0, failure)
+
+
+def record_of(response: Response) -> EpisodeRecord | None:
+    """Return an episode that has ended, for reward functions; None for a single turn."""
+    turns, outcome = response.turns, response.outcome
+    if outcome is None:
+        return None
+    ends = [*(turn.start for turn in turns[1:]), len(response.tokens)]
+    return EpisodeRecord(
+        tuple((turn.end, end) for turn, end in zip(turns, ends, strict=False)),
+        (*(turn.record for turn in turns), outcome.record),
+        (*(turn.reward for turn in turns[1:]), *((outcome.turn_reward,) * bool(turns))),
+        outcome.reward,
+    )
 
 
 def slowest_of(metrics: Mapping[str, float]) -> float | None:

@@ -58,6 +58,11 @@ def require_context(files: Mapping[str, bytes], config: Config) -> None:
     longest = rope.context(text)
     if longest is None or config.max_model_length <= longest:
         return
+    if config.environment.max_length:
+        raise ConfigError(
+            f"environment.max_length = {config.environment.max_length}: the model's context is "
+            f"{longest:,} tokens"
+        )
     limit = config.data.max_prompt_length
     default = " (the default)" if "max_prompt_length" not in config.data.model_fields_set else ""
     key, tokens = "rollout.max_response_length", config.rollout.max_response_length

@@ -34,6 +34,7 @@ from lightrl.core.nodes.scaling import Scaling
 from lightrl.core.responses import placement
 from lightrl.core.responses.arrivals import Arrivals
 from lightrl.core.responses.balance import Balance
+from lightrl.core.responses.episodes import Episodes
 from lightrl.core.responses.length_predictor import LengthPredictor
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds.backlog import Backlog
@@ -45,10 +46,11 @@ from lightrl.core.sharing.colocation import Colocation
 from lightrl.core.sharing.device_turns import DeviceTurns
 from lightrl.core.sharing.engine_sizes import EngineSizes
 from lightrl.core.sharing.sharing_policy import SharingPolicy
-from lightrl.core.state import Node, NodeState, RunState
+from lightrl.core.state import Node, NodeState, Response, RunState
 from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.core.training.versions import Versions
 from lightrl.messages.broadcasts import BroadcastStatus
+from lightrl.messages.episodes import EpisodeEnded, Observed
 from lightrl.messages.nodes import ENDING, Drain, Heartbeat, Hello, Welcome
 from lightrl.messages.responses import Abort, TokenChunk
 from lightrl.messages.sharing import DevicesReleased
@@ -59,6 +61,8 @@ from lightrl.messages.weights import (
     WeightsFailed,
     WeightsReady,
 )
+
+MIN_HIT_RATE = 0.5  # of the KV of episodes, below which a node has no preference for them
 
 
 class Coordinator:
@@ -76,6 +80,7 @@ class Coordinator:
         self.lifecycle = lifecycle = GroupLifecycle(settings, table, self.backlog, out)
         self.balance = Balance(settings, fleet, table, expect, now)
         self.arrivals = Arrivals(settings, fleet, table, lifecycle, out)
+        self.episodes = Episodes(settings, fleet, table, lifecycle, out)
         self.scaling = Scaling(settings, fleet, expect, out, now)
         self.trainer_feed = feed = TrainerFeed(fleet, table, out)
         self.steps = RoundScheduler(fleet, table, lifecycle, predictor, self.scaling, feed, out)
@@ -161,6 +166,8 @@ class Coordinator:
                 self.fleet.open_endpoint(name, message)
             case WeightsReady():
                 self._confirm(name, message)
+            case Observed() | EpisodeEnded():
+                self._receive_from_environment(name, message, now)
             case WeightsFailed(source=""):
                 self._refuse(name, message)
             case WeightsFailed():
@@ -233,11 +240,28 @@ class Coordinator:
         """
         if self.shutdown.has_begun:
             return
+        if self.settings.episodes is not None:
+            self.episodes.dispatch()
         if nodes := self.table.nodes_with_room():
             room = sum(n.free for n in nodes)
-            waiting = self.lifecycle.pop_waiting(min(room, self._num_unreserved(nodes)))
+            most = min(room, self._num_unreserved(nodes))
+            most -= self._dispatch_home(nodes, most)
+            waiting = self.lifecycle.pop_waiting(most)
             placed = placement.assign(waiting, nodes, self._expect)
             self.table.dispatch(placed)
+
+    def _dispatch_home(self, nodes: list[Node], most: int) -> int:
+        """Send up to `most` turns of episodes to the nodes that have their KV; return their number.
+        A node that mostly had dropped it gets no preference."""
+        if self.settings.episodes is None:
+            return 0
+        placed: list[tuple[Response, Node]] = []
+        for node in nodes:
+            if node.hit_rate >= MIN_HIT_RATE:
+                num = min(node.free, most - len(placed))
+                placed += [(r, node) for r in self.lifecycle.pop_home(node, num)]
+        self.table.dispatch(placed)
+        return len(placed)
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Return the number of waiting responses beyond the share of nodes that still load."""
@@ -248,6 +272,17 @@ class Coordinator:
         num_idle = sum(not n.running for n in nodes)
         num_open = num_waiting + self.table.num_running
         return max(num_idle, num_waiting - math.ceil(share * num_open))
+
+    def _receive_from_environment(
+        self, name: str, message: Observed | EpisodeEnded, now: float
+    ) -> None:
+        node = self.fleet.environments.get(name)
+        if node is None or self.shutdown.has_begun:
+            return
+        if isinstance(message, EpisodeEnded):
+            self.episodes.on_ended(node, message)
+        elif (problem := self.episodes.on_observed(node, message)) is not None:
+            self._lose(name, problem, now)
 
     # Membership
 
@@ -282,6 +317,9 @@ class Coordinator:
         is_ready = self.fleet.ready.get(node.name) is node
         if node.is_asleep:
             self.table.requeue_all(node)
+        if "environment" in node.roles:
+            self.episodes.reconcile(node, dict(hello.running))
+            return
         taken_back = self.table.reconcile(node, dict(hello.running), is_ready)
         if is_ready:
             self.table.mark_free(node)
@@ -297,6 +335,7 @@ class Coordinator:
     def _leave(self, name: str, reason: str, ok: bool, now: float) -> None:
         """Remove a node that left. Fail the run if a trainer failed: it would fail again."""
         is_trainer = name in self.fleet.trainers
+        was_environment = name in self.fleet.environments
         is_last = self.trainer_feed.trained_step == self.settings.num_steps
         if not ok and name in self.fleet.nodes and "rollout" in self.fleet.nodes[name].roles:
             self.fleet.failed[name] = reason
@@ -307,6 +346,8 @@ class Coordinator:
             self.colocation.on_trainer_left(name)
         if is_trainer and not ok:
             self.shutdown.begin(RunState.FAILED, f"trainer node {name}: {reason}")
+        if was_environment and not ok and not self.fleet.environments:
+            self.shutdown.begin(RunState.FAILED, f"environment node {name}: {reason}")
 
     def _remove(
         self, name: str, text: str, now: float, is_orderly: bool = False, may_return: bool = True
@@ -315,9 +356,11 @@ class Coordinator:
         if node is None:
             return
         moved = self.table.requeue_all(node)
+        begun = self.episodes.lost(node)
         self.fleet.remove(name)
         self.table.mark_dirty()
         report = self.outbox.report if is_orderly else self.outbox.warn
+        text += f": {begun} episodes begin again elsewhere" if begun else ""
         report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)

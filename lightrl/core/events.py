@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from lightrl.core.state import DrawnPrompt
 from lightrl.messages.broadcasts import BroadcastStatus
+from lightrl.messages.episodes import EpisodeEnded, Observed
 from lightrl.messages.nodes import Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
 from lightrl.messages.sharing import DevicesReleased
@@ -29,6 +30,8 @@ NodeMessage: TypeAlias = (
     | StepDone
     | ShardsTaken
     | DevicesReleased
+    | Observed
+    | EpisodeEnded
 )
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 from lightrl.core.events import PromptsDrawn, ResponseScored
-from lightrl.core.nodes.cost_model import Observed
+from lightrl.core.nodes.cost_model import LearnedTimes
 from lightrl.core.nodes.line_fit import LineFit
 from lightrl.core.responses.length_predictor import Memory
 from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.sharing.planner import PlannerMemory
-from lightrl.core.state import DrawnPrompt, RoundKind
+from lightrl.core.state import DrawnPrompt, EpisodeOutcome, RoundKind, Turn
 from lightrl.messages.responses import ResponseTokens
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import Canary, WeightsBase
@@ -114,7 +114,7 @@ class SnapshotBegan:
     # of the length predictor
     memory: Memory = field(default_factory=Memory)
     # of the cost model
-    learned: Observed = field(default_factory=Observed)
+    learned: LearnedTimes = field(default_factory=LearnedTimes)
     # of the rule for shared devices
     sharing: SharingMemory = field(default_factory=SharingMemory)
     # of the planner of engine sizes
@@ -161,6 +161,26 @@ class TokensTaken:
 
     version: int
     items: tuple[ResponseTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationTaken:
+    """An observation of an episode: its tokens were inserted."""
+
+    response: str
+    incarnation: int
+    turn: Turn
+    # int32
+    token_ids: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOver:
+    """An episode has ended; its score follows."""
+
+    response: str
+    incarnation: int
+    outcome: EpisodeOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +244,8 @@ LogEntry: TypeAlias = (
     | RoundOpened
     | PromptsDrawn
     | TokensTaken
+    | ObservationTaken
+    | EpisodeOver
     | ResponseScored
     | VersionPublished
     | VersionRetrained

@@ -8,6 +8,8 @@ the response, or a node continues the response from its tokens.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple, assert_never
 
 from lightrl.core.arrays import encode
@@ -15,7 +17,9 @@ from lightrl.core.commands import CloseRound, Command, DrawPrompts
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
+    EpisodeOver,
     LogEntry,
+    ObservationTaken,
     RoundOpened,
     RoundSnapshot,
     ShardSent,
@@ -29,12 +33,14 @@ from lightrl.core.log_entries import (
 from lightrl.core.rounds import rounds
 from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.state import (
+    EpisodeOutcome,
     Group,
     Response,
     ResponseState,
     Round,
     RoundKind,
     RoundState,
+    Turn,
 )
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages.responses import FinishReason, ResponseTokens
@@ -132,6 +138,8 @@ class _Recovery:
                 core.steps.fill(prompts)
             case TokensTaken(version, items):
                 self._take(version, items)
+            case ObservationTaken() | EpisodeOver():
+                core.episodes.replay(entry)
             case ResponseScored():
                 self._score(entry)
                 early, self._early = self._early, []
@@ -172,6 +180,7 @@ class _Recovery:
             is_finished = response.state is ResponseState.DONE
             if is_finished and not response.scored and not response.resolved:
                 core.outbox.score(response)
+            response.was_stepped |= response.state is ResponseState.WAITING
         if core.fleet.published is not None:
             core.trainer_feed.lost(self._now)
         num_tokens = sum(len(r.tokens) for r in held)
@@ -268,6 +277,10 @@ class _HeldTokens(NamedTuple):
     starts: tuple[tuple[int, int], ...]
     num_tokens: int
     finish_reason: FinishReason | None
+    # of an episode
+    turns: tuple[Turn, ...] = ()
+    finishes: tuple[FinishReason, ...] = ()
+    outcome: EpisodeOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +298,9 @@ class _RoundCopy:
         items: dict[tuple[int, int], list[ResponseTokens]] = {}
         num_tokens = 0
         for held in self.held:
+            if held.turns or held.outcome is not None:
+                yield from _episode(held)
+                continue
             for number, (version, item) in enumerate(_spans(held)):
                 items.setdefault((number, version), []).append(item)
             num_tokens += held.num_tokens
@@ -305,7 +321,16 @@ def _snapshot_of(round: Round) -> _RoundCopy:
         RoundSnapshot(round.step, round.kind, round.prompts_launched, prompts, is_closed),
         [Deferred(g.prompt, g.attempts, g.since, g.held) for g in groups if g.held],
         [
-            _HeldTokens(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
+            _HeldTokens(
+                r,
+                r.attempt,
+                tuple(r.starts) or default,
+                len(r.tokens),
+                r.finish_reason,
+                tuple(r.turns),
+                tuple(r.finishes),
+                r.outcome,
+            )
             for g in groups
             for r in g.responses
         ],
@@ -336,6 +361,30 @@ def _spans(held: _HeldTokens) -> Iterator[tuple[int, ResponseTokens]]:
                 version,
                 ResponseTokens(response.id, held.attempt, start, ids[part], logprobs[part], finish),
             )
+
+
+def _episode(held: _HeldTokens) -> Iterator[LogEntry]:
+    """Yield the observations of an episode and the tokens of its turns, in order."""
+    response, incarnation = held.response, held.response.incarnation
+    ids, logprobs = encode(response.tokens), encode(response.logprobs)
+    ends = [turn.start for turn in held.turns[1:]] + [held.num_tokens]
+    for number, (turn, end) in enumerate(zip(held.turns, ends, strict=True)):
+        observation = ids[4 * turn.start : 4 * turn.end]
+        yield ObservationTaken(response.id, incarnation, turn, observation)
+        finish = held.finishes[number] if number < len(held.finishes) else None
+        cuts = [start for _, start in held.starts if turn.end < start < end]
+        for a, z in pairwise([turn.end, *cuts, end]):
+            version = max((v for v in held.starts if v[1] <= a), key=itemgetter(1), default=(0, 0))[
+                0
+            ]
+            part, last = slice(4 * a, 4 * z), finish if z == end else None
+            if z > a or last is not None:
+                tokens = ResponseTokens(
+                    response.id, held.attempt, a, ids[part], logprobs[part], last
+                )
+                yield TokensTaken(version, (tokens,))
+    if held.outcome is not None:
+        yield EpisodeOver(response.id, incarnation, held.outcome)
 
 
 def _scores(round: Round) -> Iterator[LogEntry]:

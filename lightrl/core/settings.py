@@ -49,6 +49,15 @@ class EvalSet:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """Settings of episodes, in `environment` of a config."""
+
+    # open at once; 0 = as many as keep the engines busy
+    max_open: int = 0
+    resume: Literal["replay", "snapshot", "once"] = "replay"
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Configuration of the core. Lengths in tokens, times in seconds."""
 
@@ -129,6 +138,8 @@ class Settings:
     look_pause: float = 1.0
     # step of the trainer when the run begins; a run that only evaluates also ends there
     first_step: int = 0
+    # None: responses are single turns
+    episodes: EpisodeSettings | None = None
 
     def slots_of(self, parallel: int) -> int:
         """Return the slots of a node that does not report its own: `slots` for an engine of the

@@ -81,6 +81,7 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
+UNFINISHED = {ResponseState.QUEUED, ResponseState.RUNNING, ResponseState.WAITING}
 OVER = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
 
 R, G, N, D = ResponseState, GroupState, NodeState, RoundState
@@ -166,8 +167,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an episode ended. Example: Outcome("done", 1.0)"""
+class EpisodeOutcome:
+    """How an episode ended. Example: EpisodeOutcome("done", 1.0)"""
 
     stop: EpisodeStop
     # by the environment; None = it gave none
@@ -195,9 +196,10 @@ class HeldResponse:
     finish_reason: FinishReason | None = None
     # None: no score
     reward: float | None = None
-    # as Response.turns and Response.outcome
+    # of an episode, as in Response
     turns: tuple[Turn, ...] = ()
-    outcome: Outcome | None = None
+    finishes: tuple[FinishReason, ...] = ()
+    outcome: EpisodeOutcome | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -236,17 +238,23 @@ class Response:
     # of all turns
     num_inserted: int = 0
     # None: it goes on
-    outcome: Outcome | None = None
+    outcome: EpisodeOutcome | None = None
     # the environment node that has it; None = it must be begun, or begun again
     environment: "Node | None" = field(default=None, repr=False)
     # how often it was begun; messages about an older one are ignored
     incarnation: int = 0
-    # how the turn ended that its environment steps; None = it is being reset
-    turn_finish: FinishReason | None = None
+    # how its turns ended; one for each of `turns`, while its environment steps the last
+    finishes: list[FinishReason] = field(default_factory=list[FinishReason])
+    # its environment may have stepped that turn
+    was_stepped: bool = False
     # name of the node that ran it last, which may hold its KV
     last_node: str = ""
-    # when it was queued, placed or given to its environment
+    # it runs on the node that ran its last turn, under the same version
+    came_back: bool = False
+    # when it was placed, or given to its environment
     since: float = 0.0
+    # for its environment, with the way there and back
+    waited_s: float = 0.0
 
     def transition(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)
@@ -259,9 +267,42 @@ class Response:
         return len(self.group.prompt.tokens) // 4 + len(self.tokens)
 
     @property
+    def sampled_logprobs(self) -> "array[float]":
+        """Logprobs of the tokens that were sampled in its round."""
+        if not self.turns:
+            return self.logprobs[self.carried :]
+        sampled: array[float] = array("f")
+        for turn, end in zip(self.turns, self._ends_of_turns, strict=True):
+            sampled += self.logprobs[turn.end : end]
+        return sampled[self.carried :]
+
+    @property
+    def _ends_of_turns(self) -> list[int]:
+        return [turn.start for turn in self.turns[1:]] + [len(self.tokens)]
+
+    @property
     def num_sampled(self) -> int:
         """Number of its tokens that a model sampled."""
         return len(self.tokens) - self.num_inserted
+
+    @property
+    def will_grow(self) -> bool:
+        """Return whether it will certainly have more sampled tokens. An episode that waits may end
+        with those it has."""
+        return not self.finish_reason and self.state is not ResponseState.WAITING
+
+    @property
+    def sampled_of_turn(self) -> int:
+        """Number of sampled tokens after the last observation."""
+        return len(self.tokens) - (self.turns[-1].end if self.turns else 0)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Number of tokens that may still be sampled, of an episode in this turn."""
+        left = self.group.max_response_tokens - self.num_sampled
+        return (
+            min(left, self.turns[-1].max_new_tokens - self.sampled_of_turn) if self.turns else left
+        )
 
     @property
     def carried(self) -> int:
@@ -279,11 +320,19 @@ class Response:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """(policy version, tokens), in order."""
+        """(policy version, sampled tokens), in order."""
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
-        return [
-            (version, end - start) for (version, start), end in zip(self.starts, ends, strict=False)
+        spans = [(v, a, z) for (v, a), z in zip(self.starts, ends, strict=False)]
+        if not self.turns:
+            return [(version, end - start) for version, start, end in spans]
+        inserted = [
+            sum(max(0, min(t.end, z) - max(t.start, a)) for t in self.turns) for _, a, z in spans
         ]
+        return [(v, z - a - num) for (v, a, z), num in zip(spans, inserted, strict=True)]
+
+    def num_before(self, version: int) -> int:
+        """Number of tokens before the first that this version, or a newer one, sampled."""
+        return next((start for v, start in self.starts if v >= version), len(self.tokens))
 
 
 @dataclass(slots=True, eq=False)
@@ -409,12 +458,12 @@ class Round:
         used = {r.id for g in self.accepted for r in g.kept}
         used |= {r.id for g in self.groups.values() if g.continues for r in g.responses[: g.size]}
         responses = (r for g in self.groups.values() for r in g.responses)
-        return sum(len(r.tokens) for r in responses if r.id not in used)
+        return sum(r.num_sampled for r in responses if r.id not in used)
 
     @property
     def finishing_tokens(self) -> int:
         """Length of the longest trained response, at which the round was decided."""
-        return max((len(r.tokens) for g in self.accepted for r in g.kept), default=0)
+        return max((r.num_sampled for g in self.accepted for r in g.kept), default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -433,6 +482,10 @@ class Node:
     number: int = 0
     state: NodeState = NodeState.JOINING
     running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
+    # of an environment node: those that it has
+    episodes: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
+    # of a turn's prefix, the mean part whose KV the node still had when it ran the turn before
+    hit_rate: float = 1.0
     # confirmed by digest
     policy_version: int | None = None
     # digest of the version that its engine has loaded from a file; "" = none, or it was broadcast

@@ -14,7 +14,9 @@ these that applies is returned:
 7. nodes of which none can sample yet: sleeping nodes change sides, engines start, or a version is
    being sent;
 8. scores, if all responses are sampled, or if more responses wait for a score than for tokens;
-9. the tail: at most a tenth of the responses, while no others wait.
+9. environments, if no response is sampled or queued and episodes wait for an observation, or if no
+   environment node takes part;
+10. the tail: at most a tenth of the responses, while no others wait.
 
 Otherwise all nodes sample, and the run does not wait.
 """
@@ -44,6 +46,7 @@ class WaitKind(StrEnum):
     WEIGHTS = "weights"
     SCORES = "scores"
     TAIL = "tail"
+    ENVIRONMENTS = "environments"
 
 
 K = WaitKind
@@ -159,6 +162,8 @@ def _samples(core: Coordinator, scoring: Scoring) -> Wait | None:
             step=round.step,
             is_eval=round.is_eval,
         )
+    if core.settings.episodes is not None and not fleet.environments and not _is_sampled(core):
+        return Wait(K.ENVIRONMENTS)
     if not fleet.ready and not table.num_running and not _is_sampled(core):
         return _none_ready(core, nodes)
     return _last_ones(core, scoring)
@@ -168,7 +173,8 @@ def _is_sampled(core: Coordinator) -> bool:
     """Return whether the open round is running and all its responses are sampled."""
     table, round = core.table, core.table.round
     is_open = round is not None and round.state is RoundState.RUNNING
-    return is_open and not (table.num_running or table.queue.has_waiting)
+    has_episodes = bool(table.open_episodes) or table.unbegun.has_waiting
+    return is_open and not (table.num_running or table.queue.has_waiting or has_episodes)
 
 
 def _none_ready(core: Coordinator, nodes: list[Node]) -> Wait:
@@ -190,6 +196,9 @@ def _last_ones(core: Coordinator, scoring: Scoring) -> Wait | None:
         return None  # before the queue is counted
     left = running + len(table.queue.waiting())
     step, is_eval = round.step, round.is_eval
+    if table.open_episodes and not left:
+        nodes, num = _names(core.fleet.environments.values()), len(table.open_episodes)
+        return Wait(K.ENVIRONMENTS, num=num, step=step, is_eval=is_eval, nodes=nodes)
     is_slower = scoring.num_waiting > max(left, scoring.num_workers)
     if scoring.num_waiting and (not left or is_slower):
         waiting, workers = scoring.num_waiting, scoring.num_workers

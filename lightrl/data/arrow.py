@@ -42,6 +42,8 @@ class TableRows:
     def keys(self) -> Keys:
         prompt = prompt_column(dict.fromkeys(self.columns), self._prompt_key)
         names = [name for name in (prompt, *ID_COLUMNS) if name in self.columns]
+        if prompt not in self.columns:
+            names = [*self.columns]
         return keys_of(_python_rows(self._table.select(names)), self._prompt_key)
 
     def where(self, index: int) -> str:

@@ -104,7 +104,9 @@ def main(sock: socket.socket) -> None:
             if settings.name not in command.names:
                 continue
             try:
-                one = PromptSet(settings, config.data, tokenizer, command.vocabulary)
+                one = PromptSet(
+                    settings, config.data, tokenizer, command.vocabulary, config.environment
+                )
                 for _ in one.scan():
                     pass
                 one.require_any()

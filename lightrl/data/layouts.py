@@ -119,8 +119,8 @@ def id_key(own: str) -> int:
 
 
 def content_id(prompt: Any) -> str:
-    """16 hexadecimal digits, by the prompt alone."""
-    text = json.dumps(prompt, sort_keys=True)
+    """16 hexadecimal digits, by the prompt alone, or by the whole row where it has none."""
+    text = json.dumps(prompt, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrl.config.data import Data, DataSet, TrainSet
+from lightrl.config.environment import Environment
 from lightrl.data.layouts import (
     ANSWER_COLUMNS,
     TOOLS,
@@ -27,7 +28,7 @@ from lightrl.data.layouts import (
 )
 from lightrl.data.rows import Rows
 from lightrl.data.sources import open_rows
-from lightrl.data.template import Template, Templated
+from lightrl.data.template import Template, Templated, chat_of
 from lightrl.errors import DataError
 
 BATCH = 1024  # prompts tokenised in one call
@@ -42,20 +43,33 @@ class Prompt:
     index: int
     # stable over runs and epochs
     id: str
-    # chat template applied
+    # chat template applied; "" where an environment makes it
     text: str
-    # int32
+    # int32; none where an environment makes them
     token_ids: "array[int]"
     # all columns that JSON can carry
     row: dict[str, Any]
 
 
 class PromptSet:
-    """Reads rows on demand; only exceptions among their ids are in memory."""
+    """Reads rows on demand; only exceptions among their ids are in memory.
 
-    def __init__(self, settings: DataSet, data: Data, tokenizer: Any, vocabulary: int = 0) -> None:
+    With an environment prompts have neither text nor tokens, and none is dropped. Where it consists
+    of tools alone, each row needs a prompt, which becomes the messages that its episodes begin
+    with.
+    """
+
+    def __init__(
+        self,
+        settings: DataSet,
+        data: Data,
+        tokenizer: Any,
+        vocabulary: int = 0,
+        environment: Environment = Environment(),  # noqa: B008
+    ) -> None:
         """`settings` as `config.data.resolved` gives them; `vocabulary`: of the model, 0 = not
         known. Raises DataError, one line."""
+        self._data, self._environment = data, environment
         self.settings = settings
         self.rows: Rows = open_rows(settings)
         self._num = self.rows.num_rows
@@ -70,7 +84,6 @@ class PromptSet:
         # number of rows, a digest of their ids or prompts, and one of all columns
         self.digest = f"{self._num} {keys} {self.rows.digest}"
         self.states = bytearray(self._num)
-        self._max_prompt_length = data.max_prompt_length
         self.keeps_all = data.too_long == "error"
         self._portable_columns: set[str] = set()
         self._has_answers = False
@@ -109,7 +122,7 @@ class PromptSet:
     def id_of(self, index: int) -> str:
         where = self.rows.where(index)
         row = self.rows.read(index)
-        return self._id_of(where, index, row, prompt_of(where, row, self.settings.prompt_key))
+        return self._id_of(where, index, row, self._prompt_of(where, row))
 
     def scan(self) -> Iterator[Prompt]:
         """All prompts that are kept, in file order. Sets the states of all rows."""
@@ -139,7 +152,7 @@ class PromptSet:
         if self.num_dropped == self._num:
             raise DataError(
                 f"{self.settings.path}: every prompt ({self._num:,}) has more than "
-                f"data.max_prompt_length = {self._max_prompt_length} tokens"
+                f"data.max_prompt_length = {self._data.max_prompt_length} tokens"
             )
 
     def notes(self) -> list[str]:
@@ -152,7 +165,7 @@ class PromptSet:
             return ""
         return (
             f"data: {self.name}: {num:,} of {self._num:,} prompts have more than "
-            f"data.max_prompt_length = {self._max_prompt_length} tokens and are left out; the "
+            f"data.max_prompt_length = {self._data.max_prompt_length} tokens and are left out; the "
             f"longest has {self.longest_dropped:,}"
         )
 
@@ -164,10 +177,11 @@ class PromptSet:
         for start in range(0, len(indices), BATCH):
             part = slice(start, start + BATCH)
             wheres = [self.rows.where(i) for i in indices[part]]
-            prompts = [
-                prompt_of(where, row, self.settings.prompt_key)
-                for where, row in zip(wheres, rows[part], strict=True)
-            ]
+            prompts = [self._prompt_of(w, r) for w, r in zip(wheres, rows[part], strict=True)]
+            if self._environment.enabled:
+                given = zip(indices[part], wheres, rows[part], prompts, strict=True)
+                prepared += [self._of_environment(*each) for each in given]
+                continue
             tools = [row.get(TOOLS) for row in rows[part]]
             templated = self._template.apply(list(zip(wheres, prompts, tools, strict=True)))
             for index, row, where, prompt, made in zip(
@@ -178,6 +192,20 @@ class PromptSet:
                     prepared.append(Prompt(index, own, made.text, made.token_ids, row))
         return prepared
 
+    def _prompt_of(self, where: str, row: dict[str, Any]) -> Any:
+        """Return text or messages; the row itself where an environment needs none."""
+        if self._environment.source and not isinstance(row.get(self._column), str | list):
+            return row
+        return prompt_of(where, row, self.settings.prompt_key)
+
+    def _of_environment(self, index: int, where: str, row: dict[str, Any], prompt: Any) -> Prompt:
+        own = self._id_of(where, index, row, prompt)
+        self.states[index] = KEPT
+        if not self._environment.source:
+            chat = chat_of(where, prompt, self._data.system_prompt)
+            row = {**row, self._data.prompt_key: chat}
+        return Prompt(index, own, "", array("i"), row)
+
     def _is_kept(self, index: int, where: str, made: Templated) -> bool:
         is_dropped = self._template.is_too_long(where, made)
         self.states[index] = DROPPED if is_dropped else KEPT
@@ -187,8 +215,7 @@ class PromptSet:
 
     def _id_of(self, where: str, index: int, row: dict[str, Any], prompt: Any) -> str:
         if self._has_own_id[index]:
-            own = explicit_id(row)
-            assert own is not None
+            own = explicit_id(row) or str(row["index"])  # of a row that is made
             require_usable(where, own)
         else:
             number = self._numbers.get(index, 0)

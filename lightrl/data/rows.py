@@ -38,7 +38,7 @@ def keys_of(rows: Iterable[Mapping[str, Any]], prompt_key: str) -> Keys:
         own = explicit_id(row)
         ids.append(0 if own is None else id_key(own))
         has_id.append(own is not None)
-        contents.append(content_key(row.get(prompt_column(row, prompt_key))))
+        contents.append(content_key(row.get(prompt_column(row, prompt_key), row)))
     return Keys(
         np.frombuffer(ids, np.uint64),
         np.frombuffer(bytes(has_id), np.bool_),
@@ -70,6 +70,29 @@ class Rows(Protocol):
     def scan(self) -> Iterator[dict[str, Any]]:
         """All rows in order."""
         ...
+
+
+class MadeRows:
+    """Rows {"index": k}, of an environment that needs no more. Implements `Rows`."""
+
+    def __init__(self, label: str, indices: range) -> None:
+        self._indices = indices
+        self.num_rows = len(indices)
+        self.columns: tuple[str, ...] = ("index",)
+        self.digest = label
+
+    def keys(self) -> Keys:
+        ids = np.array(self._indices, np.uint64)
+        return Keys(ids, np.ones(len(ids), np.bool_), np.zeros(len(ids), np.uint64))
+
+    def where(self, index: int) -> str:
+        return f"task {self._indices[index]}"
+
+    def read(self, index: int) -> dict[str, Any]:
+        return {"index": self._indices[index]}
+
+    def scan(self) -> Iterator[dict[str, Any]]:
+        return map(self.read, range(self.num_rows))
 
 
 class JoinedRows:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.config.data import DataSet
 from lightrl.config.evaluation import EvaluationSet
-from lightrl.config.values import data_suffix, is_data_file, without_compression
+from lightrl.config.values import TASKS, data_suffix, is_data_file, without_compression
 from lightrl.errors import DataError, DataUnreachable, first_line
 from lightrl.model_files import HUB_ID
 
@@ -32,8 +32,10 @@ MISSING = "pip install 'lightrl[data]'"
 
 def open_rows(one: DataSet) -> "Rows":
     """All rows of a set. Raises DataError, one line."""
-    from lightrl.data.rows import JoinedRows
+    from lightrl.data.rows import JoinedRows, MadeRows
 
+    if one.path.startswith(TASKS):
+        return MadeRows(one.path, _made(one))
     path, split = _path_and_split(one)
     place = Path(path)
     if place.is_dir() and (saved := _saved_folder(one, place)) is not None:
@@ -48,6 +50,8 @@ def open_rows(one: DataSet) -> "Rows":
 def count_rows(one: DataSet) -> int | None:
     """Count rows by lines or footers; None for a set that is not on this machine yet, or needs
     pyarrow and lacks it. Raises DataError."""
+    if one.path.startswith(TASKS):
+        return len(_made(one))
     path, split = _path_and_split(one)
     place = Path(path)
     if not place.exists():
@@ -64,6 +68,8 @@ def count_rows(one: DataSet) -> int | None:
 
 def require_there(one: DataSet) -> None:
     """Raises DataError, one line, for a set whose files are missing, without reading them."""
+    if one.path.startswith(TASKS):
+        return
     path, split = _path_and_split(one)
     place = Path(path)
     local = place.is_absolute() or path.startswith((".", "~"))
@@ -100,6 +106,14 @@ def files(one: DataSet) -> list[Path]:
         only = f", only {subsets}" if subsets else ""
         raise DataError(f"{place}: holds no file of rows (.jsonl, .parquet, .csv, .json){only}")
     return _of_split(one, place, found, split)
+
+
+def _made(one: DataSet) -> range:
+    """The indices of rows that are made."""
+    first, dash, last = one.path.removeprefix(TASKS).partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise DataError(f"{one.path}: rows that are made look like {TASKS}0-999")
+    return range(int(first), int(last) + 1)
 
 
 def _default_split(one: DataSet, there: Sequence[str]) -> str:

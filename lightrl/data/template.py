@@ -208,6 +208,19 @@ class Template:
         return text
 
 
+def chat_of(where: str, prompt: Any, system_prompt: str) -> list[dict[str, Any]]:
+    """Return text or messages as the messages that an episode begins with. Raises DataError."""
+    prompt = messages_of(where, prompt)
+    if not prompt:
+        raise DataError(f"{where}: the prompt is empty")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [_message(where, m) for m in prompt]
+    if system_prompt and all(m["role"] != "system" for m in messages):
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
 def _message(where: str, message: Any) -> dict[str, Any]:
     """Return a message without the keys whose value is None, which other messages have."""
     if not is_message(message):

@@ -189,6 +189,8 @@ class Delta:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason | None = None
+    # in any of the deltas, tokens whose KV was there when the response started; None: not known
+    num_cached: int | None = None
 
 
 class Engine(Protocol):
@@ -213,8 +215,8 @@ class Engine(Protocol):
         ...
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
-        """Accept a response; its prefix counts as sampled. Raises EngineError if it cannot be
-        run."""
+        """Accept a response, which continues behind its prefix, whoever wrote that. Raises
+        EngineError if it cannot be run."""
         ...
 
     def abort(self, response: str) -> None:

@@ -11,14 +11,21 @@ any version continues a response as the one that began it.
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from lightrl.emulation import arguments, kv_capacity, logprobs, slowness, step_factor
 from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
-from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
+from lightrl.engine.requests import (
+    Running,
+    accept,
+    check_text,
+    num_reusable,
+    vocabulary_size,
+)
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
 from lightrl.messages.load import Load
@@ -42,8 +49,12 @@ class _Cache:
     capacity: int
     # seconds of a token that is computed, but not sampled
     prefill_s: float
+    # tokens of running responses and parked turns together
+    room: int
     # since the engine started
     num_preemptions: int = 0
+    # ended turns of episodes, until others need their place, the oldest first
+    parked: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def schedule(self, running: list[Running], waiting: deque[Running], slots: int) -> float:
         """Preempt, or start what waits, for a step in which each running response gets a token;
@@ -51,7 +62,9 @@ class _Cache:
         if not self.capacity:
             started = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running)))]
             running += started
-            return self.prefill_s * sum(len(r.tokens) for r in started)
+            computed = sum(map(self._compute, started))
+            self._evict(running)
+            return self.prefill_s * computed
         held = sum(len(r.tokens) + 1 for r in running)
         preempts = False
         while held > self.capacity:
@@ -67,8 +80,27 @@ class _Cache:
                 break
             running.append(waiting.popleft())
             held += num + 1
-            computed += num
+            computed += self._compute(running[-1])
+        self._evict(running)
         return self.prefill_s * computed
+
+    def park(self, ended: Iterable[Running]) -> None:
+        for r in ended:
+            if r.is_turn:
+                self.parked[r.response] = r.tokens
+
+    def _compute(self, r: Running) -> int:
+        """Return the tokens of a response that are not parked, and park it no longer."""
+        num = num_reusable(self.parked.pop(r.response, r.tokens[:1]), r.tokens)
+        if r.num_cached is None:
+            r.num_cached = num
+        return len(r.tokens) - num
+
+    def _evict(self, running: list[Running]) -> None:
+        if self.parked:
+            held = sum(len(r.tokens) + 1 for r in running) + sum(map(len, self.parked.values()))
+            while self.parked and held > self.room:
+                held -= len(self.parked.pop(next(iter(self.parked))))
 
 
 class EmulatedEngine:
@@ -90,7 +122,8 @@ class EmulatedEngine:
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
-        self._cache = _Cache(kv_capacity(args, size), args["prefill_ms"] * factor)
+        capacity, room = kv_capacity(args, size), self._slots * self._max_length
+        self._cache = _Cache(capacity, args["prefill_ms"] * factor, capacity or room)
         if 0 < self._cache.capacity < self._max_length:
             raise EngineError(
                 f"engine_args.kv_tokens: a cache of {self._cache.capacity} tokens does not hold "
@@ -115,6 +148,7 @@ class EmulatedEngine:
 
     def abort(self, response: str) -> None:
         self._waiting = deque(r for r in self._waiting if r.response != response)
+        self._cache.park(r for r in self._running if r.response == response)
         self._running = [r for r in self._running if r.response != response]
 
     def step(self) -> list[Delta]:
@@ -131,7 +165,10 @@ class EmulatedEngine:
         for r, (_, branch), u in zip(self._running, seeds, noise.tolist(), strict=True):
             stop = r.sampling.stop_token_ids
             token = stop[0] if stop and self._ends(r, branch) else self._token(u, r.stop)
-            deltas.append(Delta(r.response, [token], [math.log1p(-u)], r.grow(token)))
+            reason = r.grow(token)
+            deltas.append(Delta(r.response, [token], [math.log1p(-u)], reason, r.num_cached))
+        ended = zip(self._running, deltas, strict=True)
+        self._cache.park(r for r, d in ended if d.finish_reason is not None)
         self._running = [
             r for r, d in zip(self._running, deltas, strict=True) if d.finish_reason is None
         ]
@@ -141,6 +178,7 @@ class EmulatedEngine:
         return len(self._waiting) + len(self._running)
 
     def load_weights(self, file: VersionFile, base: VersionFile | None = None) -> None:
+        self._cache.parked.clear()
         manifest = read_manifest(file)
         size = Path(file.path).stat().st_size
         if size != manifest.num_bytes:
@@ -157,6 +195,7 @@ class EmulatedEngine:
 
     def sleep(self) -> int:
         time.sleep(self._sleep_s)
+        self._cache.parked.clear()
         self._digest, self._salt = "", 0
         return self._freed_bytes
 
@@ -190,10 +229,11 @@ class EmulatedEngine:
         return token
 
     def _seeds(self, r: Running) -> tuple[int, int]:
-        """Return the seed of the next token, and of whether the response ends there."""
+        """Return the seed of the next token, and of whether the response (of an episode, the turn)
+        ends there."""
         at = len(r.tokens)
-        if at > r.num_prompt:
-            seed = _branch(r.seed, r.tokens[r.num_prompt])
+        if at > r.num_given:
+            seed = _branch(r.seed, r.tokens[r.num_given])
             return seed, seed
         seed = r.seed ^ self._salt
         if uniform(seed ^ _CHANGE_SALT, 0) >= self._change:

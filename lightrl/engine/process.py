@@ -107,6 +107,7 @@ class UnsentTokens:
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     finish_reason: FinishReason | None = None
+    num_cached: int | None = None
 
 
 class Server:
@@ -311,6 +312,8 @@ class Server:
         outbox = self._outboxes[delta.response]
         outbox.token_ids.extend(delta.token_ids)
         outbox.logprobs.extend(delta.logprobs)
+        if delta.num_cached is not None:
+            outbox.num_cached = delta.num_cached
         if delta.finish_reason is not None:
             outbox.finish_reason = delta.finish_reason
             if self._finished_at is None:
@@ -323,10 +326,15 @@ class Server:
         for response in list(responses):
             box = self._outboxes[response]
             if box.token_ids or box.finish_reason:
-                ids, logprobs = pack_i32(box.token_ids), pack_f32(box.logprobs)
                 chunk.append(
                     ResponseTokens(
-                        response, box.attempt, box.offset, ids, logprobs, box.finish_reason
+                        response,
+                        box.attempt,
+                        box.offset,
+                        pack_i32(box.token_ids),
+                        pack_f32(box.logprobs),
+                        box.finish_reason,
+                        box.num_cached if box.finish_reason else None,
                     )
                 )
             if box.finish_reason:

@@ -24,8 +24,12 @@ class Running:
     # tokens of the longest this response may get, prompt included
     end: int
     stop: frozenset[int] = field(default=frozenset())
-    # tokens of the prompt
-    num_prompt: int = 0
+    # tokens before the turn that is sampled: the prompt, and the prefix up to there
+    num_given: int = 0
+    # a turn of an episode: another request may begin with its tokens
+    is_turn: bool = False
+    # tokens whose KV was there when it first started; None: it has not started
+    num_cached: int | None = None
 
     def grow(self, token: int) -> FinishReason | None:
         """Append a sampled token and return whether the response ends with it."""
@@ -40,9 +44,14 @@ def accept(
 ) -> Running:
     """Return the request as a `Running`. Raises EngineError, one line, if it cannot be run."""
     tokens = unpack_i32(request.prompt)
-    if not tokens:
-        raise EngineError(f"{request.response}: the prompt is empty")
+    num_given = len(tokens) + request.turn_start
     tokens += unpack_i32(request.prefix)
+    if not tokens:
+        raise EngineError(f"{request.response}: prompt and prefix are empty")
+    if request.turn_start < 0 or num_given > len(tokens):
+        raise EngineError(
+            f"{request.response}: turn_start = {request.turn_start}: must be within the prefix"
+        )
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise EngineError(f"{request.response}: token ids must be in 0..{vocabulary - 1}")
     if request.max_new_tokens < 1:
@@ -67,8 +76,19 @@ def accept(
     if sampling.top_k < 0:
         raise EngineError(f"{request.response}: top_k = {sampling.top_k}: must be 0 (off) or more")
     stop = frozenset(sampling.stop_token_ids)
-    num_prompt = len(request.prompt) // 4
-    return Running(request.response, request.seed, sampling, tokens, end, stop, num_prompt)
+    is_turn = request.turn_start > 0 or not request.prompt
+    return Running(request.response, request.seed, sampling, tokens, end, stop, num_given, is_turn)
+
+
+def num_reusable(held: list[int], tokens: list[int]) -> int:
+    """Return how many keys and values of a response that ended with `held` are those of `tokens`.
+
+    The last of `held` was sampled and never fed to the model; the last of `tokens` must be.
+    """
+    most = min(len(held), len(tokens)) - 1
+    if held[:most] == tokens[:most]:
+        return most
+    return next(i for i in range(most) if held[i] != tokens[i])
 
 
 def check_text(token_ids: list[int], vocabulary: int, max_model_length: int) -> None:

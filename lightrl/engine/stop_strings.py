@@ -2,7 +2,7 @@
 
 Whether a token ends a response depends only on the tokens up to it: not on how many came together,
 nor on which node sampled the ones before. So it ends at the same token wherever it is resumed, and
-whatever was drafted. Owns no engine; must not import torch.
+whatever was drafted. A text lies within one turn. Owns no engine; must not import torch.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,8 @@ class StoppingEngine:
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
         self._engine.add(request, sampling)
-        self._tails[request.response] = unpack_i32(request.prefix)[-self._stop.num_tokens :]
+        turn = unpack_i32(request.prefix)[request.turn_start :]
+        self._tails[request.response] = turn[-self._stop.num_tokens :]
 
     def abort(self, response: str) -> None:
         self._tails.pop(response, None)

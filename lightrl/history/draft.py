@@ -48,6 +48,8 @@ class _Known:
     """The responses to one prompt."""
 
     responses: "list[array[int]]" = field(default_factory=lambda: [])
+    # of each, its name, if it ran here
+    names: list[str] = field(default_factory=list[str])
     weights: list[float] = field(default_factory=list[float])
     # with the context before each response
     num_tokens: int = 0
@@ -137,12 +139,14 @@ class Drafter:
                     and max(tokens) < self._vocabulary
                     and tokens not in before
                 ):
-                    self._add(known, tokens, weight)
+                    self._add(known, "", tokens, weight)
         self._evict()
 
     def start(self, response: str, prompt: Sequence[int], prefix: Sequence[int]) -> None:
-        """Add a response that starts, or continues after `prefix`."""
+        """Add a response that starts, or continues after `prefix`, its earlier turns included."""
         known = self._group(group_of(response))
+        if response in known.names:
+            self._remove(known, known.names.index(response))
         known.prompt = list(prompt[-LONGEST:])
         known.num_running += 1
         known.num_live += len(prefix)
@@ -205,7 +209,7 @@ class Drafter:
         if is_finished and self._known.get(group_of(response)) is known:
             weights = known.weights
             mean = sum(weights) / len(weights) if weights else 1.0
-            self._add(known, array("i", c.tokens[len(known.prompt) :]), mean)
+            self._add(known, response, array("i", c.tokens[len(known.prompt) :]), mean)
             self._evict()
         elif not known.num_running:
             self._stale.pop(id(known), None)
@@ -264,14 +268,20 @@ class Drafter:
     def _group(self, group: str) -> _Known:
         return self._known.setdefault(group, _Known())
 
-    def _add(self, known: _Known, tokens: "array[int]", weight: float) -> None:
+    def _add(self, known: _Known, name: str, tokens: "array[int]", weight: float) -> None:
         known.responses.append(tokens)
+        known.names.append(name)
         known.weights.append(weight)
         known.num_tokens += LONGEST + len(tokens)
         self._num_tokens += LONGEST + len(tokens)
         if known.is_stale:
             self._stale[id(known)] = known
             self._is_urgent |= known.index is None and known.num_running > 0
+
+    def _remove(self, known: _Known, i: int) -> None:
+        known.num_tokens -= LONGEST + len(known.responses[i])
+        self._num_tokens -= LONGEST + len(known.responses[i])
+        del known.responses[i], known.names[i], known.weights[i]
 
     def _evict(self) -> None:
         """Evict the oldest groups. The data of running responses stay in memory until they end."""

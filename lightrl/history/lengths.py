@@ -27,7 +27,7 @@ class WorkloadLog:
         response, in the order of launch; an unfinished one was aborted after `tokens`.
         """
         responses = [
-            [g.prompt.id, g.prompt.epoch, r.index, len(r.tokens), r.finish_reason is not None]
+            [g.prompt.id, g.prompt.epoch, r.index, r.num_sampled, r.finish_reason is not None]
             for g in round.groups.values()
             for r in g.responses
         ]

@@ -41,7 +41,7 @@ def _reports(config: Config, num: int) -> Iterator[Report]:
         tokenizer = load_tokenizer(config.model.path)
 
         def opened(one: DataSet) -> PromptSet:
-            return PromptSet(one, config.data, tokenizer)
+            return PromptSet(one, config.data, tokenizer, environment=config.environment)
 
         train = list(map(opened, config.data.all_sets))
         total = sum(one.weight or len(one) for one in train)
@@ -91,7 +91,7 @@ def _example(one: PromptSet, prompt: Prompt, answer: Any, tokenizer: Any) -> Rep
     return {
         "id": prompt.id,
         "where": one.rows.where(prompt.index),
-        "text": prompt.text,
+        "text": prompt.text or to_json(prompt.row).decode(),
         "token_ids": ids,
         "tokens": [tokenizer.decode([token]) for token in ids],
         "answer": answer,
@@ -106,7 +106,8 @@ def _lines(r: Report) -> Iterator[str]:
     dropped = f"; {r['num_dropped']:,} are too long and omitted, {longest}"
     yield _line("prompts", f"{r['num_kept']:,}, {use}{dropped if r['num_dropped'] else ''}")
     span = f"{r['min_length']} to {r['max_length']}, mean {r['mean_length']:.1f}"
-    yield _line("tokens", span)
+    if r["max_length"]:  # else an environment makes the prompts
+        yield _line("tokens", span)
     yield _line("columns", ", ".join(r["columns"]))
     if r["unportable"]:
         yield _line("", f"omitted, not representable in JSON: {', '.join(r['unportable'])}")
@@ -115,8 +116,11 @@ def _lines(r: Report) -> Iterator[str]:
     yield from (_line("note", note) for note in r["notes"])
     for prompt in r["prompts"]:
         yield _line("prompt", f"{prompt['id']} ({prompt['where']})")
-        yield _line("  text", _quoted(prompt["text"]))
-        yield _line("  tokens", _tokens(prompt["tokens"]))
+        if prompt["tokens"]:
+            yield _line("  text", _quoted(prompt["text"]))
+            yield _line("  tokens", _tokens(prompt["tokens"]))
+        else:
+            yield _line("  row", prompt["text"][:SHOWN_TEXT])
         if prompt["answer"] is not None:
             yield _line("  answer", _quoted(str(prompt["answer"])))
 

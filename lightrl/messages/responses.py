@@ -38,7 +38,8 @@ class ResponseRequest:
     """One response to generate or to resume.
 
     `seed` and the absolute position (index into prompt + response) determine the noise of every
-    sampled token. `prefix` holds tokens sampled earlier, by this or another node. Example:
+    sampled token. `prefix` holds tokens sampled earlier, by this or another node, and the
+    observations of an episode, whose prompt is empty. Example:
     ResponseRequest("p7@0#3", 1, seed=9, prompt=<2 tokens>, prefix=<0 tokens>, max_new_tokens=5)
     """
 

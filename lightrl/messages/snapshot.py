@@ -186,6 +186,8 @@ class Snapshot:
     round_needed: int = 0
     responses_running: int = 0
     responses_queued: int = 0
+    # for an environment
+    responses_waiting: int = 0
     # of the rounds that are open
     responses_done: int = 0
     wait: WaitRow | None = None  # None: it waits for nothing

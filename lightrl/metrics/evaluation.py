@@ -90,7 +90,7 @@ def _figures(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
         passed = math.fsum(n * pass_at_k(samples, c, k) for c, n in counts.items())
         figures[f"{prefix}/pass@{k}"] = passed / len(groups)
     return figures | {
-        f"{prefix}/length": fmean(len(r.tokens) for r in responses),
+        f"{prefix}/length": fmean(r.num_sampled for r in responses),
         f"{prefix}/clip_ratio": fmean(r.finish_reason == "length" for r in responses),
         f"{prefix}/failures": float(sum(r.reward is None for r in responses)),
     }

@@ -89,6 +89,19 @@ update/<k>/response_length | of the k-th update of a step of several: mean over 
 update/<k>/clip_frac | likewise: response tokens clipped | share
 update/<k>/grad_norm | likewise: before clipping; none without a signal
 train/skipped_nonfinite | updates left out, whose gradient was not finite
+# episodes of several turns, of a round's that have ended; lengths above count sampled tokens
+episodes/turns | sampled in an episode
+episodes/tool_calls | in an episode
+episodes/observation_tokens | inserted in an episode | tokens
+episodes/environment_s | of an episode in its environment | s
+episodes/waiting_s | of an episode for its environment, with the way there and back | s
+episodes/ended_turns | by environment.max_turns
+episodes/ended_context | by environment.max_length
+episodes/ended_length | by rollout.max_response_length
+episodes/ended_timeout | by environment.timeout_s
+episodes/diverged | replayed with another observation: no score
+episodes/unscored | without a score
+episodes/open | when the round closed
 # engine against trainer, over tokens of the newest version
 train_rollout_logprob_abs_diff | engine against trainer, mean over tokens that the newest \
   version sampled | nats | | sampling/sampling_logp_difference/mean
@@ -209,6 +222,7 @@ metrics/selection_bias.py | tail
 metrics/totals.py | speculation weights
 metrics/cost_and_nodes.py | offload planner device_s cost
 metrics/evaluation.py | eval/
+metrics/episodes.py | episodes
 history/store.py | history
 coordinator/daemon.py | timing_s/data
 trainer/step.py | timing_s/accumulate timing_s/finish

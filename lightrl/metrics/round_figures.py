@@ -57,8 +57,8 @@ def step_figures(round: Round) -> dict[str, float]:
     """Return rewards and lengths of what is trained, and counts of groups."""
     responses = [r for g in round.accepted for r in g.kept]
     rewards = [r.reward or 0.0 for r in responses]
-    lengths = [len(r.tokens) for r in responses]
-    ended = [len(r.tokens) for r in responses if r.finish_reason != "length"]
+    lengths = [r.num_sampled for r in responses]
+    ended = [r.num_sampled for r in responses if r.finish_reason != "length"]
     prompts = [len(g.prompt.tokens) // 4 for g in round.accepted]
     rollout_s = round.closed_at - round.opened_at
     sampled = sum(r.num_new for g in round.groups.values() for r in g.responses)
@@ -120,12 +120,12 @@ def foresight_figures(round: Round) -> dict[str, float]:
     num = num_foreseen = 0
     predicted, lengths, errors = [], [], []
     for group in round.groups.values():
-        if not any(r.tokens for r in group.responses):
+        if not any(r.num_sampled for r in group.responses):
             continue
         num += len(group.responses)
         if (expected := group.foreseen_tokens) is not None:
             num_foreseen += len(group.responses)
-            length = mean([len(r.tokens) for r in group.responses])
+            length = mean([r.num_sampled for r in group.responses])
             is_whole = all(r.finish_reason is not None for r in group.responses)
             errors.append(abs(length - expected) if is_whole else max(0.0, length - expected))
             predicted.append(expected)
@@ -192,6 +192,7 @@ def live_figures(core: Coordinator) -> dict[str, float]:
     return {
         "responses/running": float(states[ResponseState.RUNNING]),
         "responses/queued": float(states[ResponseState.QUEUED]),
+        "responses/waiting": float(states[ResponseState.WAITING]),
         "responses/done": float(states[ResponseState.DONE]),
         "nodes/ready": float(nodes[NodeState.READY]),
         "nodes/all": float(nodes.total()),
@@ -225,7 +226,7 @@ def sample_of(response: Response, prompt: str, text: str, reward: float | None) 
         prompt=prompt[:MAX_SAMPLE_TEXT],
         text=text[:MAX_SAMPLE_TEXT],
         reward=reward,
-        num_tokens=len(response.tokens),
+        num_tokens=response.num_sampled,
         step=response.group.round.step,
     )
 

@@ -28,6 +28,7 @@ from lightrl.messages.fields import MAX_EVALS
 from lightrl.messages.load import Drafting
 from lightrl.messages.snapshot import SampleText, Snapshot, TailRow, WarningRow
 from lightrl.metrics.cost_and_nodes import NodeRows, cost_figures, cost_row, turns_figures
+from lightrl.metrics.episodes import episode_figures
 from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_score
 from lightrl.metrics.round_figures import (
     ScoringTime,
@@ -179,6 +180,7 @@ class Records:
             figures |= {
                 f"round/is_{kind}": float(round.kind == kind) for kind in ("short", "long", "flush")
             }
+        figures |= episode_figures(round, core.table)
         figures["migration/moves"] = float(core.table.counters.migrations - self._num_migrations)
         self._num_migrations = core.table.counters.migrations
         self._closed[round.step] = _Closed(
@@ -187,10 +189,10 @@ class Records:
             in_thread(
                 self._adding,
                 sampled_entropy,
-                [r.logprobs[r.carried :] for g in round.groups.values() for r in g.responses],
+                [r.sampled_logprobs for g in round.groups.values() for r in g.responses],
             ),
             total_tokens(round),
-            histogram([len(r.tokens) for r in trained], self._max_response_tokens),
+            histogram([r.num_sampled for r in trained], self._max_response_tokens),
         )
 
     def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
@@ -350,6 +352,7 @@ class Records:
             round_needed=round.needed if round is not None else 0,
             responses_running=states.count(ResponseState.RUNNING),
             responses_queued=states.count(ResponseState.QUEUED),
+            responses_waiting=states.count(ResponseState.WAITING),
             responses_done=states.count(ResponseState.DONE),
             wait=None if over else self.waits.row(core, now),
             tail=self._tail(core) if core.settings.tail.races else None,

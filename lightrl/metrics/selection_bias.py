@@ -156,7 +156,7 @@ class Bias:
         own, restarts = Tally(), Counter[str]()
         kept = {r.id for group in round.accepted for r in group.kept}
         for r in (r for group in round.groups.values() for r in group.responses):
-            num, is_kept = len(r.tokens), r.id in kept
+            num, is_kept = r.num_sampled, r.id in kept
             own.add(r, num, is_kept)
             held = r.group.held[r.index] if r.index < len(r.group.held) else None
             is_launched = held is None or r.carried > 0 or not held.tokens

@@ -108,6 +108,10 @@ def what(row: WaitRow) -> str:
         case K.SCORES:
             plural = "s" * (row.num != 1)
             return f"{_workers(row.of)} to score {row.num:,} response{plural}{of_step}"
+        case K.ENVIRONMENTS if not row.num:
+            return "an environment node"
+        case K.ENVIRONMENTS:
+            return f"observations of {row.num:,} episode{'s' * (row.num != 1)}{of_step}, on {who}"
         case K.TAIL:
             last = "last response" if row.num == 1 else f"last {row.num:,} responses"
             return f"the {last}{of_step}, on {who}"

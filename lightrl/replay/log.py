@@ -23,6 +23,7 @@ from lightrl.core_settings import settings_of
 from lightrl.errors import InvariantViolation, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER
 from lightrl.journal.read import LOG, Segment, newest, read_merged, segments
+from lightrl.messages.episodes import EpisodeStop
 from lightrl.messages.responses import FinishReason
 from lightrl.messages.snapshot import INTERRUPTED, Snapshot
 
@@ -55,6 +56,18 @@ class RoundReport:
 
 
 @dataclass
+class TurnReport:
+    """An observation of an episode, and the tokens sampled after it, from `start` to `end`."""
+
+    num_inserted: int
+    # messages, as JSON: the model's before it, and those of the environment
+    record: str
+    reward: float | None
+    start: int
+    end: int
+
+
+@dataclass
 class ResponseReport:
     response: str
     step: int
@@ -62,11 +75,13 @@ class ResponseReport:
     # (policy version, tokens)
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     num_tokens: int = 0
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | EpisodeStop | None = None
     reward: float | None = None
     failure: str = ""
     is_scored: bool = False
     is_trained: bool = False
+    # of an episode
+    turns: list[TurnReport] = field(default_factory=list["TurnReport"])
     # int32; only of the response that was asked for
     token_ids: bytes = b""
 
@@ -152,12 +167,13 @@ class Replay:
             round.step,
             r.attempt,
             r.spans,
-            len(r.tokens),
-            r.finish_reason,
+            r.num_sampled,
+            r.finish_reason if r.outcome is None else r.outcome.stop,
             reward=r.reward if failure is None else None,  # not the value of reward.on_failure
             failure=failure or "",
             is_scored=r.scored,
             is_trained=is_trained,
+            turns=_turns(r) if r.id == self._wanted else [],
             token_ids=encode(r.tokens) if r.id == self._wanted else b"",
         )
         round.num_responses += report.num_tokens > 0
@@ -167,6 +183,18 @@ class Replay:
             round.reward_sum += report.reward
         else:
             round.num_unscored += r.scored
+
+
+def _turns(r: Response) -> list[TurnReport]:
+    """Return the turns of an episode; the last one has no tokens, if it is what ended it."""
+    ends = [turn.start for turn in r.turns[1:]] + [len(r.tokens)]
+    turns = [
+        TurnReport(turn.num_inserted, turn.record, turn.reward, turn.end, end)
+        for turn, end in zip(r.turns, ends, strict=True)
+    ]
+    if (last := r.outcome) is not None and last.record:
+        turns.append(TurnReport(0, last.record, last.turn_reward, len(r.tokens), len(r.tokens)))
+    return turns
 
 
 def _new_core(config: Config, entries: Sequence[LogEntry]) -> Coordinator:

@@ -9,6 +9,7 @@ from lightrl.replay.log import JournalReport, Replay, ResponseReport, RoundRepor
 from lightrl.wire import to_json, unpack_i32
 
 IDS_A_LINE = 16
+MAX_RECORD = 2000  # characters of the messages of an observation
 
 
 def replay_lines(run_dir: Path, step: int | None, response: str) -> list[str]:
@@ -127,7 +128,13 @@ def _response_row(r: ResponseReport) -> tuple[str, ...]:
 
 def _response_lines(r: ResponseReport) -> list[str]:
     lines, ids, first = _table([_RESPONSE, _response_row(r)]), unpack_i32(r.token_ids), 0
-    for version, count in r.spans:
+    for number, turn in enumerate(r.turns):
+        given = "" if turn.reward is None else f", reward {turn.reward:g}"
+        lines += ["", f"observation {number}, {turn.num_inserted} tokens{given}"]
+        lines += [f"  {printable(turn.record)[:MAX_RECORD]}"]
+        for at in range(turn.start, turn.end, IDS_A_LINE):
+            lines.append("  " + " ".join(map(str, ids[at : min(at + IDS_A_LINE, turn.end)])))
+    for version, count in r.spans if not r.turns else []:
         lines += ["", f"version {version}, tokens {first} to {first + count - 1}"]
         for at in range(first, first + count, IDS_A_LINE):
             lines.append("  " + " ".join(map(str, ids[at : min(at + IDS_A_LINE, first + count)])))

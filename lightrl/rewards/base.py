@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightrl.errors import RewardError
+from lightrl.rewards.episodes import Messages, SampledTurn
 from lightrl.wire import fits_f32
 
 # of a dict that a function returns; verl takes "score", whatever else there is
@@ -26,20 +27,32 @@ class Sample:
     1], finish_reason="stop")
     """
 
-    # text, chat template applied
+    # text, chat template applied; of an episode that before its first turn
     prompt: str
-    # text, special tokens left out
+    # text, special tokens left out; of an episode that of its last turn
     response: str
     # column data.answer_key, or that of the data set's layout; None if there is none
     answer: Any
     # all columns
     row: dict[str, Any]
+    # of an episode from the first turn on, with what its environment inserted
     response_ids: list[int]
     # "stop" or "length"
     finish_reason: str
     # of the reward "code": seconds of the slowest test of a right answer to the prompt in the run;
     # None = not known
     slowest_s: float | None = None
+    # the whole chat; empty where the prompt is text
+    messages: Messages = field(default_factory=Messages)
+    # of the model
+    turns: list[SampledTurn] = field(default_factory=list[SampledTurn])
+    # of an episode; None = its environment gave none
+    environment_reward: float | None = None
+
+    @property
+    def num_prompt_messages(self) -> int:
+        """Messages before the first turn."""
+        return len(self.messages) - sum(1 + len(turn.observation) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from lightrl.rewards.episodes import EpisodeRecord
 from lightrl.wire import Codec
 
 # Environment variables that programs need, no secrets. An allow list, since names of secrets are
@@ -47,6 +48,8 @@ class RewardJob:
     epoch: int = 0
     # seconds of the slowest test of a right answer to the prompt so far; None = not known
     slowest_s: float | None = None
+    # None: a single turn
+    episode: EpisodeRecord | None = None
 
 
 # Responses of one prompt that are scored together, often a single one.
@@ -118,6 +121,8 @@ class Finished:
     # int32
     token_ids: bytes
     finish_reason: str
+    # None: a single turn
+    episode: EpisodeRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,8 @@ class WorkerProcess:
 class RewardPool:
     """`await start()`, then `run()` as a task; `submit` at any time; `await stop()` at the end.
 
-    `on_result` is called once for every job, in the order in which they finish, from `run`.
+    `on_result` is called once for every job, in the order in which they finish, from `run`. Without
+    any function there are no workers, and no job may be submitted.
     """
 
     def __init__(
@@ -224,8 +225,9 @@ class RewardPool:
         self._queue: deque[Jobs] = deque()
         self._workers = [
             WorkerProcess(reward, setup, f"reward-{k}", log_dir / f"reward-{k}.log", report)
-            for k in range(reward.workers)
+            for k in range(reward.workers if setup.named else 0)
         ]
+        self._none_by_group = (False,) * len(setup.sets)
         self._stopping = False
 
     async def start(self) -> None:
@@ -246,7 +248,7 @@ class RewardPool:
     @property
     def by_group(self) -> tuple[bool, ...]:
         """Return by set whether all responses of a prompt are scored together; after `start`."""
-        return self._workers[0].by_group
+        return self._workers[0].by_group if self._workers else self._none_by_group
 
     def submit(self, *jobs: RewardJob) -> None:
         """Queue responses of one prompt, which functions of lists get in one call."""
@@ -334,7 +336,7 @@ async def _start_child(name: str, log: Path, reward: Reward) -> RewardChild:
 def _job(number: int, jobs: Jobs) -> Job:
     one = jobs[0]
     responses = tuple(
-        Finished(j.response, j.attempt, encode(j.tokens), j.finish_reason) for j in jobs
+        Finished(j.response, j.attempt, encode(j.tokens), j.finish_reason, j.episode) for j in jobs
     )
     row = to_json(one.row)
     where = one.step, one.epoch, one.slowest_s

@@ -208,13 +208,26 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
     """Return the row's extra_info with verl's additions, as a new dict for each sample, since
     functions write into it. A question and its answer are two turns."""
     given = sample.row.get("extra_info") or {}
-    return {**given, "num_turns": 2, "rollout_reward_scores": {}}
+    num_turns = 2 * max(1, len(sample.turns))
+    return {**given, "num_turns": num_turns, "rollout_reward_scores": {}}
 
 
-def conversation(sample: Sample, columns: Columns) -> Any:
-    """The prompt in TRL's form: text, or the messages of the model's input."""
-    column = prompt_column(sample.row, columns.prompt_key)
-    prompt = messages_of(column, sample.row.get(column, sample.prompt))
+def _split(sample: Sample, columns: Columns) -> tuple[Any, Any]:
+    """The prompt and the completion in TRL's form: text, or messages."""
+    if sample.messages:
+        num = sample.num_prompt_messages
+        return sample.messages[:num], sample.messages[num:]
+    prompt = conversation(sample.prompt, sample.row, columns)
+    is_chat = isinstance(prompt, list)
+    said = [{"role": "assistant", "content": sample.response}] if is_chat else sample.response
+    return prompt, said
+
+
+def conversation(text: str, row: Mapping[str, Any], columns: Columns) -> Any:
+    """The prompt of a row in TRL's form: text, or the messages of the model's input. `text`: of a
+    row without its column."""
+    column = prompt_column(row, columns.prompt_key)
+    prompt = messages_of(column, row.get(column, text))
     if isinstance(prompt, str) and columns.as_chat:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and columns.system_prompt and not _has_system(prompt):
@@ -231,17 +244,13 @@ def _trl(
 ) -> dict[str, Any]:
     """Chat data sets get chat completions, as TRL's users expect. Columns that a row lacks are
     None, as in a `datasets.Dataset`."""
-    prompts = [conversation(s, columns) for s in samples]
+    prompts, completions = zip(*(_split(s, columns) for s in samples), strict=True)
     names = (columns.names or samples[0].row.keys()) - NOT_COLUMNS
-    completions = [
-        [{"role": "assistant", "content": s.response}] if isinstance(prompt, list) else s.response
-        for s, prompt in zip(samples, prompts, strict=True)
-    ]
     ids = [s.response_ids for s in samples]
     return {
         **{name: [s.row.get(name) for s in samples] for name in names},
-        "prompts": prompts,
-        "completions": completions,
+        "prompts": [*prompts],
+        "completions": [*completions],
         "completion_ids": ids,
         "completions_ids": ids,  # as TRL's documentation has it
         "trainer_state": state,
@@ -269,14 +278,20 @@ class Rubric:
 
     def state_of(self, sample: Sample) -> dict[str, Any]:
         """The state of a rollout that has ended, new for each sample: functions write into it."""
-        prompt = conversation(sample, self.columns)
+        prompt, said = _split(sample, self.columns)
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
+            said = [{"role": "assistant", "content": said}]
         info = sample.row.get("info") or {}
         if isinstance(info, str):
             info = json.loads(info)
         messages = [Message(m) for m in prompt]
-        completion = [Message(role="assistant", content=sample.response)]
+        completion = [Message(m) for m in said]
+        trajectory, num = list[dict[str, Any]](), 0
+        for one in sample.turns[1:] and sample.turns:
+            seen = [*messages, *completion[:num]]
+            trajectory.append({"prompt": seen, "completion": [completion[num]], "extras": {}})
+            num += 1 + len(one.observation)
         turn = {"prompt": messages, "completion": completion, "extras": {}}
         return {
             "input": sample.row,
@@ -286,7 +301,7 @@ class Rubric:
             "info": info,
             "task": sample.row.get("task", "default"),
             "example_id": sample.row.get("example_id", 0),
-            "trajectory": [turn],
+            "trajectory": trajectory or [turn],
             "is_completed": True,
             "is_truncated": sample.finish_reason == "length",
             "timing": {},

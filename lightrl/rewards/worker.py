@@ -22,6 +22,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards import kept
 from lightrl.rewards.base import Columns, RewardFunction, RunProgress, Sample
 from lightrl.rewards.builtin import load_function
+from lightrl.rewards.episodes import SampledTurn, read_turns
 from lightrl.rewards.load import distinct_names
 from lightrl.rewards.protocol import (
     COMMANDS,
@@ -38,6 +39,7 @@ from lightrl.rewards.protocol import (
     WorkerSetup,
 )
 from lightrl.rewards.score import Score, one_line, score
+from lightrl.rewards.signatures import conversation
 from lightrl.system.child import Pipe
 from lightrl.wire import from_json, unpack_i32
 
@@ -83,7 +85,7 @@ class Scorer:
 
     functions: tuple[RewardFunction, ...]
     weights: tuple[float, ...]
-    answer_key: str
+    columns: Columns
     by_group: bool
 
 
@@ -105,7 +107,7 @@ def load_scorers(setup: WorkerSetup) -> list[Scorer]:
         names = distinct_names([f.name for f in functions], each.functions)
         named = tuple(replace(f, name=n) for f, n in zip(functions, names, strict=True))
         by_group = reward.batch == "group" and any(f.takes_list for f in functions)
-        scorers.append(Scorer(named, each.weights, each.answer_key, by_group))
+        scorers.append(Scorer(named, each.weights, columns, by_group))
     taken = {key for scorer in scorers for f in scorer.functions for key in f.taken}
     if unknown := [key for key in reward.kwargs if key not in taken]:
         raise RewardError(
@@ -176,7 +178,7 @@ class _Worker:
                     if not limit.expired():
                         limit.reschedule(loop.time() + self._limit_s)
 
-                samples = self._samples(job, scorer.answer_key)
+                samples = self._samples(job, scorer.columns)
                 texts = [sample.response for sample in samples]
                 state = RunProgress(job.step, self._num_steps, float(job.epoch))
                 scores = await score(
@@ -203,15 +205,28 @@ class _Worker:
         )
         self._pipe.send(Scored(job.number, results))
 
-    def _samples(self, job: Job, answer_key: str) -> list[Sample]:
+    def _samples(self, job: Job, columns: Columns) -> list[Sample]:
         row = from_json(job.row, dict[str, Any])
-        answer = answer_of(row, answer_key)
+        answer = answer_of(row, columns.answer_key)
         samples: list[Sample] = []
         for each in job.responses:
-            ids = unpack_i32(each.token_ids)
-            text = self._decode(ids)
+            ids, record, prompt = unpack_i32(each.token_ids), each.episode, job.prompt_text
+            if record is None:
+                text = self._decode(ids)
+                turns = [SampledTurn(text, {"role": "assistant", "content": text})]
+                first = conversation(prompt, row, columns)
+            else:
+                first, turns = read_turns(record, ids, self._decode)
+                text = turns[-1].text if turns else ""
+                begin = record.spans[0][0] if turns else len(ids)
+                prompt, ids = self._decode(ids[:begin]), ids[begin:]
+            messages = list(first) if isinstance(first, list) else []
+            for turn in turns if messages else ():
+                messages += turn.message, *turn.observation
             finish, slowest_s = each.finish_reason, job.slowest_s
-            samples.append(Sample(job.prompt_text, text, answer, row, ids, finish, slowest_s))
+            reward = record.reward if record is not None else None
+            how = (finish, slowest_s, messages, turns, reward)
+            samples.append(Sample(prompt, text, answer, row, ids, *how))
         return samples
 
     def _log_traceback(self) -> None:

@@ -37,6 +37,7 @@ class _Attempt:
     pieces: list[_Piece] = field(default_factory=list["_Piece"])
     # None: running
     finish_reason: FinishReason | None = None
+    num_cached: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +75,7 @@ class ResendBuffer:
             kept.pieces[-1].token_ids += item.token_ids
             kept.pieces[-1].logprobs += item.logprobs
             if item.finish_reason is not None:
+                kept.num_cached = item.num_cached
                 self._finish(item.response, item.finish_reason)
 
     def forget(self, attempts: Iterable[tuple[str, int]]) -> None:
@@ -114,13 +116,15 @@ class ResendBuffer:
         items: dict[tuple[int, int, str], list[ResponseTokens]] = {}
         for response, kept in (self._finished | self._running).items():
             for piece in kept.pieces:
+                is_last = piece is kept.pieces[-1]
                 item = ResponseTokens(
                     response,
                     kept.attempt,
                     piece.offset,
                     bytes(piece.token_ids),
                     bytes(piece.logprobs),
-                    kept.finish_reason if piece is kept.pieces[-1] else None,
+                    kept.finish_reason if is_last else None,
+                    kept.num_cached if is_last else None,
                 )
                 items.setdefault((piece.load, piece.version, piece.digest), []).append(item)
         return [

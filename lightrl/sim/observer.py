@@ -37,7 +37,7 @@ class Observer:
                 self._first[key] = [self._lengths.of(r, r.seed) for r in group.responses]
             if group.state is GroupState.ACCEPTED:
                 out.launched.update(self._first.pop(key))
-                kept += [len(r.tokens) for r in group.kept]
+                kept += [r.num_sampled for r in group.kept]
             elif group.state is not GroupState.DEFERRED:
                 self._first.pop(key)
         out.kept.update(kept)

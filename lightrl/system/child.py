@@ -96,7 +96,29 @@ class Child(Generic[Command, Event]):
         its options, precede the command line, and no process that the child starts outlives it or
         this process (Linux).
         """
-        is_reaped = within is not None and sys.platform == "linux"
+        run = "from lightrl.system.child import run; run()"
+        # -P: do not import from the working directory
+        program = [*(within or ()), sys.executable, "-P", "-c", run, name, target]
+        runs_user_code = within is not None
+        return await cls.start_program(
+            program, name, commands, events, env, log, inherited, runs_user_code
+        )
+
+    @classmethod
+    async def start_program(
+        cls,
+        program: Sequence[str],
+        name: str,
+        commands: Codec[Command],
+        events: Codec[Event],
+        env: dict[str, str] | None = None,
+        log: Path | None = None,
+        inherited: Mapping[str, str] | None = None,
+        runs_user_code: bool = True,
+    ) -> Self:
+        """Start any program, whose last two arguments become the descriptor of its socket and the
+        pid of the process that it has to end with (NOBODY: it need not care)."""
+        is_reaped = runs_user_code and sys.platform == "linux"
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as stack:
             kept = stack.enter_context(contextlib.ExitStack())
@@ -105,15 +127,9 @@ class Child(Generic[Command, Event]):
             number = str(theirs.fileno())
             process = await asyncio.create_subprocess_exec(
                 *((sys.executable, "-I", "-S", REAPER, number) if is_reaped else ()),
-                *(within or ()),
-                sys.executable,
-                "-P",  # do not import from the working directory
-                "-c",
-                "from lightrl.system.child import run; run()",
-                name,
-                target,
+                *program,
                 number,
-                str(NOBODY if within is not None else os.getpid()),
+                str(NOBODY if runs_user_code else os.getpid()),
                 pass_fds=(theirs.fileno(),),
                 env={**(os.environ if inherited is None else inherited), **(env or {})},
                 stdin=asyncio.subprocess.PIPE if is_reaped else asyncio.subprocess.DEVNULL,

@@ -32,7 +32,8 @@ class TrainSample:
     "stop")."""
 
     response: str
-    prompt: bytes  # int32, at least one token
+    # int32; empty for an episode, whose response begins with tokens that are not trained
+    prompt: bytes
     token_ids: bytes  # int32
     # float32, as many as token_ids
     rollout_logprobs: bytes

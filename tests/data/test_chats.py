@@ -11,7 +11,7 @@ from lightrl.config.schema import Config
 from lightrl.errors import DataError
 from lightrl.launch.checks.initial import settled
 from lightrl.model_files import load_tokenizer
-from lightrl.rewards.base import Columns, Sample
+from lightrl.rewards.base import Columns
 from lightrl.rewards.signatures import conversation
 from tests.data.conftest import (
     TEMPLATE,
@@ -105,8 +105,7 @@ def test_messages_as_json_are_messages(tmp_path, writes, kind, prompt):
         parquet.write_table(pyarrow.Table.from_pylist([{"prompt": prompt}]), path)
     [loaded] = load_prompts(str(path), settings(), writes)
     assert loaded.text == "user:hi|assistant:"
-    sample = Sample(loaded.text, "", None, loaded.row, [], "stop")
-    assert conversation(sample, Columns(frozenset({"prompt"}))) == USER
+    assert conversation(loaded.text, loaded.row, Columns(frozenset({"prompt"}))) == USER
 
 
 @pytest.mark.parametrize(

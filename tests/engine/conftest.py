@@ -119,6 +119,7 @@ class Outcome:
     digests: set[str] = field(default_factory=set)
     # of the first token
     offset: int | None = None
+    num_cached: int | None = None
 
 
 class EngineClient:
@@ -164,6 +165,7 @@ class EngineClient:
                     outcome.versions += [version] * len(ids)
                     outcome.digests.add(digest)
                     outcome.finish = r.finish_reason
+                    outcome.num_cached = r.num_cached
             case EngineFailed():
                 self.failures.append(event)
             case Load():
@@ -362,8 +364,10 @@ def request_of(
     seed: int = 7,
     prefix: list[int] | None = None,
     attempt: int = 1,
+    turn_start: int = 0,
 ) -> ResponseRequest:
-    return ResponseRequest(response, attempt, seed, pack_i32(prompt), pack_i32(prefix or []), num)
+    held = pack_i32(prefix or [])
+    return ResponseRequest(response, attempt, seed, pack_i32(prompt), held, num, turn_start)
 
 
 @pytest.fixture(scope="session")

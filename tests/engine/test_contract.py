@@ -189,7 +189,7 @@ def test_a_missing_file_is_a_failure_not_a_crash(engine, ask, tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "num", "sampling", "complaint"),
     [
-        ([], 5, Sampling(1.0), "prompt is empty"),
+        ([], 5, Sampling(1.0), "prompt and prefix are empty"),
         ([2, 99], 5, Sampling(1.0), "token ids"),
         ([2], 512, Sampling(1.0), "exceed"),
         ([2], 0, Sampling(1.0), "max_new_tokens"),

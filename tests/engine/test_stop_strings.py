@@ -71,6 +71,15 @@ def test_a_text_may_begin_before_the_response_was_moved_but_not_in_the_prompt():
         assert (engine.step()[0].finish_reason == "stop") is ends
 
 
+def test_a_text_lies_within_one_turn_of_an_episode_wherever_that_is_resumed():
+    """The prefix ends with "ca"; what of it is an observation does not count."""
+    for turn_start, ends in ((1, True), (2, False), (3, False)):
+        engine, _ = stopping([Delta("r", [1], [-1.0])])
+        request = request_of("r", [], 9, prefix=[4, 2, 0], turn_start=turn_start)
+        engine.add(request, Sampling())
+        assert (engine.step()[0].finish_reason == "stop") is ends
+
+
 def test_a_text_that_ends_where_the_engine_does_is_a_stop_and_nothing_is_left_to_abort():
     engine, under = stopping([Delta("r", [2, 0, 1], [-1.0] * 3, "length")])
     engine.add(request_of("r", [3], 3), Sampling())

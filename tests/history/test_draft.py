@@ -173,6 +173,17 @@ def test_a_response_goes_on_behind_its_prefix() -> None:
     assert draft(d, "p@0#1") == OLD[:4]
 
 
+def test_a_turn_replaces_the_turns_before_it_and_an_empty_prompt_is_none_too_short() -> None:
+    d = opened()
+    for turn in range(1, 5):  # 20 tokens each, of which the first 5 are inserted
+        d.start("p@0#0", (), OLD[: 20 * turn - 15])
+        d.took("p@0#0", OLD[20 * turn - 15 : 20 * turn])
+        d.end("p@0#0", is_finished=True)
+        assert d._num_tokens == LONGEST + 20 * turn
+    d.start("p@0#1", (), OLD[:35])  # behind an observation
+    assert draft(d, "p@0#1") == OLD[35 : 35 + FIRST_WINDOW]
+
+
 def test_what_is_known_already_is_not_remembered_twice() -> None:
     d = opened()
     d.remember([history("p@0", [20, 21], [20, 21])])

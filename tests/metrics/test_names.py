@@ -33,6 +33,7 @@ def test_every_name_in_the_sources_is_described():
     assert unknown == {
         "responses/running",
         "responses/queued",
+        "responses/waiting",
         "responses/done",
         "nodes/ready",
         "nodes/all",

@@ -53,6 +53,11 @@ SAID = [
     (row("checkpoint", step=20), "a checkpoint of 20 steps to be written (0:12)"),
     (row("last checkpoint", step=20), "the last checkpoint, of 20 steps, to be written (0:12)"),
     (row("devices", nodes=("a",), num_nodes=1), "devices to change sides: a (0:12)"),
+    (
+        row("environments", 3, step=4, nodes=("e",), num_nodes=1),
+        "observations of 3 episodes of step 5, on e (0:12)",
+    ),
+    (row("environments"), "an environment node (0:12)"),
     (row("leaving", nodes=("a", "t"), num_nodes=2), "a, t to leave (0:12)"),
 ]
 

@@ -1,6 +1,8 @@
 """What a node can account for when it was not heard: every token once, in order, and nothing for
 ever."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +46,16 @@ def test_what_has_finished_is_claimed_after_what_runs_and_told_with_its_end():
     kept.add(chunk("a", 0, [1], end="stop"))
     assert kept.unacked() == (("b", 1), ("a", 1))
     assert told(kept) == [(0, "a", 0, [1], "stop")]
+
+
+def test_what_was_cached_is_told_with_the_last_tokens():
+    kept = ResendBuffer(2)
+    kept.start([request("a")])
+    kept.add(chunk("a", 0, [1]))
+    kept.loaded(1, True)
+    [last] = chunk("a", 1, [2], end="stop", version=1).responses
+    kept.add(TokenChunk(1, "d1", (replace(last, num_cached=5),)))
+    assert [i.num_cached for c in kept.chunks() for i in c.responses] == [None, 5]
 
 
 def test_loading_a_version_forgets_what_has_finished_unless_the_coordinator_was_out_of_touch():

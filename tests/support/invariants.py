@@ -8,6 +8,7 @@ from lightrl.core.rounds import race, rounds
 from lightrl.core.state import (
     OVER,
     RESTING,
+    UNFINISHED,
     GroupState,
     NodeState,
     Response,
@@ -210,9 +211,26 @@ def _places(core: "Coordinator") -> None:
     held = core.table.responses.values()
     running = {r.id for r in held if r.state is ResponseState.RUNNING}
     _require(running == seen, f"running responses and nodes differ: {sorted(running ^ seen)[:3]}")
-    waiting = {id(r) for r in core.table.queue.waiting()}
+    waiting = {id(r) for r in (*core.table.queue.waiting(), *core.table.unbegun.waiting())}
     lost = [r.id for r in held if r.state is ResponseState.QUEUED and id(r) not in waiting]
     _require(not lost, f"lost: {lost[:3]}")
+    _episodes(core)
+
+
+def _episodes(core: "Coordinator") -> None:
+    """An episode that waits is at one environment, or about to be sent to one."""
+    table = core.table
+    at = {(r.id, n.name) for n in core.fleet.nodes.values() for r in n.episodes.values()}
+    bound = {(r.id, r.environment.name) for r in table.responses.values() if r.environment}
+    _require(at == bound, f"episodes are not where nodes say: {sorted(at ^ bound)[:3]}")
+    for response in table.responses.values():
+        is_waiting = response.state is ResponseState.WAITING
+        is_known = response.id in table.to_step or response.environment is not None
+        _require(not is_waiting or is_known, f"{response.id} waits for nothing")
+        inserted = sum(turn.num_inserted for turn in response.turns)
+        _require(response.num_inserted == inserted, f"{response.id}: insertions are miscounted")
+        is_open = is_waiting or (bool(response.turns) and response.state in UNFINISHED)
+        _require(is_open == (response.id in table.open_episodes), f"{response.id}: open or not")
 
 
 def _response(core: "Coordinator", round: Round, r: Response) -> None:
@@ -221,16 +239,15 @@ def _response(core: "Coordinator", round: Round, r: Response) -> None:
         f"{r.id} is {r.state} at {r.node}",
     )
     _require(len(r.tokens) == len(r.logprobs), f"{r.id}: tokens and logprobs differ in length")
-    covered = all(n > 0 for _, n in r.spans) and sum(n for _, n in r.spans) == len(r.tokens)
+    covered = all(n > 0 for _, n in r.spans) and sum(n for _, n in r.spans) == r.num_sampled
     _require(covered, f"{r.id}: version spans do not cover its tokens")
-    _require(len(r.tokens) <= r.group.max_response_tokens, f"{r.id} is too long")
+    _require(r.num_sampled <= r.group.max_response_tokens, f"{r.id} is too long")
     for version, _ in r.spans:
         oldest = r.group.since if r.carried else round.step
         fresh = oldest - core.settings.max_staleness <= version <= round.step
         _require(fresh, f"{r.id} has tokens of version {version} in step {round.step}")
     _require(not r.scored or r.state is ResponseState.DONE, f"{r.id} is scored but {r.state}")
-    open_states = {ResponseState.QUEUED, ResponseState.RUNNING}
-    _require(not (r.resolved and r.state in open_states), f"{r.id} is settled but {r.state}")
+    _require(not (r.resolved and r.state in UNFINISHED), f"{r.id} is settled but {r.state}")
     _require(
         r.resolved or r.state is not ResponseState.ABORTED, f"{r.id} is aborted but not settled"
     )
@@ -293,9 +310,9 @@ def _has_right_winners(
     """In token space nobody who lost is shorter than one who was kept."""
     if round.races and core.settings.tail.race == "clock":
         return True
-    longest = max((len(r.tokens) for r in group if r.id in kept), default=0)
+    longest = max((r.num_sampled for r in group if r.id in kept), default=0)
     others = [r for r in group if r.id not in kept and (r.reward is not None or not r.scored)]
-    return all(len(r.tokens) + (r.finish_reason is None) >= longest for r in others)
+    return all(r.num_sampled + r.will_grow >= longest for r in others)
 
 
 def _prompts(core: "Coordinator") -> None:

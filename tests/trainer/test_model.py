@@ -85,7 +85,7 @@ def test_an_empty_batch_is_a_row_of_nothing(model_dir):
 @pytest.mark.parametrize(
     ("prompt", "response", "logprobs", "reason"),
     [
-        ([], [3], [-1], "0 prompt tokens, 1 response tokens, 1 logprobs"),
+        ([], [3], [-1], "nothing comes before its first token, which is trained"),
         ([3], [3], [-1, -1], "1 prompt tokens, 1 response tokens, 2 logprobs"),
         ([3], [3, 24], [-1, -1], "token id 24 is outside the vocabulary of 24"),
         ([-1], [3], [-1], "token id -1 is outside the vocabulary of 24"),

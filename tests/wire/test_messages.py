@@ -16,6 +16,14 @@ from lightrl.messages.broadcasts import (
     BroadcastStatus,
     VersionTaken,
 )
+from lightrl.messages.episodes import (
+    BeginEpisode,
+    EndEpisode,
+    EpisodeEnded,
+    Observed,
+    RecordedTurn,
+    StepEpisode,
+)
 from lightrl.messages.load import Load, StepCosts
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
@@ -128,6 +136,19 @@ EXAMPLES: list[Message] = [
     TrainerRelay("trainer-1", b"frame"),
     SetDevices("trainer", 4, True, (0, 1)),
     DevicesReleased("trainer", 2, 22_000_000_000, 1.1),
+    BeginEpisode(
+        "p7@0#3",
+        1,
+        9,
+        512,
+        row='{"n": 5}',
+        turns=(RecordedTurn(b"\x01\0\0\0", "5f0c", "[]", b"\x02\0\0\0", "stop", 0.5, b"s"),),
+        repeats=True,
+    ),
+    StepEpisode("p7@0#3", 1, 0, b"\x02\0\0\0", "stop"),
+    EndEpisode((("p7@0#3", 1),)),
+    Observed("p7@0#3", 1, 0, 0, b"\x01\0\0\0", 64, "5f0c", "[]", 0.5, b"s", 0.25, 1),
+    EpisodeEnded("p7@0#3", 1, 2, "failed", None, 0.5, "no n", "[]", {"won": 1.0}, 0.25, 1),
     Drain("rollout-0", "SIGTERM"),
     Bye("drained", True),
     Watch(0.5),
@@ -183,10 +204,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: Message)
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_18_are_pinned():
+def test_bytes_of_protocol_19_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert PROTOCOL == 18
+    assert PROTOCOL == 19
     abort = wire.MESSAGES.encode(Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(Checkpointed(20, 10))
@@ -205,8 +226,8 @@ def test_bytes_of_protocol_18_are_pinned():
     )
     assert wire.MESSAGES.encode(chunk).hex() == (
         "92aa546f6b656e4368756e6b83ae706f6c6963795f76657273696f6e01a6646967657374a164a9726573706f6e736573"
-        "9186a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"
-        "6f6770726f6273c404000080bfad66696e6973685f726561736f6ec0"
+        "9187a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"
+        "6f6770726f6273c404000080bfad66696e6973685f726561736f6ec0aa6e756d5f636163686564c0"
     )
     masked = wire.MESSAGES.encode(TrainShard(1, 0, 1, (TrainGroup("g", b"", (TRAINED,)),)))
     assert masked.hex() == (

@@ -140,7 +140,7 @@ class StepWork:
 
 
 @dataclass(slots=True)
-class Observed:
+class LearnedTimes:
     """Learned values that the journal keeps."""
 
     # by kind of round
@@ -153,7 +153,7 @@ class Observed:
     reserved_s: float = 0.0
     preemptible_s: float = 0.0
 
-    def copy(self) -> "Observed":
+    def copy(self) -> "LearnedTimes":
         return replace(self, kinds=dict(self.kinds))
 
 

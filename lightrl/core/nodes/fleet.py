@@ -44,6 +44,7 @@ class Fleet:
         self.nodes: dict[str, Node] = {}
         self.ready: dict[str, Node] = {}  # those that serve the published version
         self.updating: dict[str, Node] = {}  # those that load it
+        self.environments: dict[str, Node] = {}  # those with the role
         self.share_updating = 0.0  # of the work, of these
         self.share_ready = 0.0  # of those that serve it already
         self.trainers = Trainers(settings.num_trainers, outbox)
@@ -80,6 +81,8 @@ class Fleet:
             return f"speaks protocol {hello.protocol}, this run {PROTOCOL}"
         if hello.slots < 0 or not hello.roles:
             return f"offers {hello.slots} slots and {len(hello.roles)} roles"
+        if "environment" in hello.roles and self._settings.episodes is None:
+            return "this run has no environment"
         if (reason := why_not_shared(hello, self.trainers, self._settings)) is not None:
             return reason
         return self.trainers.why_refused(hello) if "trainer" in hello.roles else None
@@ -124,6 +127,9 @@ class Fleet:
         if "rollout" in node.roles:
             self._rollouts.add(node.name)
             self.failed.pop(node.name, None)
+        if "environment" in node.roles:
+            self.environments[node.name] = node
+            self._transition(node, NodeState.READY)
         if self.lease_check_at is None:
             self.lease_check_at = now + self._settings.lease_s
         self._outbox.add(Admit(node.name))
@@ -175,6 +181,7 @@ class Fleet:
         if node is None:
             return
         self.num_preemptible -= node.is_preemptible
+        self.environments.pop(name, None)
         self._transition(node, NodeState.GONE)
         is_trainer = name == self.trainer
         self.trainers.lost(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from lightrl.core.commands import Outbox, Scale
-from lightrl.core.nodes.cost_model import Forecast, MeanNode, Observed, StepWork
+from lightrl.core.nodes.cost_model import Forecast, LearnedTimes, MeanNode, StepWork
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses.placement import LengthForecast, outlook
 from lightrl.core.settings import Settings
@@ -51,7 +51,7 @@ class Scaling:
     def __init__(
         self, settings: Settings, fleet: Fleet, expect: LengthForecast, outbox: Outbox, now: float
     ) -> None:
-        self.learned = Observed()
+        self.learned = LearnedTimes()
         self._settings = settings
         self._fleet = fleet
         self._expect = expect
@@ -104,7 +104,7 @@ class Scaling:
             return
         tokens = seen.accepted[-1][1] if seen.accepted else 0
         for group in round.in_turn[seen.num_accepted :]:
-            tokens += sum(len(r.tokens) for r in group.kept)
+            tokens += sum(r.num_sampled for r in group.kept)
         seen.num_accepted = len(round.in_turn)
         seen.accepted.append((self._at, tokens))
 

@@ -1,6 +1,6 @@
 """Accept tokens of responses from nodes, which are not trusted, and from the journal.
 
-Owns the checks of a chunk and finds its new part. `_append` appends all accepted tokens.
+Owns the checks of a chunk and finds its new part. `append` appends all accepted tokens.
 `group_lifecycle` decides the outcome of a response, and `responses` owns the assignment to a node.
 """
 
@@ -18,6 +18,8 @@ from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState
 from lightrl.errors import InvariantViolation
 from lightrl.messages.responses import ResponseTokens, TokenChunk
+
+HIT_WEIGHT = 1 / 16  # of one turn in the hit rate of its node
 
 
 @dataclass(eq=False)
@@ -85,21 +87,22 @@ class Arrivals:
             if not math.isfinite(sum(decode("f", logprobs))):
                 return "sent a logprob that is not finite"
             num_new = len(new)
-            held += num_new
-            if held > group.max_response_tokens:
+            if num_new > response.max_new_tokens:
                 return f"sent more than {group.max_response_tokens} tokens for one response"
-            _append(response, version, data, logprobs)
+            append(response, version, data, logprobs)
             self._num_tokens += num_new
             self._taken.append(item)
         elif finish is not None and finish != "abort":
             self._taken.append(item)
         if finish is None:
+            held = response.num_sampled
             if held >= group.bound or held >= round.cut:  # as race.has_lost
                 self._lifecycle.give_up(response)
         elif finish == "abort":  # by the node, which is draining or loads a new version
             self._table.counters.responses_moved += 1
             self._table.requeue(response)
         else:
+            _learn_hit_rate(node, response, item.num_cached)
             self._lifecycle.finish(response, finish)
         return None
 
@@ -134,7 +137,7 @@ class Arrivals:
             )
         response.attempt = max(response.attempt, item.attempt)
         if len(item.token_ids) > 4 * known:
-            _append(response, version, item.token_ids[4 * known :], item.logprobs[4 * known :])
+            append(response, version, item.token_ids[4 * known :], item.logprobs[4 * known :])
         num_tokens = len(response.tokens) - held
         self._table.counters.count_tokens(num_tokens, response.group.round.is_eval)
         if item.finish_reason in {"stop", "length"}:
@@ -144,9 +147,17 @@ class Arrivals:
             self._lifecycle.give_up(response)
 
 
-def _append(response: Response, version: int, token_ids: bytes, logprobs: bytes) -> None:
-    """Append tokens to a response; every source of tokens uses this function."""
-    if response.version != version:
+def _learn_hit_rate(node: Node, response: Response, num_cached: int | None) -> None:
+    """Learn how much of its KV a node still had for a turn that came back to it."""
+    if num_cached is not None and response.came_back:
+        known = response.turns[-1].start
+        node.hit_rate += HIT_WEIGHT * (min(1.0, num_cached / max(1, known)) - node.hit_rate)
+
+
+def append(response: Response, version: int | None, token_ids: bytes, logprobs: bytes) -> None:
+    """Append tokens to a response; every source of tokens uses this function. `version`: that
+    sampled them; None = an environment inserted them."""
+    if version is not None and response.version != version:
         response.version = version
         response.starts.append((version, len(response.tokens)))
     response.tokens.frombytes(native(token_ids))

@@ -59,16 +59,16 @@ class LengthPredictor:
             self._remember(group)
             for r in group.responses:
                 if r.finish_reason is not None and (r.num_new or not r.carried):
-                    self._counts[_bin(len(r.tokens))] += 1
+                    self._counts[_bin(r.num_sampled)] += 1
         for group in round.accepted:
-            self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
+            self._finished[group.prompt.id] = max(r.num_sampled for r in group.kept)
 
     def learn_evaluation(self, round: Round) -> None:
         """Learn the lengths of a closed evaluation, for its own prompts only: training has another
         sampling and another limit."""
         longest: dict[str, int] = {}
         for group in round.groups.values():
-            lengths = [len(r.tokens) for r in group.responses if r.tokens]
+            lengths = [r.num_sampled for r in group.responses if r.num_sampled]
             if lengths:
                 self._lengths[group.key] = (group.prompt.epoch, lengths)
                 longest[group.set] = max(longest.get(group.set, 0), *lengths)
@@ -81,7 +81,7 @@ class LengthPredictor:
 
     def _remember(self, group: Group) -> None:
         """Store a group's lengths; for a deferred group, only as lower bounds of its last epoch."""
-        lengths = [len(r.tokens) for r in group.responses if r.tokens]
+        lengths = [r.num_sampled for r in group.responses if r.num_sampled]
         epoch, older = self._lengths.get(group.prompt.id, (-1, []))
         if group.state is GroupState.DEFERRED and epoch < group.prompt.epoch and older:
             farthest = max(lengths, default=0)
@@ -101,11 +101,11 @@ class LengthPredictor:
         The mean of the longer ones among its prompt's last epoch, or evaluation, and its finished
         siblings; where there are none, of all responses of recent rounds, or the limit.
         """
-        held = len(response.tokens)
+        held = response.num_sampled
         group = response.group
         longer = [n for n in self._lengths.get(group.key, (0, []))[1] if n > held]
         if group.finishers:
-            longer += [len(r.tokens) for r in group.responses if r.scored and len(r.tokens) > held]
+            longer += [r.num_sampled for r in group.responses if r.scored and r.num_sampled > held]
         if longer:
             return sum(longer) / len(longer)
         if group.round.is_eval:  # sets with a higher limit first: no other difference is known

@@ -161,4 +161,4 @@ def works_of(node: Node, foresee: LengthForecast) -> list[tuple[float, Response]
 
 
 def remaining(response: Response, foresee: LengthForecast) -> float:
-    return max(1.0, foresee(response) - len(response.tokens))
+    return max(1.0, foresee(response) - response.num_sampled)

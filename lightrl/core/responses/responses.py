@@ -1,11 +1,14 @@
-"""The responses of the open rounds and their places: in the queue, at a node, or held here.
+"""The responses of the open rounds and their places: in the queue, at a node, at their environment,
+or held here.
 
 Owns responses and their places; a response is in exactly one. `placement` chooses nodes,
 `arrivals` appends tokens, `group_lifecycle` decides the outcome.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
 
 from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox
@@ -15,7 +18,22 @@ from lightrl.core.responses.placement import LengthForecast
 from lightrl.core.responses.queue import WorkQueue
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState, Round
-from lightrl.messages.responses import Abort, Generate, ResponseRequest, Sampling
+from lightrl.messages.episodes import EndEpisode
+from lightrl.messages.responses import Abort, FinishReason, Generate, ResponseRequest, Sampling
+
+MEAN_OF = 256  # values of a moving average
+
+
+@dataclass(slots=True)
+class MeanTime:
+    """A moving average, in seconds."""
+
+    seconds: float = 0.0
+    num: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.num = min(self.num + 1, MEAN_OF)
+        self.seconds += (seconds - self.seconds) / self.num
 
 
 class ResponseTable:
@@ -24,7 +42,13 @@ class ResponseTable:
     ) -> None:
         self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
         self.responses: dict[str, Response] = {}  # of these rounds
-        self.queue = WorkQueue(settings, expect)
+        numbers = count(1)
+        self.queue = WorkQueue(settings, expect, numbers)
+        self.unbegun = WorkQueue(settings, expect, numbers)  # episodes without an observation
+        # episodes that wait for their environment, and that no environment node was sent; in order
+        self.to_step: OrderedDict[str, Response] = OrderedDict()
+        self.open_episodes: set[str] = set()  # begun and not over
+        self.turn_s = MeanTime()  # of a turn at its rollout node
         self.num_running = 0
         self.num_finished = 0  # in the run so far, as seen by this core
         self.counters = Counters()
@@ -65,14 +89,37 @@ class ResponseTable:
     def start(self, responses: list[Response]) -> None:
         for response in responses:
             self.responses[response.id] = response
-            if response.state is ResponseState.QUEUED:
+            if response.turns and response.outcome is None:
+                self.open_episodes.add(response.id)
+            if response.state is ResponseState.WAITING:
+                self.to_step[response.id] = response
+            elif response.state is ResponseState.QUEUED:
                 self._enqueue(response)
 
-    def requeue(self, response: Response) -> None:
+    def requeue(self, response: Response, resumed: bool = True) -> None:
         """Queue a response to continue from its tokens, ahead of others: its prefix is paid for."""
         self.release(response)
         response.transition(ResponseState.QUEUED)
-        self._enqueue(response, resumed=True)
+        self._enqueue(response, resumed)
+
+    def wait(self, response: Response, finish: FinishReason) -> None:
+        """Let an episode wait for its environment, after a turn that ended with `finish`."""
+        if response.node is not None:
+            self.turn_s.add(self._fleet.now - response.since)
+        self.release(response)
+        response.finishes.append(finish)
+        response.was_stepped = False
+        response.transition(ResponseState.WAITING)
+        self.to_step[response.id] = response
+
+    def forget_environment(self, response: Response) -> None:
+        """Tell the environment node of an episode, if it has one, that it is over."""
+        self.to_step.pop(response.id, None)
+        self.open_episodes.discard(response.id)
+        if (node := response.environment) is not None:
+            del node.episodes[response.id]
+            response.environment = None
+            self._outbox.send(node.name, EndEpisode(((response.id, response.incarnation),)))
 
     def requeue_all(self, node: Node) -> int:
         """Queue all responses of a leaving node; return their number."""
@@ -83,6 +130,9 @@ class ResponseTable:
         return len(leaving)
 
     def _enqueue(self, response: Response, resumed: bool = False) -> None:
+        if self.settings.episodes is not None and not response.turns:
+            self.unbegun.push(response)
+            return
         self.queue.push(response, resumed)
         self._is_dirty = True
 
@@ -147,13 +197,16 @@ class ResponseTable:
             seed=response.seed,
             prompt=response.group.prompt.tokens,
             prefix=encode(response.tokens),
-            max_new_tokens=response.group.max_response_tokens - len(response.tokens),
+            max_new_tokens=response.max_new_tokens,
+            turn_start=response.turns[-1].end if response.turns else 0,
         )
 
     def run(self, response: Response, node: Node, attempt: int) -> None:
         """Mark a queued response as running at a node, where it may have begun earlier."""
         response.transition(ResponseState.RUNNING, node)
         response.attempt = attempt
+        response.came_back = is_home(response, node)
+        response.since = self._fleet.now
         node.running[response.id] = response
         node.context += response.context
         self.num_running += 1
@@ -173,6 +226,7 @@ class ResponseTable:
         node = response.node
         if node is not None:
             del node.running[response.id]
+            response.last_node = node.name if response.turns else ""
             node.context -= response.context
             self.num_running -= 1
             self._freed[node.name] = node
@@ -239,6 +293,13 @@ def can_exist(response: Response, attempt: int) -> bool:
     so a restored core may have placed up to MAX_UNRECORDED more than it has stored.
     """
     return attempt <= response.attempt + MAX_UNRECORDED
+
+
+def is_home(response: Response, node: Node) -> bool:
+    """Return whether a node ran the last turn of an episode, and may still have its KV: a newer
+    version has cleared it."""
+    is_same = bool(response.turns) and response.last_node == node.name
+    return is_same and response.version == node.policy_version
 
 
 def is_current(response: Response, attempt: int) -> bool:

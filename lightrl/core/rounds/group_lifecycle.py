@@ -9,11 +9,20 @@ import bisect
 
 from lightrl.core.commands import Outbox
 from lightrl.core.events import ResponseScored
-from lightrl.core.responses.responses import ResponseTable
+from lightrl.core.responses.queue import WorkQueue
+from lightrl.core.responses.responses import ResponseTable, is_home
 from lightrl.core.rounds import race, rounds
 from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Settings
-from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
+from lightrl.core.state import (
+    EpisodeOutcome,
+    Group,
+    GroupState,
+    Node,
+    Response,
+    ResponseState,
+    Round,
+)
 from lightrl.messages.responses import FinishReason
 
 MAX_SLOWEST = 100_000  # prompts
@@ -42,18 +51,49 @@ class GroupLifecycle:
 
     # Responses
 
-    def pop_waiting(self, most: int) -> list[Response]:
-        """Remove and return up to `most` responses from the queue; give up those that have lost."""
+    def pop_waiting(self, most: int, queue: WorkQueue | None = None) -> list[Response]:
+        """Remove and return up to `most` responses from a queue, by default that of the rollout
+        nodes; give up those that have lost."""
         taken: list[Response] = []
-        while len(taken) < most and (response := self._table.queue.pop()) is not None:
+        queue = self._table.queue if queue is None else queue
+        while len(taken) < most and (response := queue.pop()) is not None:
             if race.has_lost(response):
                 self.give_up(response)
             else:
                 taken.append(response)
         return taken
 
+    def pop_home(self, node: Node, most: int) -> list[Response]:
+        """Remove and return up to `most` episodes whose last turn this node ran, while it may still
+        have their KV."""
+        taken: list[Response] = []
+        while len(taken) < most and (response := self._table.queue.pop_home(node)) is not None:
+            if race.has_lost(response):
+                self.give_up(response)
+            elif is_home(response, node):
+                taken.append(response)
+            else:
+                response.last_node = ""
+                self._table.queue.push(response, resumed=True)
+        return taken
+
     def finish(self, response: Response, reason: FinishReason) -> None:
-        """Mark a response as finished and request its score, unless it has lost the race."""
+        """Mark a response as finished and request its score, unless it has lost the race. An
+        episode has finished a turn, and waits for its environment."""
+        if self._settings.episodes is not None:
+            self._table.wait(response, reason)
+            if race.has_lost(response):
+                self.give_up(response)
+        else:
+            self._finish(response, reason)
+
+    def end_episode(self, response: Response, outcome: EpisodeOutcome) -> None:
+        """End an episode that waits for its environment."""
+        response.outcome = outcome
+        self._table.forget_environment(response)
+        self._finish(response, "stop" if outcome.stop == "done" else "length")
+
+    def _finish(self, response: Response, reason: FinishReason) -> None:
         response.finish_reason = reason
         self._table.num_finished += 1
         self._table.release(response)
@@ -119,6 +159,7 @@ class GroupLifecycle:
         if response.state is ResponseState.RUNNING:
             self._table.stop(response)
         if response.state is not ResponseState.DONE:
+            self._table.forget_environment(response)
             response.transition(ResponseState.ABORTED)
         self._settle(response)
 
@@ -231,15 +272,20 @@ class GroupLifecycle:
 
         A run without any score so far ends with its first such step or evaluation: the reward
         function is wrong, and later steps would not differ. After the first score the cause may be
-        temporary (an overloaded judge), and the run ends after `max_unscored_steps` in a row.
+        temporary (an overloaded judge), and the run ends after `max_unscored_steps` in a row; with
+        episodes, also if most have no score in so many steps.
         """
-        if round.num_rewards or not round.num_failed:
+        most_failed = self._settings.episodes is not None and round.num_failed > round.num_rewards
+        if (round.num_rewards and not most_failed) or not round.num_failed:
             if round.num_rewards and not round.is_eval:
                 self._num_unscored = 0
             return
         self._num_unscored += not round.is_eval
         what = f"evaluation at step {round.step}" if round.is_eval else f"step {round.step + 1}"
         text = f"{what}: none of {round.num_failed} responses has a score: {round.failure}"
+        if round.num_rewards:
+            num = round.num_failed + round.num_rewards
+            text = f"{what}: {round.num_failed} of {num} episodes have no score: {round.failure}"
         most = self._settings.max_unscored_steps
         if most and not self._has_scored and not self._table.counters.trained_responses:
             self.trouble = text

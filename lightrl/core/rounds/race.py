@@ -17,7 +17,7 @@ This module changes no state: `group_lifecycle` writes `finishers`, `bound` and 
 import bisect
 
 from lightrl.core.settings import Settings
-from lightrl.core.state import UNBOUNDED, Group, GroupState, Response, ResponseState, Round
+from lightrl.core.state import UNBOUNDED, Group, GroupState, Response, Round
 
 MIN_COMPARED = 2  # responses with a score that a group is trained with, unless it has but one
 DECIDED = -1  # bound and cut of a race by the clock that is over: the remaining ones have lost
@@ -26,8 +26,8 @@ MAX_RECHECKS = 32  # calls of `decided_groups` in one round: keeps their cost li
 
 def has_lost(response: Response) -> bool:
     """Return whether a response can no longer be among those kept."""
-    group, n = response.group, len(response.tokens)
-    if response.state is ResponseState.DONE and group.bound != DECIDED:
+    group, n = response.group, response.num_sampled
+    if not response.will_grow and group.bound != DECIDED:
         return n > group.round.cut or (n, response.index) > _last_kept(group)
     return n >= group.bound or n >= group.round.cut
 
@@ -37,7 +37,7 @@ def finish_of_response(settings: Settings, response: Response) -> tuple[int, int
     time in a race by the clock, includes."""
     round = response.group.round
     by_clock = round.races and settings.tail.race == "clock"
-    return (round.num_scores if by_clock else len(response.tokens), response.index)
+    return (round.num_scores if by_clock else response.num_sampled, response.index)
 
 
 def finish_of_group(group: Group) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def _last_kept(group: Group) -> tuple[int, int]:
 def _earliest(group: Group) -> int:
     """Return the earliest finishing time that is still possible for an incomplete group."""
     times = [time for time, _ in group.finishers]
-    times += [len(r.tokens) + (not r.finish_reason) for r in group.responses if not r.resolved]
+    times += [r.num_sampled + r.will_grow for r in group.responses if not r.resolved]
     times.sort()
     keep = group.size
     return times[keep - 1] if len(times) >= keep else UNBOUNDED

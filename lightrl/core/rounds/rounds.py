@@ -166,7 +166,12 @@ def _continue(response: Response, before: HeldResponse) -> None:
     response.tokens, response.logprobs = decode("i", before.tokens), decode("f", before.logprobs)
     response.starts = list(before.starts)
     response.version = before.starts[-1][0] if before.starts else -1
-    is_full = len(response.tokens) >= response.group.max_response_tokens
+    response.turns, response.finishes = list(before.turns), list(before.finishes)
+    response.num_inserted = sum(turn.num_inserted for turn in before.turns)
+    response.outcome, response.was_stepped = before.outcome, True
+    if before.turns and len(before.finishes) == len(before.turns) and before.outcome is None:
+        response.state = ResponseState.WAITING  # its environment steps the last turn again
+    is_full = not before.turns and response.num_sampled >= response.group.max_response_tokens
     response.finish_reason = before.finish_reason or ("length" if is_full else None)
     if response.finish_reason is not None:
         response.state = ResponseState.DONE
@@ -183,6 +188,9 @@ def hold(settings: Settings, response: Response) -> HeldResponse:
         tuple(response.starts),
         response.finish_reason,
         response.reward,
+        tuple(response.turns) if settings.tail.continues else (),
+        tuple(response.finishes) if settings.tail.continues else (),
+        response.outcome,
     )
 
 

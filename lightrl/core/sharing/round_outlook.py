@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lightrl.core.responses.placement import LengthForecast
-from lightrl.core.state import GroupState, ResponseState, Round
+from lightrl.core.state import UNFINISHED, GroupState, ResponseState, Round
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ def rest_of(round: Round, expect: LengthForecast, longest: int) -> Rest:
         num_launched += len(group.responses)
         for r in group.responses:
             num_finished += r.finish_reason is not None
-            held = len(r.tokens)
-            if r.state in {ResponseState.RUNNING, ResponseState.QUEUED}:
+            held = r.num_sampled
+            if r.state in UNFINISHED:
                 tokens = max(held + 1.0, expect(r))
                 rest.left.append(tokens - held)
                 running.append((tokens - held, len(group.prompt.tokens) // 4 + held))
@@ -44,7 +44,7 @@ def rest_of(round: Round, expect: LengthForecast, longest: int) -> Rest:
             elif r.state is ResponseState.DONE:
                 lengths.append((0.0, held))
         if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED}:
-            groups.append((0.0, sum(len(r.tokens) for r in group.kept)))
+            groups.append((0.0, sum(r.num_sampled for r in group.kept)))
         elif group.state is GroupState.OPEN and lengths:
             kept = sorted(lengths)[: group.size]
             groups.append((kept[-1][0], sum(tokens for _, tokens in kept)))

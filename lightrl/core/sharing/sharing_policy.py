@@ -185,7 +185,7 @@ class SharingPolicy:
             return
         step.look(now)
         step.closed_at = now
-        lengths = [(r.num_new, len(r.tokens)) for g in round.accepted for r in g.kept]
+        lengths = [(r.num_new, r.num_sampled) for g in round.accepted for r in g.kept]
         self._longest[round.kind] = max((new for new, _ in lengths), default=0)
         step.num_tokens = sum(tokens for _, tokens in lengths)
         if step.trains_at is None and self._all_train():

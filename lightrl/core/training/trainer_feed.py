@@ -9,7 +9,7 @@ sent unchanged. `race` and `round_scheduler` decide which groups belong to a ste
 from collections import deque
 from itertools import islice
 
-from lightrl.core.arrays import encode
+from lightrl.core.arrays import encode, pack_mask
 from lightrl.core.commands import Outbox, ReplayShards
 from lightrl.core.log_entries import ShardSent
 from lightrl.core.nodes.fleet import Fleet
@@ -213,6 +213,7 @@ def _next_groups(round: Round) -> list[Group]:
 
 
 def _num_tokens(group: Group) -> int:
+    """Return the tokens to send, inserted ones included."""
     return sum(len(r.tokens) for r in group.kept)
 
 
@@ -222,6 +223,8 @@ def _train_group(group: Group, policy_version: int) -> TrainGroup:
         assert r.reward is not None
         assert r.finish_reason is not None
         stale = sum(tokens for version, tokens in r.spans if version < policy_version)
+        if r.turns:
+            stale = r.num_before(policy_version)
         responses.append(
             TrainResponse(
                 r.id,
@@ -229,6 +232,7 @@ def _train_group(group: Group, policy_version: int) -> TrainGroup:
                 encode(r.logprobs),
                 r.reward,
                 r.finish_reason,
+                pack_mask(len(r.tokens), [(t.start, t.end) for t in r.turns]) if r.turns else b"",
                 num_stale=stale,
             )
         )

@@ -29,6 +29,7 @@ from lightrl.engine.sampling import keys, sample
 from lightrl.engine.torch.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.torch.kv import RowCache, RowPlacement
 from lightrl.engine.torch.live import LiveTensors
+from lightrl.engine.torch.parked import ParkedRows
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
 from lightrl.messages.load import Load
@@ -80,6 +81,10 @@ class TorchEngine:
         elif self.device == "cuda":
             self._slots, self._draft_logits = fitting(spec, config, cache_bytes // spec.slots)
         self._cache = RowCache(text.num_hidden_layers, self._slots, spec.max_model_length)
+        self._parked = ParkedRows(self._slots)
+        # whether a row is still there depends on time, and its last bits differ from those of a
+        # prefill
+        self._parks = not spec.is_deterministic
         self._waiting: deque[Running] = deque()
         # row i of the cache and of the arrays below belongs to response i
         self._rows: list[Running] = []
@@ -163,6 +168,7 @@ class TorchEngine:
         self._tensors.receive(command, self.device, is_unwanted)
 
     def sleep(self) -> int:
+        self._parked.clear()
         return self._cache.give_back() + self._tensors.give_back()
 
     def wake(self) -> None:
@@ -172,6 +178,7 @@ class TorchEngine:
         """Queue running responses for another prefill: their KV is of the old weights."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
+        self._parked.clear()
 
     @torch.inference_mode()
     def logprobs_of(self, token_ids: list[int]) -> list[float]:
@@ -219,14 +226,16 @@ class TorchEngine:
         joining: list[Running] = []
         longest = 0
         while self._waiting and len(self._rows) + len(joining) < self._slots:
-            longest = max(longest, len(self._waiting[0].tokens))
+            r = self._waiting[0]
+            longest = max(longest, len(r.tokens) - self._parked.num_reusable(r))
             if joining and longest * (len(joining) + 1) > PREFILL_TOKENS:
                 break
             joining.append(self._waiting.popleft())
         return joining
 
     def _prefill(self, joining: list[Running], deltas: list[Delta]) -> None:
-        """Run whole contexts into new rows behind the running ones and sample a token for each."""
+        """Run whole contexts, or what is not parked, into new rows behind the running ones and
+        sample a token for each."""
         first, num = len(self._rows), len(joining)
         for row, r in enumerate(joining, first):
             self._seed[row], self._length[row] = r.seed, len(r.tokens)
@@ -236,23 +245,25 @@ class TorchEngine:
         # A group's responses share their prompt: run it once and copy its keys and values.
         distinct: dict[tuple[int, ...], int] = {}
         source = np.array([distinct.setdefault(tuple(r.tokens), len(distinct)) for r in joining])
-        longest = max(len(context) for context in distinct)
-        self._cache.reserve(longest)
+        reused, copies = self._parked.join(first, joining, source.tolist())
+        self._copy_rows(copies)
+        for r, i in zip(joining, source, strict=True):
+            r.num_cached = reused[i] if r.num_cached is None else r.num_cached
+        longest = max(len(context) - reused[i] for context, i in distinct.items())
+        width = max(map(len, distinct))
+        self._cache.reserve(width)
         # Padding is on the left, so that the last query column holds every context's last token.
         tokens = np.zeros((len(distinct), longest), np.int64)
         positions = np.zeros((len(distinct), longest), np.int64)
         columns = np.full((len(distinct), longest), self._cache.scratch, np.int64)
         for context, i in distinct.items():
-            start = longest - len(context)
-            tokens[i, start:] = context
-            positions[i, start:] = columns[i, start:] = np.arange(len(context))
-        logits = self._forward(first, tokens, positions, columns, longest)[:, -1]
+            start = longest - len(context) + reused[i]
+            tokens[i, start:] = context[reused[i] :]
+            positions[i, start:] = columns[i, start:] = np.arange(reused[i], len(context))
+        logits = self._forward(first, tokens, positions, columns, width)[:, -1]
         if len(distinct) < num:
-            rows = torch.from_numpy(source).to(self.device)
-            self._cache.copy_rows(
-                first + rows, torch.arange(first, first + num, device=self.device), longest
-            )
-            logits = logits[rows]
+            self._copy_rows([(first + i, first + k, width) for k, i in enumerate(source)])
+            logits = logits[torch.from_numpy(source).to(self.device)]
         self._draw(logits, first, first + num, deltas)
 
     def _decode(self, num: int, deltas: list[Delta]) -> None:
@@ -316,7 +327,8 @@ class TorchEngine:
                 if reason := r.grow(token):
                     del new[k:]
                     break
-            deltas.append(Delta(r.response, new, logprobs[i, : len(new)].tolist(), reason))
+            new_logprobs = logprobs[i, : len(new)].tolist()
+            deltas.append(Delta(r.response, new, new_logprobs, reason, r.num_cached))
             self._last[i] = new[-1]
             self._length[i] = len(r.tokens)
 
@@ -371,7 +383,7 @@ class TorchEngine:
         self._last[at] = ids
         self._length[at] += 1
         for r, token, logprob in zip(self._rows[at], ids.tolist(), logprobs.tolist(), strict=True):
-            deltas.append(Delta(r.response, [token], [logprob], r.grow(token)))
+            deltas.append(Delta(r.response, [token], [logprob], r.grow(token), r.num_cached))
 
     def _ordered(self, deltas: list[Delta], num_decoding: int) -> list[Delta]:
         """Return deltas in row order: `step` fills in the new rows, which lie behind, first."""
@@ -380,19 +392,28 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:
-        """Free rows by moving the last ones into the holes; only those are copied."""
+        """Free rows by moving the last ones into the holes, and park those of episodes; only these
+        are copied."""
         if not rows:
             return
         remaining = len(self._rows) - len(rows)
         leaving = set(rows)
         target = [i for i in rows if i < remaining]
         source = [i for i in range(remaining, len(self._rows)) if i not in leaving]
+        ended = [i for i in rows if self._parks and self._rows[i].is_turn]
+        parked = self._parked.park([self._rows[i] for i in ended], remaining)
+        copied = [*zip(source, target, strict=True), *zip(ended, parked, strict=True)]
+        self._copy_rows([(i, j, int(self._length[i])) for i, j in copied])
         if source:
-            width = int(self._length[source].max())
-            to = torch.tensor(target, device=self.device)
-            self._cache.copy_rows(torch.tensor(source, device=self.device), to, width)
             for array in self._row_arrays:
                 array[target] = array[source]
             for i, j in zip(target, source, strict=True):
                 self._rows[i] = self._rows[j]
         del self._rows[remaining:]
+
+    def _copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the keys and values of rows at the same time: (from row, to row, tokens)."""
+        if copies:
+            source, target, num_tokens = zip(*copies, strict=True)
+            rows, to = (torch.tensor(x, device=self.device) for x in (source, target))
+            self._cache.copy_rows(rows, to, max(num_tokens))

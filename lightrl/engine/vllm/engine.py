@@ -194,7 +194,8 @@ class VllmEngine:
                 del self._responses[out.request_id], self._ids[response]
             found = out.new_logprobs
             logprobs = found.logprobs[:, 0].tolist() if found is not None else []
-            deltas.append(Delta(response, list(out.new_token_ids), logprobs, reason))
+            tokens = list(out.new_token_ids)
+            deltas.append(Delta(response, tokens, logprobs, reason, _num_cached(out)))
         if self._speculation is not None:
             self._speculation.after_step(deltas, self._ids, started)
         return deltas
@@ -338,6 +339,12 @@ def _finish_reason(out: Any) -> FinishReason:
             return "length"
         case other:
             raise EngineError(f"{out.request_id}: vLLM ended it with {other!r}")
+
+
+def _num_cached(out: Any) -> int | None:
+    """Return the prompt tokens that the prefix cache held; newer releases give it with the first
+    output of a request alone."""
+    return getattr(getattr(out, "prefill_stats", out), "num_cached_tokens", None)
 
 
 class Api:

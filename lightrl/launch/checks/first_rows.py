@@ -22,6 +22,8 @@ def try_rewards(config: Config) -> tuple[list[Tried], list[str]]:
     ConfigError, DataError or RewardError, one line, if a run would not begin."""
     try:
         with closing(Prompts(config)) as prompts, temporary_folder("check") as folder:
+            if not config.reward_functions:
+                return [], prompts.notes()
             return asyncio.run(_try_rows(config, prompts, folder)), prompts.notes()
     except DataUnreachable as e:
         return [], [f"{e}: no reward was tried"]

@@ -53,9 +53,9 @@ def collate(
 ) -> Batch:
     """Make tensors of samples; of none, one token without any response.
 
-    Raises TrainerError, one line that names the response, for a sample without prompt, with other
-    than one logprob per token, finite where it is trained, with a loss mask of other tokens, or
-    with a token id outside the vocabulary.
+    Raises TrainerError, one line that names the response, for a sample whose first token of all is
+    trained, with other than one logprob per token, finite where it is trained, with a loss mask of
+    other tokens, or with a token id outside the vocabulary.
     """
     prompts = np.array([len(s.prompt) // 4 for s in samples], np.int64)
     responses = np.array([len(s.token_ids) // 4 for s in samples], np.int64)
@@ -139,7 +139,7 @@ def _require_sound(sample: TrainSample, vocabulary: int) -> np.ndarray:
     prompt, ids = (np.frombuffer(x, "<i4") for x in (sample.prompt, sample.token_ids))
     logprobs = np.frombuffer(sample.rollout_logprobs, "<f4")
     problem, is_trained = "", np.ones(len(ids), np.bool_)
-    if not len(prompt) or len(ids) != len(logprobs):
+    if len(ids) != len(logprobs):
         problem = (
             f"{len(prompt)} prompt tokens, {len(ids)} response tokens, {len(logprobs)} logprobs"
         )
@@ -151,9 +151,12 @@ def _require_sound(sample: TrainSample, vocabulary: int) -> np.ndarray:
             bits = np.unpackbits(np.frombuffer(sample.loss_mask, np.uint8), bitorder="little")
             is_trained = bits[: len(ids)] > 0
         every, drawn = np.concatenate([prompt, ids]), logprobs[is_trained]
+        is_headless = not len(prompt) and (not len(ids) or is_trained[0])
         wrong_ids = every[(every < 0) | (every >= vocabulary)]
         wrong_logprobs = drawn[~np.isfinite(drawn)]
-        if len(wrong_ids):
+        if is_headless:
+            problem = "nothing comes before its first token, which is trained"
+        elif len(wrong_ids):
             problem = f"token id {wrong_ids[0]} is outside the vocabulary of {vocabulary}"
         elif len(wrong_logprobs):
             problem = f"a rollout logprob is {wrong_logprobs[0]}"

@@ -1,0 +1,264 @@
+"""Episodes: responses that sample in turns, between which an environment inserts tokens.
+
+Owns which environment node has an episode, and how many episodes are open. An episode is begun at
+an environment node, which resets the environment and returns an observation; rollout nodes sample
+a turn after each observation. An environment that is lost is begun again at another node, from the
+recorded turns. `group_lifecycle` decides the outcome, `responses` owns the places.
+"""
+
+import math
+
+from lightrl.core.arrays import decode, encode
+from lightrl.core.commands import Outbox
+from lightrl.core.log_entries import EpisodeOver, ObservationTaken
+from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses.arrivals import append
+from lightrl.core.responses.responses import MeanTime, ResponseTable
+from lightrl.core.rounds.group_lifecycle import GroupLifecycle
+from lightrl.core.rounds.rounds import sample_seed
+from lightrl.core.settings import Settings
+from lightrl.core.state import EpisodeOutcome, Node, NodeState, Response, ResponseState, Turn
+from lightrl.messages.episodes import (
+    BeginEpisode,
+    EndEpisode,
+    EpisodeEnded,
+    Observed,
+    RecordedTurn,
+    StepEpisode,
+)
+
+MARGIN = 1.25  # of open episodes beyond those that keep all slots busy on average
+UNMEASURED = 2.0  # open episodes for each slot, until times are measured
+MIN_MEASURED = 16  # turns from which times are known
+
+
+class Episodes:
+    """Begins, steps and ends episodes at environment nodes. Decides how many are open, and at which
+    node each one is."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        table: ResponseTable,
+        lifecycle: GroupLifecycle,
+        outbox: Outbox,
+    ) -> None:
+        self.step_s = MeanTime()  # of an observation, as the coordinator waits for it
+        self._settings = settings
+        self._fleet = fleet
+        self._table = table
+        self._lifecycle = lifecycle
+        self._outbox = outbox
+
+    # How many are open
+
+    @property
+    def num_wanted(self) -> int:
+        """Return how many episodes are to be open: as many as keep the slots of all engines busy
+        while others wait for their environments."""
+        of = self._settings.episodes
+        if of is not None and of.max_open:
+            return of.max_open
+        slots = sum(node.slots for node in self._fleet.ready.values())
+        engine, environment = self._table.turn_s, self.step_s
+        if min(engine.num, environment.num) < MIN_MEASURED or engine.seconds <= 0:
+            return math.ceil(UNMEASURED * slots)
+        return math.ceil(MARGIN * slots * (1 + environment.seconds / engine.seconds))
+
+    def dispatch(self) -> None:
+        """Send the turns that wait for an environment, and begin episodes while there is room."""
+        while self._table.to_step:
+            _, response = self._table.to_step.popitem(last=False)
+            if response.environment is None and not self._begin(response):
+                self._table.to_step[response.id] = response
+                self._table.to_step.move_to_end(response.id, last=False)
+                return
+            if response.environment is not None and response.turns and not response.was_stepped:
+                self._step(response)
+        wanted = self.num_wanted - len(self._table.open_episodes)
+        while wanted > 0 and self._node() is not None:
+            if not (chosen := self._lifecycle.pop_waiting(1, self._table.unbegun)):
+                return
+            chosen[0].transition(ResponseState.WAITING)
+            self._table.open_episodes.add(chosen[0].id)
+            self._begin(chosen[0])
+            wanted -= 1
+
+    def _node(self) -> Node | None:
+        """Return the node with most room, or None."""
+        nodes = self._fleet.environments.values()
+        free = [n for n in nodes if n.state is NodeState.READY and len(n.episodes) < n.slots]
+        return max(free, key=lambda n: (n.slots - len(n.episodes), n.name), default=None)
+
+    def _begin(self, response: Response) -> bool:
+        """Begin an episode, or begin it again; return False if no node has room."""
+        if (node := self._node()) is None:
+            return False
+        response.incarnation += 1
+        self._bind(response, node)
+        group, turns = response.group, response.turns
+        seed = sample_seed(self._settings.run_seed, f"environment {group.key}")
+        self._outbox.send(
+            node.name,
+            BeginEpisode(
+                response.id,
+                response.incarnation,
+                seed,
+                group.max_response_tokens,
+                turns=tuple(_recorded(response, k) for k in range(len(turns))),
+                repeats=response.was_stepped,
+            ),
+        )
+        response.was_stepped = bool(turns)
+        return True
+
+    def _bind(self, response: Response, node: Node) -> None:
+        response.environment = node
+        node.episodes[response.id] = response
+        response.since = self._fleet.now
+
+    def _step(self, response: Response) -> None:
+        assert response.environment is not None
+        number = len(response.turns) - 1
+        tokens = encode(response.tokens[response.turns[-1].end :])
+        finish = response.finishes[-1]
+        response.was_stepped, response.since = True, self._fleet.now
+        step = StepEpisode(response.id, response.incarnation, number, tokens, finish)
+        self._outbox.send(response.environment.name, step)
+
+    # From environment nodes
+
+    def on_observed(self, node: Node, message: Observed) -> str | None:
+        """Insert an observation; return the reason if its sender cannot be trusted."""
+        response = self._awaited(node, message)
+        if response is None or message.turn != len(response.turns):
+            return None  # sent twice, or not wanted any more
+        tokens = message.token_ids
+        if not tokens or len(tokens) % 4 or message.offset != len(response.tokens):
+            return "sent a malformed observation"
+        if max(decode("I", tokens)) >= self._settings.vocabulary:
+            return f"sent a token outside the vocabulary of {self._settings.vocabulary}"
+        self._measure(response)
+        turn = Turn(
+            message.offset,
+            len(tokens) // 4,
+            message.max_new_tokens,
+            message.digest,
+            message.record,
+            message.reward,
+            message.state,
+            message.seconds,
+            message.num_tool_calls,
+        )
+        self._outbox.record(ObservationTaken(response.id, message.incarnation, turn, tokens))
+        self._insert(response, turn, tokens)
+        return None
+
+    def on_ended(self, node: Node, message: EpisodeEnded) -> None:
+        """End an episode; the node forgets it."""
+        response = self._awaited(node, message)
+        if response is None or message.turn != len(response.turns):
+            return  # not wanted any more: an EndEpisode was sent
+        self._measure(response)
+        outcome = EpisodeOutcome(
+            message.stop,
+            message.reward,
+            message.turn_reward,
+            message.failure,
+            message.record,
+            message.metrics,
+            message.seconds,
+            message.num_tool_calls,
+        )
+        self._outbox.record(EpisodeOver(response.id, message.incarnation, outcome))
+        self._lifecycle.end_episode(response, outcome)
+
+    def _measure(self, response: Response) -> None:
+        waited_s = self._fleet.now - response.since
+        response.waited_s += waited_s
+        self.step_s.add(waited_s)
+
+    def _awaited(self, node: Node, message: Observed | EpisodeEnded) -> Response | None:
+        """Return the episode of a message of its environment, if it waits for one."""
+        response = node.episodes.get(message.response)
+        if response is None or response.incarnation != message.incarnation:
+            return None
+        return response if response.state is ResponseState.WAITING else None
+
+    def _insert(self, response: Response, turn: Turn, token_ids: bytes) -> None:
+        """Append an observation and queue its episode; every inserted token comes from here."""
+        response.turns.append(turn)
+        response.num_inserted += turn.num_inserted
+        response.was_stepped = False
+        append(response, None, token_ids, bytes(len(token_ids)))
+        self._table.requeue(response, resumed=len(response.turns) > 1)
+
+    # Membership
+
+    def reconcile(self, node: Node, claims: dict[str, int]) -> None:
+        """Compare with the incarnations by response that a reconnected node reports: begin again
+        what it lacks, end what is not wanted, and send again what it may not have received."""
+        keeps = self._settings.episodes is not None and self._settings.episodes.resume != "replay"
+        for name, incarnation in claims.items():
+            response = self._table.responses.get(name)
+            if response is None or response.environment is not None or response.resolved:
+                continue
+            # of the process before: what it saw was durable
+            if keeps and response.turns and response.incarnation == incarnation:
+                self._bind(response, node)
+                self._table.to_step.pop(name, None)
+        for response in list(node.episodes.values()):
+            if claims.get(response.id) != response.incarnation:
+                self._lose(response)
+            elif response.state is ResponseState.WAITING and response.turns:
+                self._step(response)
+        unwanted = [c for c in claims.items() if c[0] not in node.episodes]
+        if unwanted:
+            self._outbox.send(node.name, EndEpisode(tuple(unwanted)))
+
+    def lost(self, node: Node) -> int:
+        """Begin the episodes of a lost node again elsewhere; return their number."""
+        lost = list(node.episodes.values())
+        for response in lost:
+            self._lose(response)
+        return len(lost)
+
+    def _lose(self, response: Response) -> None:
+        assert response.environment is not None
+        del response.environment.episodes[response.id]
+        response.environment = None
+        if response.state is ResponseState.WAITING:
+            self._table.to_step[response.id] = response
+
+    # From the journal
+
+    def replay(self, entry: ObservationTaken | EpisodeOver) -> None:
+        """Apply an entry that was recorded before the coordinator was restarted."""
+        response = self._table.responses.get(entry.response)
+        if response is None or response.resolved:
+            return
+        response.incarnation = max(response.incarnation, entry.incarnation)
+        if response.state is ResponseState.QUEUED:
+            response.transition(ResponseState.WAITING)  # the journal does not store what was begun
+            self._table.open_episodes.add(response.id)
+        self._table.to_step.pop(response.id, None)
+        if isinstance(entry, EpisodeOver):
+            self._lifecycle.end_episode(response, entry.outcome)
+        elif len(response.turns) == 0 or entry.turn.start == len(response.tokens):
+            self._insert(response, entry.turn, entry.token_ids)
+
+
+def _recorded(response: Response, number: int) -> RecordedTurn:
+    turns = response.turns
+    turn, last = turns[number], number + 1 == len(turns)
+    end = len(response.tokens) if last else turns[number + 1].start
+    return RecordedTurn(
+        encode(response.tokens[turn.start : turn.end]),
+        turn.digest,
+        turn.record,
+        encode(response.tokens[turn.end : end]),
+        response.finishes[number],
+        turn.reward,
+        turn.state if last else b"",
+    )

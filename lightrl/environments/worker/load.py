@@ -1,0 +1,106 @@
+"""Resolve `environment.source`, `tools` and `mcp` of the config to what a worker serves.
+
+Runs user code, so in a worker only. A source is FILE.py:CLASS, package.module:CLASS, or PREFIX:NAME
+of an adapter: a module with `load(name: str, args: dict) -> Callable[[], Episode]`, which is
+imported only when it is asked for.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightrl.environments.worker.base import Episode, ToolSchema, UserError
+from lightrl.environments.worker.native import WithTools, load_class
+
+ADAPTERS = {  # prefix -> module of lightrl.environments.adapters
+    "gym": "gymnasium_envs",
+    "textarena": "textarena_envs",
+    "reasoning_gym": "reasoning_gym_tasks",
+    "skyrl": "skyrl_envs",
+    "trl": "trl_envs",
+    "verifiers": "verifiers_envs",
+}
+TOOL_SHARE = 0.9  # of environment.timeout_s, for a call of a tool
+
+
+def load_source(source: str, args: dict[str, Any]) -> Callable[[], Episode]:
+    """Return a factory of episodes. Raises UserError, one line, and whatever user code raises."""
+    prefix, colon, name = source.partition(":")
+    try:
+        if colon and prefix in ADAPTERS:
+            adapter = importlib.import_module(f"lightrl.environments.adapters.{ADAPTERS[prefix]}")
+            return adapter.load(name, args)
+        return load_class(import_object(source), args, source)
+    except ModuleNotFoundError as e:
+        raise UserError(
+            f"{source}: no module {e.name!r} in {sys.executable}: install it there, or name another"
+            " interpreter with environment.command"
+        ) from e
+
+
+async def add_tools(
+    make: Callable[[], Episode] | None, setup: dict[str, Any]
+) -> tuple[Callable[[], Episode], list[ToolSchema]]:
+    """Return a factory of episodes that may call the tools of the run, and these tools; `make` is
+    None without a class. Raises as `load_source`."""
+    if make is not None and not setup["tools"] and not setup["mcp"]:
+        return make, []
+    from lightrl.environments.worker import tools  # few environments need it
+
+    # a call that hangs ends before its worker does
+    limit_s = TOOL_SHARE * setup["timeout_s"]
+    box = await tools.load_tools(setup["tools"], setup["mcp"], limit_s)
+
+    def with_tools() -> Any:
+        answering = tools.ToolEpisode(box, setup["prompt_key"], setup["system_prompt"])
+        return answering if make is None else WithTools(make(), answering)
+
+    return with_tools, box.schemas
+
+
+def import_object(reference: str) -> Any:
+    """Return the object "FILE.py:NAME" or "package.module:NAME". Raises UserError, one line."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        known = ", ".join(f"{prefix}:" for prefix in ADAPTERS)
+        raise UserError(
+            f"{reference!r}: expected FILE.py:NAME, package.module:NAME, or a name after {known}"
+        )
+    module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", 0) == module.__name__]
+        raise UserError(f"{reference}: no such name; {place} defines {', '.join(own) or 'none'}")
+    return getattr(module, name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file as a script is: it finds its neighbours. In a package it is a member of it."""
+    path = path.resolve()
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    root, name = path.parent, path.stem
+    while (root / "__init__.py").is_file():
+        root, name = root.parent, f"{root.name}.{name}"
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    if "." in name:
+        return importlib.import_module(name)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(path):
+        name = f"{root.name}_{name}"  # another module has its name
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half of a module
+        raise
+    return module

@@ -1,0 +1,186 @@
+"""MCP servers, over stdio or HTTP, with the package `mcp` of the worker's interpreter.
+
+Owns when a server is started, replaced and ended. A connection lives in a task of its own, since
+the contexts of `mcp` must be left by the task that entered them. Standard library only, until a
+server is started: see base.py.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from lightrl.environments.worker.base import ToolSchema, UserError
+
+logger = logging.getLogger(__name__)
+
+START_S = 120.0  # of the first start: a command may download its program
+# MCPError has these codes where the connection or the session is lost; others refuse one call.
+_LOST = (-32000, -32600)
+# `mcp` does not tell the process id, which is also that of the group.
+_SHELL = ["-c", 'echo $$ > "$0"; exec "$@"']
+_LACKS = "needs the package mcp, release 2 or later; install it: {} -m pip install 'mcp>=2'"
+
+
+class McpServer:
+    """A server that is started for a call if it does not run: it has died, or a call of it hung. A
+    server with a hung call ends as soon as it has no other calls. Always `close`."""
+
+    def __init__(self, table: Mapping[str, Any], limit_s: float) -> None:
+        """`table`: {"command": [...]} or {"url": ...}, and "per_episode"; `limit_s`: of a call."""
+        self.table = table
+        self.limit_s = limit_s
+        self.named = f"environment.mcp: {table.get('url') or ' '.join(table.get('command', ()))}"
+        self._current: _Connection | None = None
+        self._connections = set[_Connection]()  # with those that end
+
+    async def start(self) -> list[ToolSchema]:
+        """Return the schemas of its tools. Raises UserError, one line."""
+        command = self.table.get("command")
+        if bool(command) == bool(self.table.get("url")):
+            raise UserError(f"{self.named}: a server has either a command or a url")
+        if command and shutil.which(command[0]) is None:
+            raise UserError(f"{self.named}: no such command: {command[0]}")
+        _, schemas = await self._connect().ready(max(START_S, self.limit_s))
+        return schemas
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return the text of the result. The caller cancels this at the limit.
+
+        Raises UserError if it cannot be started again, and MCPError: it refused the call or died.
+        """
+        clock = asyncio.get_running_loop().time
+        began, connection = clock(), self._connect()
+        connection.num_calls += 1
+        try:
+            client, _ = await connection.ready(self.limit_s / 2)
+            result = await client.call_tool(name, arguments)
+        except asyncio.CancelledError:  # perhaps only an episode that is not wanted any more
+            if clock() - began > 0.9 * self.limit_s:
+                self._replace(connection)
+            raise
+        except Exception as e:
+            if getattr(e, "code", _LOST[0]) in _LOST:
+                self._replace(connection)
+            raise
+        finally:
+            connection.num_calls -= 1
+            connection.end_if_idle()
+        parts = [getattr(block, "text", f"[{block.type}]") for block in result.content]
+        return ("error: " if result.is_error else "") + "\n".join(parts)
+
+    async def close(self) -> None:
+        """Returns when none of its processes is left."""
+        tasks = [connection.task for connection in self._connections]
+        for connection in self._connections:
+            connection.end()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _connect(self) -> "_Connection":
+        if self._current is not None and self._current.is_lost():
+            self._replace(self._current)
+        if self._current is None:
+            self._current = connection = _Connection(self.table, self.named)
+            self._connections.add(connection)
+            connection.task.add_done_callback(lambda _: self._connections.discard(connection))
+        return self._current
+
+    def _replace(self, connection: "_Connection") -> None:
+        """The next call starts another one."""
+        if connection is self._current:
+            self._current = None
+        connection.is_replaced = True
+        connection.end_if_idle()
+
+
+class _Connection:
+    """A running server and its session."""
+
+    def __init__(self, table: Mapping[str, Any], named: str) -> None:
+        self.num_calls = 0
+        self.is_replaced = False
+        self._named = named
+        self._pid: int | None = None
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(self._serve(table), name=named)
+
+    async def ready(self, limit_s: float) -> tuple[Any, list[ToolSchema]]:
+        """Return the mcp.Client and the schemas of its tools. Raises UserError, one line."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ready), limit_s)
+        except asyncio.TimeoutError:  # noqa: UP041, in Python 3.10 it is no TimeoutError
+            raise UserError(f"{self._named}: did not start within {limit_s:g} s") from None
+
+    def is_lost(self) -> bool:
+        """Return whether a call could not even be sent."""
+        try:
+            if self._pid:
+                os.kill(self._pid, 0)
+        except ProcessLookupError:
+            return True
+        return self.task.done()
+
+    def end_if_idle(self) -> None:
+        if self.is_replaced and not self.num_calls:
+            self.end()
+
+    def end(self) -> None:
+        self._stop.set()
+        if not self._ready.done():
+            self.task.cancel()
+
+    async def _serve(self, table: Mapping[str, Any]) -> None:
+        """Start the server and hold the session until `end`."""
+        with tempfile.NamedTemporaryFile("r") as pid:
+            try:
+                import mcp  # takes seconds
+
+                if not hasattr(mcp, "Client"):
+                    raise ImportError
+                server: Any = table.get("url")
+                if command := table.get("command"):
+                    args, env = [*_SHELL, pid.name, *command], {**os.environ}
+                    server = mcp.StdioServerParameters(command="/bin/sh", args=args, env=env)
+                async with mcp.Client(server) as client:
+                    self._pid = int(pid.read() or 0)
+                    self._ready.set_result((client, await _list(client)))
+                    await self._stop.wait()
+            except ImportError:
+                self._fail(_LACKS.format(sys.executable))
+            except BaseException as e:  # a connection that was lost may raise here again
+                while inner := getattr(e, "exceptions", None):  # a group
+                    e = inner[0]
+                self._fail(f"cannot be started: {' '.join(f'{type(e).__name__}: {e}'.split())}")
+            finally:
+                # what it has left in its group
+                with contextlib.suppress(ValueError, ProcessLookupError):
+                    pid.seek(0)
+                    os.killpg(int(pid.read()), signal.SIGKILL)
+
+    def _fail(self, text: str) -> None:
+        if self._ready.done():
+            logger.info("%s: %s", self._named, text)
+        else:
+            self._ready.set_exception(UserError(f"{self._named}: {text}"))
+            self._ready.exception()  # known to be read, in case nobody waits any more
+
+
+async def _list(client: Any) -> list[ToolSchema]:
+    schemas: list[ToolSchema] = []
+    cursor = None
+    while not schemas or cursor:
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            described = {"name": tool.name, "description": tool.description or ""}
+            function = {**described, "parameters": tool.input_schema}
+            schemas.append({"type": "function", "function": function})
+        if not (cursor := page.next_cursor):
+            break
+    return schemas

@@ -1,0 +1,218 @@
+"""Tools that the model calls: functions of the run, and those of MCP servers.
+
+Owns what a call answers. Whatever a tool does wrong is a text for the model, "error: ..."; only a
+server that cannot be started again raises, since that is no answer. Standard library only: see
+base.py.
+
+Plain functions are called one at a time while the event loop stands still, so that they can use
+`asyncio.run`, signals and `redirect_stdout`; asynchronous ones and servers overlap.
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from lightrl.environments.worker.base import Message, Observation, ToolSchema, UserError
+from lightrl.environments.worker.load import import_object
+from lightrl.environments.worker.mcp_servers import McpServer
+from lightrl.environments.worker.schemas import ArgumentError, describe, fit
+
+logger = logging.getLogger(__name__)
+
+MAX_RESULT = 1 << 16  # characters of a result
+_MAX_TRACEBACKS = 20  # in the log of a worker, for a tool that always fails
+_ERROR = "error: "
+
+
+class FunctionTool:
+    """A function of the user, "FILE.py:FUNCTION" or "package.module:FUNCTION"."""
+
+    def __init__(self, reference: str) -> None:
+        """Raises UserError, one line."""
+        self.named = f"environment.tools: {reference}"
+        self._function = import_function(reference, self.named)
+        self.is_plain = not inspect.iscoroutinefunction(inspect.unwrap(self._function))
+        self.schema, self._hints = describe(
+            self._function, reference.rpartition(":")[2], self.named
+        )
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Raises ArgumentError, and what the function raises."""
+        result = self._function(**fit(arguments, self.schema, self._hints))
+        if not self.is_plain:
+            result = await result
+        elif inspect.isawaitable(result):
+            raise TypeError(f"{name} returned an awaitable, but is no `async def`")
+        if isinstance(result, str):
+            return result
+        return json.dumps(result, ensure_ascii=False, default=str)
+
+
+Source: TypeAlias = FunctionTool | McpServer
+
+
+class ToolBox:
+    """The tools of a worker or, where servers are `per_episode`, of one episode. Always `close`."""
+
+    def __init__(
+        self,
+        schemas: list[ToolSchema],
+        sources: Mapping[str, Source],
+        owned: Sequence[McpServer],
+        limit_s: float,
+        failures: Counter[str],
+    ) -> None:
+        """`sources` by name of the tool; `owned`: servers that `close` ends; `failures`: calls in
+        which a function raised, by its name."""
+        self.schemas = schemas
+        self._sources = sources
+        self._owned = owned
+        self._limit_s = limit_s
+        self._failures = failures
+
+    def for_episode(self) -> "ToolBox":
+        """The same tools, with servers of its own where they are `per_episode`; those start at
+        the first call."""
+        own: dict[Source, McpServer] = {}
+        for source in self._sources.values():
+            if isinstance(source, McpServer) and source.table.get("per_episode"):
+                own.setdefault(source, McpServer(source.table, source.limit_s))
+        sources = {name: own.get(source, source) for name, source in self._sources.items()}
+        return ToolBox(self.schemas, sources, [*own.values()], self._limit_s, self._failures)
+
+    def is_plain(self, name: str) -> bool:
+        """Return whether `call` needs no event loop."""
+        return getattr(self._sources.get(name), "is_plain", name not in self._sources)
+
+    async def call(self, name: str, arguments: dict[str, Any], call_id: str = "") -> str:
+        """Return the result as text, at most MAX_RESULT characters. `call_id` is for the log.
+
+        Raises UserError, one line, if a server cannot be started again.
+        """
+        work = self._answer(name, arguments, call_id)
+        try:
+            text = await (work if self.is_plain(name) else asyncio.wait_for(work, self._limit_s))
+        except asyncio.TimeoutError:  # noqa: UP041, in Python 3.10 it is no TimeoutError
+            text = f"{_ERROR}{name} gave no result within {self._limit_s:g} s"
+        text = text.encode(errors="replace").decode()  # halves of surrogate pairs
+        if len(text) > MAX_RESULT:
+            text = f"{text[:MAX_RESULT]}\n[cut: the result has {len(text)} characters]"
+        return text
+
+    async def _answer(self, name: str, arguments: dict[str, Any], call_id: str) -> str:
+        source = self._sources.get(name)
+        if source is None:
+            return f"{_ERROR}no tool {name!r}; there are: {', '.join(self._sources)}"
+        try:
+            return await source.call(name, arguments)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as e:
+            if isinstance(source, FunctionTool) and not isinstance(e, ArgumentError):
+                self._failures[name] += 1
+                if self._failures[name] <= _MAX_TRACEBACKS:
+                    logger.warning("%s: call %s raised", name, call_id, exc_info=True)
+            return f"{_ERROR}{type(e).__name__}: {e}"
+
+    async def close(self) -> None:
+        """End the servers."""
+        await asyncio.gather(*(server.close() for server in self._owned))
+
+
+async def load_tools(
+    references: Sequence[str], mcp: Sequence[Mapping[str, Any]] = (), limit_s: float = 60.0
+) -> ToolBox:
+    """Import the functions and start the servers, tables {"command", "url", "per_episode"}.
+
+    `limit_s`: of a call; less than that of a step, so that a call that hangs costs no worker.
+    Raises UserError, one line.
+    """
+    functions = [FunctionTool(reference) for reference in references]
+    servers = [McpServer(table, limit_s) for table in mcp]
+    found: list[tuple[str, ToolSchema, Source]] = [(f.named, f.schema, f) for f in functions]
+    sources: dict[str, Source] = {}
+    try:
+        listed = await asyncio.gather(*(server.start() for server in servers))
+        for server, schemas in zip(servers, listed, strict=True):
+            found += [(server.named, schema, server) for schema in schemas]
+        for named, schema, source in found:
+            if sources.setdefault(schema["function"]["name"], source) is not source:
+                raise UserError(f"{named}: there is another tool {schema['function']['name']!r}")
+    except BaseException:
+        await asyncio.gather(*(server.close() for server in servers))
+        raise
+    # one of an episode has only listed its tools
+    await asyncio.gather(*(s.close() for s in servers if s.table.get("per_episode")))
+    schemas = [schema for _, schema, _ in found]
+    return ToolBox(schemas, sources, servers, limit_s, Counter())
+
+
+def import_function(reference: str, where: str) -> Callable[..., Any]:
+    """Raises UserError, one line, which begins with `where`."""
+    try:
+        function = import_object(reference)
+    except (Exception, SystemExit) as e:
+        kind = "" if isinstance(e, UserError) else f"cannot be imported: {type(e).__name__}: "
+        raise UserError(f"{where}: {kind}{e}") from e
+    if not inspect.isroutine(function):
+        raise UserError(f"{where}: is no function")
+    return function
+
+
+class ToolEpisode:
+    """An episode without an environment of its own: the model calls tools until it answers
+    without a call. Reward functions score it."""
+
+    def __init__(self, tools: ToolBox, prompt_key: str = "prompt", system_prompt: str = "") -> None:
+        self._tools = tools.for_episode()
+        self._prompt_key = prompt_key
+        self._system_prompt = system_prompt
+        self._num_errors = 0
+
+    def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        """Return the row's prompt: its messages, or a text as one of the user. A system prompt
+        precedes it unless it has one. Raises UserError."""
+        prompt = row.get(self._prompt_key)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not prompt or not isinstance(messages, list):
+            raise UserError(f"its column {self._prompt_key!r} has neither text nor messages")
+        if self._system_prompt and all(each.get("role") != "system" for each in messages):
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        return Observation(messages)
+
+    def step(self, message: Message) -> Observation | Awaitable[Observation]:
+        """Call the tools of a turn, all at once unless they are plain functions. A turn without
+        calls ends the episode."""
+        calls = message.get("tool_calls") or []
+        if not calls:
+            return Observation([], done=True)
+        if not all(self._tools.is_plain(call["function"]["name"]) for call in calls):
+            return self._overlapping(calls)
+        try:
+            self._in_order(calls).send(None)
+        except StopIteration as returned:
+            return returned.value
+        raise AssertionError("a plain function waits")
+
+    async def _in_order(self, calls: list[dict[str, Any]]) -> Observation:
+        return self._observation([await self._answer(call) for call in calls])
+
+    async def _overlapping(self, calls: list[dict[str, Any]]) -> Observation:
+        return self._observation(await asyncio.gather(*map(self._answer, calls)))
+
+    async def _answer(self, call: dict[str, Any]) -> Message:
+        name, call_id = call["function"]["name"], call.get("id", "")
+        text = await self._tools.call(name, call["function"]["arguments"], call_id)
+        return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+
+    def _observation(self, answers: list[Message]) -> Observation:
+        self._num_errors += sum(each["content"].startswith(_ERROR) for each in answers)
+        metrics = {"tool_errors": float(self._num_errors)}
+        return Observation(answers, metrics=metrics, num_tool_calls=len(answers))
+
+    async def close(self) -> None:
+        await self._tools.close()

@@ -202,8 +202,10 @@ class HeldEpisode:
         elif total is None and stop != "done":
             total = 0.0
         what = (len(self.turns), stop, total, last, failure[:MAX_TEXT], record, self.metrics)
-        took = (returned.seconds, returned.num_tool_calls) if returned is not None else ()
-        return EpisodeEnded(*self._key, *what, *took)
+        seconds, num_tool_calls = 0.0, 0
+        if returned is not None:
+            seconds, num_tool_calls = returned.seconds, returned.num_tool_calls
+        return EpisodeEnded(*self._key, *what, seconds, num_tool_calls)
 
     @property
     def _key(self) -> tuple[str, int]:

@@ -217,7 +217,7 @@ def test_each_set_has_functions_weights_and_an_answer_column_of_its_own(tmp_path
     loaded = scorers()
     assert [[f.name for f in s.functions] for s in loaded] == [["one"], ["two", "one"], ["two"]]
     assert [s.weights for s in loaded] == [(0.5,), (3.0, 4.0), (1.0,)]
-    assert [s.answer_key for s in loaded] == ["answer", "gold", "answer"]
+    assert [s.columns.answer_key for s in loaded] == ["answer", "gold", "answer"]
     assert [s.by_group for s in loaded] == [True, True, False]
     assert not any(s.by_group for s in scorers(batch="response"))
 

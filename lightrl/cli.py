@@ -25,7 +25,9 @@ from lightrl.options import (
     Settings,
     SharesOption,
     Slots,
+    WorkersOption,
     default_name,
+    default_role,
     parse_roles,
     read_config,
     require_coherent,
@@ -87,12 +89,13 @@ def up(
     shares: SharesOption = "",
     part: PartOption = 0,
     parallel: ParallelOption = 0,
+    workers: WorkersOption = 0,
     no_tui: NoTui = False,
     dry_run: DryRun = False,
 ) -> None:
     """Start a run on this machine, or join one as a node.
 
-    With CONFIG alone: coordinator, trainer and rollout nodes as separate processes here. With
+    With CONFIG alone: coordinator, trainer and all nodes as separate processes here. With
     --role: one daemon with these roles in the foreground. With --join: a node of a running
     coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
@@ -100,13 +103,14 @@ def up(
 
     options = DaemonOptions(
         name,
-        parse_roles(role or ("rollout" if join else "")),
+        parse_roles(role or (default_role(key) if join else "")),
         join=join,
         slots=slots,
         is_preemptible=preemptible,
         shares=shares,
         part=part,
         parallel=parallel,
+        workers=workers,
     )
     require_coherent(settings or [], options)
     if key is not None and not join:
@@ -233,7 +237,7 @@ def daemon(
     from lightrl.daemon.main import DaemonOptions, run
     from lightrl.daemon.parent import leave_when_stdin_closes
     from lightrl.devices.assign import Part
-    from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
+    from lightrl.keys import FILES, access_for, read_key
     from lightrl.launch.daemons import NOT_FINISHED, run_child
 
     def work() -> int:
@@ -248,8 +252,8 @@ def daemon(
             config,
             join=join,
             resume=resume,
-            # a rollout node gets no key that it does not need
-            key=read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE)),
+            # no node gets a key that it does not need
+            key=read_key(run_dir / FILES[access_for(roles)]),
             gpus=Part(tuple(filter(None, gpus.split(","))), gpu_memory),
             shares=shares,
             part=part,
@@ -307,14 +311,12 @@ def _join(key: Path | None, options: "DaemonOptions") -> None:
         raise typer.BadParameter(f"--role {roles} needs --join tcp://HOST:PORT of the coordinator")
     from lightrl.client.address import require_reachable
     from lightrl.daemon.main import run
-    from lightrl.keys import find_key, require_full
+    from lightrl.keys import access_for, find_key, require_access
     from lightrl.system.addresses import host_and_port
 
     address = "tcp://" + options.join.removeprefix("tcp://")
     host_and_port(address)
-    text = find_key(key, None)
-    if roles != "rollout":
-        require_full(text, f"--role {roles} needs")
+    text = require_access(find_key(key, None), access_for(options.roles), f"--role {roles} needs")
     require_reachable(address)
     name = options.name or default_name()
     exit_with(run(replace(options, name=name, join=address, key=text)))

@@ -70,7 +70,7 @@ def settings_of(
 def _episodes(config: Config) -> EpisodeSettings | None:
     """None: single turns."""
     given = config.environment
-    return EpisodeSettings(given.episodes, given.resume) if given.enabled else None
+    return EpisodeSettings(given.episodes, given.resume, given.slots) if given.enabled else None
 
 
 def _eval_sets(

@@ -1,11 +1,13 @@
 """The keys of a run, which authenticate its nodes and tools, and how a node joins with one.
 
-There are two, each in a file of the run directory that only its owner can read (mode 0600). They
+There are three, each in a file of the run directory that only its owner can read (mode 0600). They
 are never sent: both ends of a connection compute their key pairs from them (transport/zeromq.py).
 
 - `key`, 32 random bytes as 64 hexadecimal digits, is for the operator, the trainer and tools.
 - `join`, "join-" and 128 digits, is for rollout nodes. It holds the secret of a node's key pair and
   the *public* key of the coordinator. It is derived from `key`, which does not follow from it.
+- `environment`, "environment-" and 128 digits, is the same for environment nodes, with another
+  secret.
 
 An address that only this machine reaches is never offered to other machines.
 """
@@ -17,6 +19,7 @@ import re
 import secrets
 import socket
 import stat
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -27,19 +30,32 @@ from lightrl.system.files import sync
 KEY_BYTES = 32
 KEY_FILE = "key"  # in the run directory
 JOIN_FILE = "join"  # beside it
+ENVIRONMENT_FILE = "environment"
 ENVIRONMENT = "LIGHTRL_KEY"  # a key itself, not a file
 MAX_FILE_BYTES = 256
 # Purposes of derived keys.
 _OPERATOR, _NODE, _COORDINATOR = "lightrl operator", "lightrl node", "lightrl coordinator"
-_FULL = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_JOIN = re.compile(rf"join-([0-9a-f]{{{2 * KEY_BYTES}}})([0-9a-f]{{{2 * KEY_BYTES}}})")
+_ENVIRONMENT = "lightrl environment"
+_DIGITS = rf"[0-9a-f]{{{2 * KEY_BYTES}}}"
+_FULL = re.compile(_DIGITS)
+_LIMITED = re.compile(rf"(join|environment)-({_DIGITS})({_DIGITS})")
 
 
 class Access(StrEnum):
-    """The access that a key gives: any, or that of a rollout node."""
+    """The access that a key gives: any, or that of a rollout node or of an environment node."""
 
     FULL = "full"
     JOIN = "join"
+    ENVIRONMENT = "environment"
+
+
+FILES = {
+    Access.FULL: KEY_FILE,
+    Access.JOIN: JOIN_FILE,
+    Access.ENVIRONMENT: ENVIRONMENT_FILE,
+}
+# what the holder of a limited key may be
+NODE_OF = {Access.JOIN: "a rollout node", Access.ENVIRONMENT: "an environment node"}
 
 
 def new_key() -> str:
@@ -49,12 +65,17 @@ def new_key() -> str:
 
 def join_key(key: str) -> str:
     """Return the text of `join` for a `key`. Example: "join-81a9..." of 128 digits."""
-    return f"join-{derived(key, _NODE).hex()}{_public(derived(key, _COORDINATOR)).hex()}"
+    return f"join-{_for_node(key, _NODE)}"
+
+
+def environment_key(key: str) -> str:
+    """Return the text of `environment` for a `key`. Example: "environment-77c0..."."""
+    return f"environment-{_for_node(key, _ENVIRONMENT)}"
 
 
 def access_of(key: str) -> Access:
-    """Return the access that a key of either form gives."""
-    return Access.JOIN if _JOIN.fullmatch(key) else Access.FULL
+    """Return the access that a key of any form gives."""
+    return Access(parts[1]) if (parts := _LIMITED.fullmatch(key)) else Access.FULL
 
 
 def write_key(path: Path, key: str | None = None) -> str:
@@ -73,25 +94,30 @@ def write_key(path: Path, key: str | None = None) -> str:
 
 
 def write_keys(run_dir: Path) -> str:
-    """Write both keys of a new run; return the full one. Raises OSError."""
+    """Write the keys of a new run; return the full one. Raises OSError."""
     key = write_key(run_dir / KEY_FILE)
     write_key(run_dir / JOIN_FILE, join_key(key))
+    write_key(run_dir / ENVIRONMENT_FILE, environment_key(key))
     return key
 
 
 def restore_keys(run_dir: Path) -> None:
-    """Write a key that is missing, and a `join` that does not fit. Raises OSError, and ConfigError
-    if `key` cannot be used."""
-    key, join = run_dir / KEY_FILE, run_dir / JOIN_FILE
-    text = read_key(key) if key.exists() else write_key(key)
-    fitting = join_key(text)
+    """Write a key that is missing, and a `join` or `environment` that does not fit. Raises OSError,
+    and ConfigError if `key` cannot be used."""
+    path = run_dir / KEY_FILE
+    key = read_key(path) if path.exists() else write_key(path)
+    _restore(run_dir / JOIN_FILE, join_key(key))
+    _restore(run_dir / ENVIRONMENT_FILE, environment_key(key))
+
+
+def _restore(path: Path, fitting: str) -> None:
     try:
-        if read_key(join) == fitting:
+        if read_key(path) == fitting:
             return
     except ConfigError:
         pass
-    join.unlink(missing_ok=True)
-    write_key(join, fitting)
+    path.unlink(missing_ok=True)
+    write_key(path, fitting)
 
 
 def read_key(path: Path) -> str:
@@ -125,8 +151,22 @@ def find_key(explicit: Path | None, run_dir: Path | None) -> str:
 
 def require_full(key: str, what: str) -> str:
     """Return `key` if it gives full access, else raise ConfigError. `what`: needs it."""
-    if access_of(key) is not Access.FULL:
-        raise ConfigError(f"this key only lets a rollout node join; {what} RUN_DIR/{KEY_FILE}")
+    return require_access(key, Access.FULL, what)
+
+
+def access_for(roles: Sequence[str]) -> Access:
+    """Return the least access that a node of these roles needs."""
+    least = {"rollout": Access.JOIN, "environment": Access.ENVIRONMENT}
+    return least.get(",".join(roles), Access.FULL)
+
+
+def require_access(key: str, access: Access, what: str) -> str:
+    """Return `key` if it gives this access, or full access, else raise ConfigError. `what`: needs
+    it."""
+    given = access_of(key)
+    if given not in {access, Access.FULL}:
+        only = f"this key only lets {NODE_OF[given]} join"
+        raise ConfigError(f"{only}; {what} RUN_DIR/{FILES[access]}")
     return key
 
 
@@ -137,21 +177,26 @@ def derived(key: str, purpose: str) -> bytes:
 
 def secret_of(key: str) -> bytes:
     """Return the secret of the Curve25519 pair with which the holder of a key connects."""
-    if (parts := _JOIN.fullmatch(key)) is not None:
-        return bytes.fromhex(parts[1])
+    if (parts := _LIMITED.fullmatch(key)) is not None:
+        return bytes.fromhex(parts[2])
     return derived(key, _OPERATOR)
 
 
 def coordinator_public_key(key: str) -> bytes:
     """Return the public Curve25519 key by which the holder of a key verifies the coordinator."""
-    if (parts := _JOIN.fullmatch(key)) is not None:
-        return bytes.fromhex(parts[2])
+    if (parts := _LIMITED.fullmatch(key)) is not None:
+        return bytes.fromhex(parts[3])
     return _public(derived(key, _COORDINATOR))
 
 
 def coordinator_secret(key: str) -> bytes:
     """Return the secret of the coordinator. Raises ConfigError without the full key."""
     return derived(require_full(key, "a coordinator needs"), _COORDINATOR)
+
+
+def _for_node(key: str, purpose: str) -> str:
+    """Return the digits of a limited key: the node's secret, the coordinator's public key."""
+    return derived(key, purpose).hex() + _public(derived(key, _COORDINATOR)).hex()
 
 
 def _public(secret: bytes) -> bytes:
@@ -164,9 +209,11 @@ def _public(secret: bytes) -> bytes:
 def _checked(text: str, where: str) -> str:
     """The error does not quote the text, which may be nearly a key."""
     text = text.strip().lower()
-    if not (_FULL.fullmatch(text) or _JOIN.fullmatch(text)):
+    if not (_FULL.fullmatch(text) or _LIMITED.fullmatch(text)):
         digits = 2 * KEY_BYTES
-        forms = f'{digits} hexadecimal digits, or "join-" and {2 * digits} of them'
+        forms = (
+            f'{digits} hexadecimal digits, or "join-" or "environment-" and {2 * digits} of them'
+        )
         raise ConfigError(f"{where}: not a key; one has {forms}")
     return text
 

@@ -23,12 +23,12 @@ MAX_NAME = 64  # characters of a node's name
 
 TARGET = "tcp://HOST:PORT, a run directory, a run's name; default: runs/latest"
 Target = Annotated[str | None, typer.Argument(metavar="[ADDR]", help=TARGET)]
-KEY = "RUN_DIR/key or, to add a node, RUN_DIR/join; default: LIGHTRL_KEY, else RUN_DIR's"
+KEY = "RUN_DIR/key or, for a node, RUN_DIR/join or /environment; default: LIGHTRL_KEY or RUN_DIR's"
 KeyFile = Annotated[Path | None, typer.Option("--key", metavar="FILE", help=KEY)]
-ROLES = "coordinator, trainer, rollout: one daemon with these"
+ROLES = "coordinator, trainer, rollout: one daemon with these; or environment"
 RoleOption = Annotated[str, typer.Option("--role", metavar="ROLE,...", help=ROLES)]
 NameOption = Annotated[str, typer.Option("--name", help="of this node; default: HOST-PID")]
-SLOTS = "concurrent responses on this node; default: rollout.slots"
+SLOTS = "concurrent responses or episodes on this node; default: rollout.slots, environment.slots"
 Slots = Annotated[int, typer.Option("--slots", min=0, max=65536, show_default=False, help=SLOTS)]
 PREEMPTIBLE = "this node may be taken away at any moment: no broadcast of weights waits for it"
 Preemptible = Annotated[bool, typer.Option("--preemptible", help=PREEMPTIBLE)]
@@ -40,6 +40,8 @@ PARALLEL = "GPUs of this node's engine, one of rollout.parallel: it takes turns 
 ParallelOption = Annotated[
     int, typer.Option("--parallel", min=0, show_default=False, help=PARALLEL)
 ]
+WORKERS = "processes of this environment node; default: environment.workers"
+WorkersOption = Annotated[int, typer.Option("--workers", min=0, show_default=False, help=WORKERS)]
 FROM = "begin with another run's weights, optimizer and schedule: its newest checkpoint, or this"
 FromOption = Annotated[str, typer.Option("--from", metavar="RUN|CHECKPOINT", help=FROM)]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
@@ -61,9 +63,13 @@ def _problems(settings: list[str], o: "DaemonOptions") -> Iterator[str]:
     if o.join and settings and "coordinator" not in o.roles:
         given = " ".join(settings)
         yield f"--join: a joining node takes its config from the coordinator; leave out {given}"
-    if o.slots and "rollout" not in o.roles:
+    if o.slots and not {"rollout", "environment"}.intersection(o.roles):
         one = "--join, or --role ...,rollout"
         yield f"--slots is for one rollout daemon: {one}; else set rollout.slots"
+    if "environment" in o.roles and {"trainer", "rollout"}.intersection(o.roles):
+        yield f"--role {','.join(o.roles)}: an environment node is a daemon of its own"
+    if o.workers and "environment" not in o.roles:
+        yield "--workers is for --role environment; else set environment.workers"
     of_rollout = {"preemptible": o.is_preemptible, "shares": o.shares, "parallel": o.parallel}
     for option, given in of_rollout.items():
         if given and o.roles != ("rollout",):
@@ -131,6 +137,16 @@ def parse_roles(text: str) -> "tuple[Role, ...]":
         wrong = unknown[0] if unknown else text
         raise typer.BadParameter(f"--role {wrong}: roles are {', '.join(known)}")
     return cast("tuple[Role, ...]", chosen)
+
+
+def default_role(key: Path | None) -> str:
+    """Return the role of a node that joins with this key, as `find_key` finds it."""
+    from lightrl.keys import Access, access_of, find_key
+
+    try:
+        return "environment" if access_of(find_key(key, None)) is Access.ENVIRONMENT else "rollout"
+    except ConfigError:
+        return "rollout"  # reported when it joins
 
 
 def default_name() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.errors import PeerUnreachable
-from lightrl.keys import Access
+from lightrl.keys import Access, access_for
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import TAKEN, Heartbeat, Hello, Welcome
 from lightrl.transport.router import Peer, Router
@@ -82,7 +82,7 @@ class Peers:
 
     def _refusal(self, peer: Peer, hello: Hello) -> Welcome | None:
         if peer.access is not Access.FULL:
-            if (why := why_unwelcome(self._head, hello)) is not None:
+            if (why := why_unwelcome(self._head, hello, peer.access)) is not None:
                 self._warn(f"{hello.node} refused: {why}")
                 return Welcome(run="", refused=why)
             if self._is_taken(peer):
@@ -93,13 +93,14 @@ class Peers:
 
     def _why_no_room(self, peer: Peer, hello: Hello) -> str | None:
         """Return one line, or None; a process that was admitted once is admitted again."""
-        is_new = hello.roles == ("rollout",) and not self.is_current(peer)
+        may_wait = access_for(hello.roles) is not Access.FULL
+        is_new = may_wait and not self.is_current(peer)
         return self._descriptors.why_no_room(len(self._fleet.nodes)) if is_new else None
 
     def _is_taken(self, peer: Peer) -> bool:
         """Return whether another process has this name, and its node is not lost.
 
-        Only the full key permits to take a name over: with the join key a process could else end
+        Only the full key permits to take a name over: with another key a process could else end
         any node. A restarted daemon gets its name once the earlier connection is closed or its
         lease has expired.
         """

@@ -55,6 +55,8 @@ class EpisodeSettings:
     # open at once; 0 = as many as keep the engines busy
     max_open: int = 0
     resume: Literal["replay", "snapshot", "once"] = "replay"
+    # of an environment node that does not report its own
+    slots: int = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,12 @@ def require_shared(config: Config, shares: str) -> None:
         )
 
 
+def require_environment(config: Config) -> None:
+    """Raise ConfigError if the run has no episodes."""
+    if not config.environment.enabled:
+        raise ConfigError("--role environment: this run has none, see the section environment")
+
+
 def require_size(config: Config, parallel: int) -> None:
     """Raise ConfigError if the node's engine has a size that this run does not use."""
     if parallel and parallel not in config.rollout.parallel:

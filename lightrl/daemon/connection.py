@@ -1,5 +1,5 @@
-"""The trainer and rollout roles of a node, as a client of the coordinator: hello, heartbeat, drain
-and bye.
+"""The roles of a node but the coordinator's, as a client of the coordinator: hello, heartbeat,
+drain and bye.
 
 Owns the state of the connection (state.py), and what is sent again after a reconnect; the roles
 that run here are in roles.py. Must never block the loop.
@@ -27,10 +27,11 @@ from lightrl.daemon.parent import describe_reason, end_by_force
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
-from lightrl.devices.assign import Assignment
+from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.devices.plan import for_daemon
 from lightrl.devices.sizes import slots_of
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
+from lightrl.messages.episodes import BeginEpisode, EndEpisode
 from lightrl.messages.fields import MAX_TEXT
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import ENDING, PROTOCOL, REJOIN, TAKEN, Bye, Drain, Hello, Role, Welcome
@@ -82,7 +83,7 @@ class NodeConnection:
         )
         callbacks = (self._send, self._restarted, self._relay, self.drain, self._rejoin)
         place = (name, self._role_names, address, options.run_dir)
-        self._roles = Roles(*place, *callbacks, shares, parallel)
+        self._roles = Roles(*place, *callbacks, shares, parallel, options.workers)
         self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
         self._state = ConnectionState.DISCONNECTED
@@ -96,6 +97,10 @@ class NodeConnection:
         # A drain may start in every state and changes none of them.
         self._drained = asyncio.Event()
         self.reason = "drained"
+
+    @property
+    def _is_environment(self) -> bool:
+        return "environment" in self._role_names
 
     def drain(self, reason: str) -> None:
         """Leave in order: take no more work, send what remains, stop."""
@@ -282,6 +287,8 @@ class NodeConnection:
         """Find devices for ranks and engine. Raises ConfigError, one line, if there is no room."""
         if self._gpus is not None:
             return Assignment(self._gpus.tokens, (self._gpus,))
+        if self._is_environment:
+            return NO_GPUS
         hello = self._hello
         of_this = (self._role_names, model_files, hello.slots, not self._is_alone)
         find = partial(for_daemon, config, *of_this, bool(hello.shares), hello.parallel)
@@ -304,11 +311,17 @@ class NodeConnection:
         is_trainer = "trainer" in self._role_names
         need_bytes = version_bytes(config, model_files, bool(gpus.ranks)) if is_trainer else 0
         port = config.node.weights_port if is_trainer else 0
+        weights = (
+            contextlib.nullcontext()
+            if self._is_environment
+            else machine_weights(config, self._address, self._key, port)
+        )
         async with (
             scratch_dir_in_thread(self._name, need_bytes) as scratch,
-            machine_weights(config, self._address, self._key, port) as self._weights,
+            weights as self._weights,
         ):
-            self._send(self._weights.endpoint)
+            if self._weights is not None:
+                self._send(self._weights.endpoint)
             self._received_at = time.monotonic()
             slots = self._hello.slots or slots_of(config, self._hello.parallel)
             what = (config, model_files, slots, scratch, self._weights, gpus)
@@ -344,7 +357,7 @@ class NodeConnection:
     def _handle(self, message: Message) -> None:
         is_admitted = self._state is ConnectionState.ADMITTED
         match message:
-            case Generate() if self._drained.is_set() or not is_admitted:
+            case Generate() | BeginEpisode() if self._drained.is_set() or not is_admitted:
                 pass  # sent before the coordinator got the hello or drain, and sent again after it
             case Drain(_, reason):
                 self.drain(reason)
@@ -352,7 +365,9 @@ class NodeConnection:
                 self._rejoin(has_missed=True)
             case Welcome():
                 self._on_welcome(message)
-            case _ if is_admitted or isinstance(message, Abort | PublishWeights | TrainerRelay):
+            case Abort() | EndEpisode() | PublishWeights() | TrainerRelay():
+                self._roles.handle(message)
+            case _ if is_admitted:
                 self._roles.handle(message)
             case _:
                 pass  # sent before this node was admitted
@@ -389,6 +404,9 @@ def describe_service(config: Config, address: str, hello: Hello) -> str:
     if "rollout" in hello.roles:
         does.append(f"rollout of {config.model.path}")
         does.append(f"{hello.slots or slots_of(config, hello.parallel)} slots")
+    if "environment" in hello.roles:
+        does.append(f"environment {config.environment.source or 'of tools'}")
+        does.append(f"{hello.slots or config.environment.slots} episodes")
     does += ["preemptible"] * hello.is_preemptible
     does += [f"on the devices of {hello.shares}"] if hello.shares else []
     return f"serves run {config.run.name} at {address}: {', '.join(does)}"

@@ -59,6 +59,8 @@ class DaemonOptions:
     part: int = 0
     # devices of its engine, which takes turns with engines of other sizes; 0 = it takes no turns
     parallel: int = 0
+    # processes of an environment node; 0 = the value of the run's config
+    workers: int = 0
 
 
 def run(options: DaemonOptions) -> int:

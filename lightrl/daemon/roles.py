@@ -1,20 +1,34 @@
-"""The roles that run under a node's connection: rollout, trainer, or both in one daemon.
+"""The roles that run under a node's connection: rollout, trainer, or both in one daemon; or
+environment.
 
 Owns which of them exist, and starts and ends them. The state of the connection is in
-`connection.py`; the work of a role is in rollout/agent.py and trainer/trainer.py.
+`connection.py`; the work of a role is in rollout/agent.py, trainer/trainer.py and
+environments/agent.py.
 """
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from lightrl.config.schema import Config
-from lightrl.daemon.admission import require_shared, require_size, write_model_files
+from lightrl.daemon.admission import (
+    require_environment,
+    require_shared,
+    require_size,
+    write_model_files,
+)
 from lightrl.daemon.weights import MachineWeights
+from lightrl.data.template import template_kwargs
 from lightrl.devices.assign import CPU, Assignment
+from lightrl.environments.agent import EnvironmentAgent
+from lightrl.environments.pool import WorkerPool
+from lightrl.environments.rendering import Renderer
 from lightrl.messages.broadcasts import VersionTaken
+from lightrl.messages.episodes import BeginEpisode, EndEpisode, StepEpisode
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Heartbeat, Hello, Role
@@ -31,6 +45,8 @@ from lightrl.trainer.rank_processes import Place
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(eq=False)
 class Roles:
@@ -38,7 +54,7 @@ class Roles:
 
     `coordinator` is its address; `send`, `on_restart`, `relay` and `rejoin` are as
     `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares` and
-    `parallel` are those of the hello.
+    `parallel` are those of the hello; `workers` are environment workers, 0 = as the config has it.
     """
 
     _node: str
@@ -52,6 +68,8 @@ class Roles:
     _rejoin: Callable[[], None]
     _shares: str = ""
     _parallel: int = 0
+    _workers: int = 0
+    _environment: EnvironmentAgent | None = field(default=None, init=False)
     _rollout: RolloutAgent | None = field(default=None, init=False)
     _trainer: Trainer | TrainerNode | None = field(default=None, init=False)
     _tasks: dict[Role, asyncio.Task[None]] = field(default_factory=dict, init=False)
@@ -65,6 +83,8 @@ class Roles:
         leads = isinstance(self._trainer, TrainerNode) and self._trainer.leads
         if self._trainer is not None:
             hello = replace(hello, is_released=not self._trainer.devices.has_devices)
+        if self._environment is not None:
+            return replace(hello, running=self._environment.held)
         if (rollout := self._rollout) is None:
             return replace(hello, leads=leads)
         return replace(
@@ -80,6 +100,8 @@ class Roles:
         """Return a heartbeat. `lag_ms`: how late the loop of this process is."""
         parts = [part for part in (self._rollout, self._trainer) if part is not None]
         device = next((part.device for part in parts if part.device), "")
+        if self._environment is not None:
+            return Heartbeat(Load(running=len(self._environment.held)), lag_ms)
         saves = self._trainer.saves if self._trainer is not None else None
         is_saving = saves is not None and saves.num_awaited > 0
         if (rollout := self._rollout) is None:
@@ -94,13 +116,21 @@ class Roles:
         model_files: dict[str, bytes],
         slots: int,
         scratch: Path,
-        weights: MachineWeights,
+        weights: MachineWeights | None,
         gpus: Assignment,
     ) -> None:
+        """`weights`: those of a node that trains or samples; other roles have none."""
+        model_dir = scratch / "model"
+        if "environment" in self._names:
+            require_environment(config)
+            write_model_files(model_dir, model_files)
+            agent = self._environment = self._environment_agent(config, model_dir)
+            self._tasks["environment"] = tasks.create_task(agent.run(), name="environment")
+            return
+        assert weights is not None
         if "rollout" in self._names:
             require_shared(config, self._shares)
             require_size(config, self._parallel)
-            model_dir = scratch / "model"
             write_model_files(model_dir, model_files)
             options = RolloutOptions(
                 self._node,
@@ -137,6 +167,17 @@ class Roles:
                 self._trainer = new_trainer()
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
+    def _environment_agent(self, config: Config, model_dir: Path) -> EnvironmentAgent:
+        settings = config.environment
+        if self._workers:
+            settings = settings.model_copy(update={"workers": self._workers})
+        logs = (self._run_dir or _run_dir_here(config)) / "logs" / self._node
+        logs.mkdir(exist_ok=True)
+        pool = WorkerPool(settings, logs, logger.warning)
+        kwargs = template_kwargs(config.data)
+        new_renderer = partial(Renderer, model_dir, settings.tool_format, kwargs)
+        return EnvironmentAgent(config, pool, new_renderer, self._send)
+
     def _engine_log(self) -> Path | None:
         """Return the engine's log; None without a run directory: the engine then writes to the
         daemon's."""
@@ -153,6 +194,9 @@ class Roles:
             case Generate() | Abort() | PublishWeights() | SetDevices():
                 if self._rollout is not None:
                     self._rollout.handle(message)
+            case BeginEpisode() | StepEpisode() | EndEpisode():
+                if self._environment is not None:
+                    self._environment.handle(message)
             case TrainerSet() | TrainerRelay():
                 if isinstance(self._trainer, TrainerNode):
                     self._trainer.handle(message)
@@ -175,6 +219,8 @@ class Roles:
         """Send what the coordinator may have missed while it was disconnected."""
         if self._rollout is not None:
             self._rollout.resend()
+        if self._environment is not None:
+            self._environment.resend()
         if self._trainer is not None:
             self._trainer.rejoin()
 

@@ -37,6 +37,7 @@ LISTENS_WITHIN_S = 180.0  # a coordinator after its start: it imports, and reads
 FOLLOWS_WITHIN_S = 1.0  # daemons that end for the same reason
 # A daemon that fails so soon after the restart of the coordinator may fail for that.
 AWAY_S = 20.0
+REPLACEABLE = {"rollout", "environment"}  # roles of which the run needs one node, no matter which
 DRAIN_S = 3.0
 TERM_S = 3.0  # from SIGTERM to SIGKILL, after the grace time
 POLL_S = 0.1  # of the address of the coordinator
@@ -92,6 +93,8 @@ class LocalRun:
         point_latest(self.run_dir)
         for k in range(self.config.train.nodes):
             await self._start(f"trainer-{k}", "trainer")
+        if self.config.environment.enabled and self.config.environment.workers:
+            await self._start("environment-0", "environment")
         one_size = (f"rollout-{k}" for k in range(self.config.rollout.nodes))
         for name in self._sized or one_size:
             await self._start(name, "rollout")
@@ -216,19 +219,18 @@ class LocalRun:
 
     async def _on_failed(self, daemon: Daemon) -> None:
         """Raise RunFailed if the run cannot continue without this daemon."""
-        if daemon.role != "rollout" or not await self._has_rollout_nodes():
+        if daemon.role not in REPLACEABLE or not await self._has_nodes(daemon.role):
             await self._give_up(daemon)
         self.lost.append(daemon.exit_reason())
 
-    async def _has_rollout_nodes(self) -> bool:
-        """Return whether a rollout node is left, here or elsewhere."""
+    async def _has_nodes(self, role: Role) -> bool:
+        """Return whether a node of this role is left, here or elsewhere."""
         ours = self.daemons.by_name
-        if any(d.role == "rollout" and d.name not in self._ended for d in ours.values()):
+        if any(d.role == role and d.name not in self._ended for d in ours.values()):
             return True
         snapshot = await self._snapshot()
         return snapshot is not None and any(
-            "rollout" in n.roles and n.state != "gone" and n.name not in ours
-            for n in snapshot.nodes
+            role in n.roles and n.state != "gone" and n.name not in ours for n in snapshot.nodes
         )
 
     async def _give_up(self, daemon: Daemon) -> None:
@@ -238,12 +240,12 @@ class LocalRun:
         """
         head, daemons = self._head, self.daemons.by_name.values()
         await asyncio.wait(
-            [d.ended for d in daemons if d.role != "rollout"], timeout=FOLLOWS_WITHIN_S
+            [d.ended for d in daemons if d.role not in REPLACEABLE], timeout=FOLLOWS_WITHIN_S
         )
         if head.ended.done():
             last = final_snapshot(self.run_dir)
             was_stopped = last is not None and last.state == RunState.STOPPED
-            if was_stopped or (daemon.role == "rollout" and not head.has_failed):
+            if was_stopped or (daemon.role in REPLACEABLE and not head.has_failed):
                 return
         trainers = [d for d in daemons if d.role == "trainer" and d.is_user_error]
         cause = trainers[0] if daemon is head and trainers else daemon

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from lightrl.errors import ConfigError, PeerUnreachable, ProtocolError
-from lightrl.keys import Access, coordinator_secret, join_key
+from lightrl.keys import Access, coordinator_secret, environment_key, join_key
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Hello, Welcome
 from lightrl.system.addresses import host_and_port
@@ -61,7 +61,7 @@ Received: TypeAlias = tuple[Peer, Message | ProtocolError | PeerUnreachable]
 
 
 class Router(Socket):
-    """Connections to many peers, each of which has one of the run's two keys."""
+    """Connections to many peers, each of which has one of the run's keys."""
 
     def __init__(self, address: str, key: str) -> None:
         """Listen on `address` (tcp://host:port; port * = any) with the full key of the run.
@@ -85,7 +85,11 @@ class Router(Socket):
         self._domain = f"router-{secrets.token_hex(4)}"
         self._sock.set_string(zmq.ZAP_DOMAIN, self._domain)
         self._sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        keys = {Access.FULL: key, Access.JOIN: join_key(key)}
+        keys = {
+            Access.FULL: key,
+            Access.JOIN: join_key(key),
+            Access.ENVIRONMENT: environment_key(key),
+        }
         AUTHENTICATOR.admit(
             self._domain, {z85.decode(key_pair(k)[0]): a.value for a, k in keys.items()}
         )
@@ -212,8 +216,7 @@ class Router(Socket):
                 return None
             message = MESSAGES.decode(frame)
             check_bounds(message)
-            if access is not Access.FULL:
-                require_allowed(peer.name, message)
+            require_allowed(peer.name, message, access)
         except ProtocolError as e:
             self._drop_parts(frames[0])
             return peer, e

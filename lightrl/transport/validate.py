@@ -2,14 +2,16 @@
 which message.
 
 Pure. Owns what types cannot express (lengths and ranges are in messages/), and the messages that
-the `join` key permits; the core decides whether a message makes sense at that moment. Without
+each limited key permits; the core decides whether a message makes sense at that moment. Without
 bounds a broken peer could stop a timer with a period that is no number.
 """
 
 from math import isfinite
 
 from lightrl.errors import ProtocolError
+from lightrl.keys import FILES, NODE_OF, Access, access_for
 from lightrl.messages.broadcasts import BroadcastStatus
+from lightrl.messages.episodes import EpisodeEnded, Observed
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import Bye, Drain, Heartbeat, Hello
 from lightrl.messages.responses import TokenChunk
@@ -73,41 +75,54 @@ def check_bounds(message: Message) -> None:
             raise ProtocolError("Checkpointed: the oldest checkpoint kept is newer than the newest")
         case StepDone(_, _, metrics):
             _words(*metrics)  # a metric may be NaN: that is worth seeing
+        case Observed():
+            _words(message.response, message.digest)
+            _finite(message.reward or 0.0)
+            if not message.token_ids or len(message.token_ids) % 4:
+                raise ProtocolError(f"Observed: tokens of {len(message.token_ids)} bytes")
+        case EpisodeEnded():
+            _words(message.response, *message.metrics)
+            _finite(message.reward or 0.0, message.turn_reward or 0.0)
         case Drain(node, _):
             _words(node)
         case _:
             pass
 
 
-# and a Drain of their own
-OF_NODES = (
-    Hello,
-    Heartbeat,
-    TokenChunk,
-    WeightsEndpoint,
-    WeightsReady,
-    WeightsFailed,
-    BroadcastStatus,
-    DevicesReleased,
-    Bye,
-)
+# by access; and a Drain of their own
+OF_NODES: dict[Access, tuple[type[Message], ...]] = {
+    Access.JOIN: (
+        Hello,
+        Heartbeat,
+        TokenChunk,
+        WeightsEndpoint,
+        WeightsReady,
+        WeightsFailed,
+        BroadcastStatus,
+        DevicesReleased,
+        Bye,
+    ),
+    Access.ENVIRONMENT: (Hello, Heartbeat, Observed, EpisodeEnded, Bye),
+}
 
 
-def require_allowed(name: str, message: Message) -> None:
-    """Raises ProtocolError if `name`, which has the `join` key, must not send this.
+def require_allowed(name: str, message: Message, access: Access) -> None:
+    """Raises ProtocolError if `name`, whose key gives this `access`, must not send this.
 
     A Hello passes, whatever it asks for: it is answered, see `why_unwelcome`.
     """
-    if isinstance(message, OF_NODES) or (isinstance(message, Drain) and message.node == name):
+    if access is Access.FULL or isinstance(message, OF_NODES[access]):
         return
-    raise ProtocolError(f"{type(message).__name__}: not with the join key")
+    if not (isinstance(message, Drain) and message.node == name):
+        raise ProtocolError(f"{type(message).__name__}: not with the {FILES[access]} key")
 
 
-def why_unwelcome(head: str, hello: Hello) -> str | None:
-    """Return one line on why the `join` key does not permit this Hello, or None; `head` is the
-    coordinator's name."""
-    if hello.roles != ("rollout",):
-        return f"with the join key one may be a rollout node, not {', '.join(hello.roles)}"
+def why_unwelcome(head: str, hello: Hello, access: Access) -> str | None:
+    """Return one line on why a key that gives this `access`, less than full, does not permit this
+    Hello, or None; `head` is the coordinator's name."""
+    if access_for(hello.roles) is not access:
+        asked = ", ".join(hello.roles)
+        return f"with the {FILES[access]} key one may be {NODE_OF[access]}, not {asked}"
     if hello.node == head:
         return f"{head} is the coordinator's name"
     return None

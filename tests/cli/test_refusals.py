@@ -77,6 +77,25 @@ def test_a_function_that_a_set_lacks_is_named_with_the_key_of_the_set(tmp_path):
     assert reason == f"data.sets.reward = {tmp_path}/nofile.py:x: no such file nofile.py"
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("source={0}/nofile.py:Guess", "environment.source = {0}/nofile.py:Guess: no such file"),
+        ("source=trl:{0}/a.py:Guess", "{0}/a.py:Guess: has no class Guess; it defines Other"),
+        ("tools=['{0}/a.py:mul']", "{0}/a.py:mul: has no function mul; it defines add"),
+        ("command=nopython", "environment.command = 'nopython': no such program on this machine"),
+        ("mcp=[{{command=['nomcp']}}]", "environment.mcp[0].command = 'nomcp': no such program"),
+    ],
+)
+def test_an_environment_node_that_cannot_start_here(tmp_path, settings, reason):
+    (tmp_path / "a.py").write_text("class Other: pass\ndef add(): pass\n")
+    overrides = (f"environment.{settings.format(tmp_path)}", "environment.slots=4")
+    if "source" not in settings:
+        overrides = (f"environment.source={tmp_path}/a.py:Other", *overrides)
+    assert reason.format(tmp_path) in refusal(*overrides)
+    require_files(config(*overrides, "environment.workers=0"))  # it starts elsewhere
+
+
 def test_a_run_with_a_copy_of_its_functions_needs_no_file_of_them(tmp_path):
     functions = 'reward.functions="nofile.py:x"', "run.name=old"
     with pytest.raises(ConfigError, match=r"no such file nofile\.py"):

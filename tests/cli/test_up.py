@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from lightrl.config.run_file import load_config
-from lightrl.keys import JOIN_FILE, KEY_FILE, write_keys
+from lightrl.keys import ENVIRONMENT_FILE, JOIN_FILE, KEY_FILE, write_keys
 from lightrl.launch.folder import create_run_dir
 from tests.support.cli import (
     DEADLINE_S,
@@ -35,12 +35,13 @@ pytestmark = pytest.mark.usefixtures("warm_runs")
     ("role", "file", "other"),
     [
         ("rollout", JOIN_FILE, KEY_FILE),
+        ("environment", ENVIRONMENT_FILE, KEY_FILE),
         pytest.param("trainer", KEY_FILE, JOIN_FILE, marks=pytest.mark.e2e),
     ],
 )
 def test_a_daemon_reads_the_key_that_it_needs_and_no_other(tmp_path, role, file, other):
     run_dir = create_run_dir(load_config(QUICKSTART, [f"run.dir={tmp_path}", "run.name=one"]))
-    for name in (KEY_FILE, JOIN_FILE):
+    for name in (KEY_FILE, JOIN_FILE, ENVIRONMENT_FILE):
         (run_dir / name).unlink(missing_ok=True)
     write_keys(run_dir)
 

@@ -113,11 +113,10 @@ def test_config_and_key_of_a_run_survive(tmp_path: Path):
     found = tmp_path.with_name(f"{tmp_path.name}-found")
     # the key's comes after it
     first = "files.sync < files.write_whole < folder.create_run_dir: runs/a"
-    derived = (
-        # it follows from the key
-        "keys.write_key < keys.write_keys < folder.create_run_dir: runs/a/join"
-    )
-    require_every_sync(recorder, found, recovers, besides=[first, derived])
+    # they follow from the key
+    written = "keys.write_key < keys.write_keys < folder.create_run_dir: runs/a"
+    derived = [f"{written}/join", f"{written}/environment"]
+    require_every_sync(recorder, found, recovers, besides=[first, *derived])
 
 
 def test_a_key_of_its_own_survives(tmp_path: Path):

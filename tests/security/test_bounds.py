@@ -14,9 +14,10 @@ import pytest
 import lightrl
 from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_files
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.keys import new_key
+from lightrl.keys import Access, new_key
 from lightrl.messages import fields
 from lightrl.messages.broadcasts import BroadcastStatus
+from lightrl.messages.episodes import EpisodeEnded, Observed
 from lightrl.messages.load import Load
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import PROTOCOL, Bye, Drain, Heartbeat, Hello, Welcome
@@ -147,6 +148,15 @@ def test_honest_messages_pass(message: Message):
         BroadcastStatus(1, "g" * 300, reason="r"),
         StepDone(1, 2, {f"m{k}": 0.0 for k in range(fields.MAX_METRICS + 1)}),
         Checkpointed(-1),
+        Observed("r", 1, 0, 0, b"", 1, "d", "[]"),
+        Observed("r", 1, 0, 0, bytes(5), 1, "d", "[]"),
+        Observed("r", 1, 0, 0, bytes(4), 1, "\x1b[2J", "[]"),
+        Observed("r", 1, 0, 0, bytes(4), 1, "d", "[]", float("nan")),
+        Observed("r", 1, 0, 0, bytes(4), 1, "d", "[]", seconds=float("nan")),
+        Observed("r", 1, -1, 0, bytes(4), 1, "d", "[]"),
+        EpisodeEnded("r", 1, 1, "done", float("inf")),
+        EpisodeEnded("r", 1, 1, "done", turn_reward=float("nan")),
+        EpisodeEnded("r", 1, 1, "done", metrics={"a\nb": 1.0}),
         Drain("n", "x" * 10_000),
         Bye("x" * 10_000),
         Watch(float("inf")),
@@ -160,17 +170,35 @@ def test_what_no_honest_peer_says_is_refused(message: Message):
         check_bounds(MESSAGES.decode(MESSAGES.encode(message)))
 
 
-def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publishes_nothing():
+def allowed_with(access: Access) -> set[str]:
     allowed: set[str] = set()
-    for message in EXAMPLES:
+    of_episodes = (Observed("r", 1, 0, 0, bytes(4), 1, "d", "[]"), EpisodeEnded("r", 1, 1, "done"))
+    for message in (*EXAMPLES, *of_episodes):
         with contextlib.suppress(ProtocolError):
-            require_allowed("n", message)
+            require_allowed("n", message, access)
             allowed.add(type(message).__name__)
+    return allowed
+
+
+def test_with_the_environment_key_a_node_speaks_of_itself_and_of_episodes():
+    assert allowed_with(Access.ENVIRONMENT) == {
+        "Hello",
+        "Heartbeat",
+        "Observed",
+        "EpisodeEnded",
+        "Bye",
+    }
+    require_allowed("n", Drain("n"), Access.ENVIRONMENT)
+    with pytest.raises(ProtocolError, match="Drain: not with the environment key"):
+        require_allowed("n", Drain("m"), Access.ENVIRONMENT)
+
+
+def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publishes_nothing():
     of_itself = {"Hello", "Heartbeat", "TokenChunk", "Bye"}
     of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed"}
     of_groups = {"BroadcastStatus"}
     of_devices = {"DevicesReleased"}
-    assert allowed == of_itself | of_weights | of_groups | of_devices
+    assert allowed_with(Access.JOIN) == of_itself | of_weights | of_groups | of_devices
 
 
 def test_garbage_that_decodes_is_sane_or_a_protocol_error():

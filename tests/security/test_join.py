@@ -1,5 +1,5 @@
-"""What the `join` key is good for, and what not: whatever only the full key allows is tried with
-it."""
+"""What the keys of nodes, `join` and `environment`, are good for, and what not: whatever only the
+full key allows is tried with them."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,14 @@ from lightrl.cli import main
 from lightrl.errors import ConfigError, WrongKey
 from lightrl.keys import (
     ENVIRONMENT,
+    ENVIRONMENT_FILE,
     JOIN_FILE,
     KEY_FILE,
     Access,
     access_of,
     coordinator_public_key,
     coordinator_secret,
+    environment_key,
     join_key,
     new_key,
     read_key,
@@ -32,9 +34,10 @@ from lightrl.keys import (
     write_key,
     write_keys,
 )
+from lightrl.messages.episodes import EpisodeEnded, Observed
 from lightrl.messages.message import Message
 from lightrl.messages.nodes import PROTOCOL, TAKEN, Bye, Drain, Heartbeat, Hello, Role, Welcome
-from lightrl.messages.responses import Abort, Generate
+from lightrl.messages.responses import Abort, Generate, TokenChunk
 from lightrl.messages.snapshot import Snapshot, Watch
 from lightrl.messages.training import Checkpointed, StepDone
 from lightrl.messages.weights import PublishWeights, WeightsReady
@@ -48,31 +51,36 @@ pytestmark = pytest.mark.usefixtures("warm_daemons")
 
 M = TypeVar("M", bound=Message)
 ANY = "tcp://127.0.0.1:*"
+OBSERVED = Observed("p0@0#0", 1, 0, 0, bytes(4), 1, "d", "[]")
 
 # The keys themselves
 
 
-def test_both_keys_are_for_their_owner_alone_and_told_apart_by_their_form(tmp_path: Path):
+def test_all_keys_are_for_their_owner_alone_and_told_apart_by_their_form(tmp_path: Path):
     key = write_keys(tmp_path)
-    join = read_key(tmp_path / JOIN_FILE)
-    for name in (KEY_FILE, JOIN_FILE):
+    join, environment = (read_key(tmp_path / name) for name in (JOIN_FILE, ENVIRONMENT_FILE))
+    for name in (KEY_FILE, JOIN_FILE, ENVIRONMENT_FILE):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
     assert (read_key(tmp_path / KEY_FILE), join_key(key)) == (key, join)
-    assert (access_of(key), access_of(join)) == (Access.FULL, Access.JOIN)
-    assert "\n" not in join  # it fits into an environment variable
+    assert environment_key(key) == environment
+    assert [access_of(k) for k in (key, join, environment)] == list(Access)
+    assert "\n" not in join + environment  # they fit into an environment variable
     assert require_full(key, "") == key
     with pytest.raises(ConfigError, match="RUN_DIR/key"):
         require_full(join, "status needs")
+    with pytest.raises(ConfigError, match="lets an environment node join; status needs RUN_DIR/k"):
+        require_full(environment, "status needs")
 
 
 def test_join_holds_no_secret_but_that_of_a_node():
     key = new_key()
-    join = join_key(key)
-    assert coordinator_public_key(join) == coordinator_public_key(key)
-    with pytest.raises(ConfigError):
-        coordinator_secret(join)
-    secrets = {bytes.fromhex(key), coordinator_secret(key), secret_of(key), secret_of(join)}
-    assert len(secrets) == 4
+    join, environment = join_key(key), environment_key(key)
+    for limited in (join, environment):
+        assert coordinator_public_key(limited) == coordinator_public_key(key)
+        with pytest.raises(ConfigError):
+            coordinator_secret(limited)
+    secrets = {bytes.fromhex(key), coordinator_secret(key)}
+    assert len(secrets | {secret_of(k) for k in (key, join, environment)}) == 5
     public = z85.decode(zmq.curve_public(z85.encode(secret_of(join))))
     assert bytes.fromhex(join.removeprefix("join-")) == secret_of(join) + coordinator_public_key(
         key
@@ -88,7 +96,9 @@ def test_a_run_that_has_no_join_gets_the_one_that_belongs_to_its_key(tmp_path: P
         lambda p: p.chmod(0o644),
     ):
         spoil(tmp_path / JOIN_FILE)
+        spoil(tmp_path / ENVIRONMENT_FILE)
         restore_keys(tmp_path)
+        assert read_key(tmp_path / ENVIRONMENT_FILE) == environment_key(key)
         assert read_key(tmp_path / KEY_FILE) == key
         assert read_key(tmp_path / JOIN_FILE) == join_key(key)
     before = (tmp_path / JOIN_FILE).stat().st_ino
@@ -112,7 +122,12 @@ def test_each_message_says_what_its_connection_has_proved():
         key = new_key()
         router = Router(ANY, key)
         async with asyncio.timeout(DEADLINE_S):
-            for k, access in ((key, Access.FULL), (join_key(key), Access.JOIN), (key, Access.FULL)):
+            for k, access in (
+                (key, Access.FULL),
+                (join_key(key), Access.JOIN),
+                (environment_key(key), Access.ENVIRONMENT),
+                (key, Access.FULL),
+            ):
                 link = Link(router.address, "trainer/1", k)
                 link.send(Heartbeat())
                 [(peer, message)] = await router.receive()
@@ -191,9 +206,9 @@ async def expect(link: Link, kind: type[M], holds: Callable[[M], bool] = lambda 
 
 
 @contextlib.asynccontextmanager
-async def intruder(run: Running, name: str) -> AsyncIterator[Link]:
-    """A connection with the `join` key."""
-    link = await Link.connect(run.head.address, name, read_key(run.join_file))
+async def intruder(run: Running, name: str, file: str = JOIN_FILE) -> AsyncIterator[Link]:
+    """A connection with the `join` key, or with that of another file."""
+    link = await Link.connect(run.head.address, name, read_key(run.join_file.with_name(file)))
     try:
         async with asyncio.timeout(DEADLINE_S):
             yield link
@@ -209,6 +224,8 @@ def test_with_join_nothing_can_be_said_that_is_no_business_of_a_rollout_node(tmp
         PublishWeights(1, "d", 1, 1),
         StepDone(0, 1, {}),
         Checkpointed(0),
+        OBSERVED,
+        EpisodeEnded("p0@0#0", 1, 1, "done", 1.0),
     ]
 
     async def scenario() -> None:
@@ -252,6 +269,27 @@ def test_with_join_one_is_a_rollout_node_or_nothing(tmp_path: Path, roles: tuple
             link.send(Hello("b", 7, roles, PROTOCOL, pid=0, host="elsewhere"))
             assert "one may be a rollout node" in (await expect(link, Welcome)).refused
             assert "coordinator's name" in (await _hello_as(run, "head")).refused
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("file", "roles", "why"),
+    [
+        (JOIN_FILE, ("environment",), "with the join key one may be a rollout node"),
+        (ENVIRONMENT_FILE, ("rollout",), "with the environment key one may be an environment node"),
+        (ENVIRONMENT_FILE, ("environment", "rollout"), "an environment node, not environment, r"),
+    ],
+)
+def test_neither_key_of_a_node_makes_it_a_node_of_the_other_role(
+    tmp_path: Path, file: str, roles: tuple[Role, ...], why: str
+):
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run, intruder(run, "b", file) as link:
+            assert why in (await welcome(link, "b", *roles)).refused
+            link.send(TokenChunk(0, "d", ()) if file == ENVIRONMENT_FILE else OBSERVED)
+            after = await run.until(lambda s: s.counters["bad_frames"] == 1)
+            assert "b" not in {n.name for n in after.nodes}
 
     asyncio.run(scenario())
 
@@ -409,3 +447,32 @@ def test_who_has_join_alone_is_told_what_is_missing(
     [line] = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("lightrl: this key only lets a rollout node join; ")
     assert line.endswith("RUN_DIR/key")
+
+
+@pytest.mark.parametrize(
+    ("file", "role", "line"),
+    [
+        (JOIN_FILE, "environment", "a rollout node join; --role environment needs RUN_DIR/env"),
+        (ENVIRONMENT_FILE, "rollout", "an environment node join; --role rollout needs RUN_DIR/j"),
+        (ENVIRONMENT_FILE, "trainer", "an environment node join; --role trainer needs RUN_DIR/k"),
+        (ENVIRONMENT_FILE, "", "no answer (connection refused)"),  # follows from the key
+        (KEY_FILE, "environment", "no answer (connection refused)"),
+        (KEY_FILE, "environment,rollout", "an environment node is a daemon of its own"),
+    ],
+)
+def test_role_needs_the_key_that_permits_it(
+    tmp_path: Path, file: str, role: str, line: str, capsys: pytest.CaptureFixture[str]
+):
+    write_keys(tmp_path)
+    options = ("--join", "tcp://127.0.0.1:1", "--key", str(tmp_path / file))
+    with pytest.raises(SystemExit):
+        main(["up", *options, *(("--role", role) if role else ())])
+    [said] = capsys.readouterr().err.strip().splitlines()
+    assert line in said
+
+
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_workers_are_those_of_an_environment_node(role: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["up", "--join", "tcp://127.0.0.1:1", "--role", role, "--workers", "2"])
+    assert "--workers is for --role environment" in capsys.readouterr().err

@@ -107,7 +107,7 @@ class Fleet:
             name=hello.node,
             incarnation=hello.incarnation,
             roles=hello.roles,
-            slots=hello.slots or self._settings.slots_of(hello.parallel),
+            slots=hello.slots or self._default_slots(hello),
             heard_at=now,
             pid=hello.pid,
             host=hello.host,
@@ -168,6 +168,12 @@ class Fleet:
             node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
             node.reported_at = now
             node.num_workers, node.is_saving = heartbeat.num_workers, heartbeat.is_saving
+
+    def _default_slots(self, hello: Hello) -> int:
+        episodes = self._settings.episodes
+        if episodes is not None and "environment" in hello.roles:
+            return episodes.slots
+        return self._settings.slots_of(hello.parallel)
 
     def _typical_speed(self) -> Speed:
         """Return the mean speed of some nodes, expected of a new one. Between two steps nodes load

@@ -55,6 +55,7 @@ def require_files(config: Config) -> None:
     if (command := config.reward.command) and shutil.which(command[0]) is None:
         raise ConfigError(f"reward.command = {command[0]!r}: no such program on this machine")
     _require_functions("reward.functions", config.reward.functions, config)
+    _require_environment(config)
     if config.checkpoint.dir:
         _require_place("checkpoint.dir", config.checkpoint.dir)
 
@@ -209,6 +210,26 @@ def _require_data(key: str, one: DataSet, config: Config) -> None:
     _require_functions(f"{key.removesuffix('path')}reward", one.reward, config)
 
 
+def _require_environment(config: Config) -> None:
+    """Require what the environment node that starts here needs."""
+    environment = config.environment
+    if not environment.enabled or not environment.workers:
+        return
+    programs = {"environment.command": environment.command}
+    programs |= {f"environment.mcp[{k}].command": s.command for k, s in enumerate(environment.mcp)}
+    for key, command in programs.items():
+        if command and shutil.which(command[0]) is None:
+            raise ConfigError(f"{key} = {command[0]!r}: no such program on this machine")
+    for key, references in (
+        ("environment.source", (environment.source,)),
+        ("environment.tools", environment.tools),
+    ):
+        for reference in references:
+            file, colon, name = reference.rpartition(":")
+            if colon and file.endswith(".py"):
+                _require_function(key, Path(file.rpartition(":")[2]), name)
+
+
 def _require_functions(key: str, functions: Sequence[str], config: Config) -> None:
     if config.reward.source == "kept" and (config.run_dir / FOLDER).is_dir():
         return  # a resumed run has a copy of the functions
@@ -230,7 +251,9 @@ def _require_function(key: str, file: Path, name: str) -> None:
         raise ConfigError(f"{key} = {file}:{name}: cannot be read: {e.strerror}") from None
     # The worker looks up a name that the file mentions or may import.
     if not re.search(rf"\b{re.escape(name)}\b|import \*".encode(), source):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        what, kinds = "function", (ast.FunctionDef, ast.AsyncFunctionDef)
+        if key == "environment.source":
+            what, kinds = "class", (ast.ClassDef,)
         defined = ", ".join(sorted(node.name for node in tree.body if isinstance(node, kinds)))
-        there = f"has no function {name}; it defines {defined or 'none'}"
+        there = f"has no {what} {name}; it defines {defined or 'none'}"
         raise ConfigError(f"{key} = {file}:{name}: {there}")

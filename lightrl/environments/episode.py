@@ -1,0 +1,218 @@
+"""The bookkeeping of one episode on an environment node: tokens, turns, rewards, limits. Pure.
+
+The ids are the conversation: what is held is only appended to, and never rendered again.
+"""
+
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import isfinite
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightrl.errors import LightRLError
+from lightrl.messages.episodes import (
+    BeginEpisode,
+    EpisodeEnded,
+    EpisodeStop,
+    Observed,
+    StepEpisode,
+)
+from lightrl.messages.fields import MAX_METRICS, MAX_TEXT
+from lightrl.messages.responses import FinishReason
+from lightrl.wire import pack_i32, unpack_i32
+
+if TYPE_CHECKING:
+    from lightrl.environments.pool import Returned
+
+Answer: TypeAlias = Observed | EpisodeEnded
+
+
+class EpisodeOver(LightRLError):
+    """The episode ends before its next observation. The text is the failure, if it is one."""
+
+    def __init__(self, stop: EpisodeStop, failure: str = "") -> None:
+        super().__init__(failure)
+        self.stop: EpisodeStop = stop
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Limits of every episode of a run. Example: EpisodeLimits(max_turns=16, max_length=2048)."""
+
+    max_turns: int
+    # tokens, inserted and sampled
+    max_length: int
+    # sampled tokens of one turn; 0 = as many as the episode may have
+    max_turn_length: int = 0
+
+
+@dataclass(slots=True)
+class HeldTurn:
+    """An observation, and what was sampled after it. Example: HeldTurn(end=9, digest="5f0c")"""
+
+    # index of the first token after the observation
+    end: int
+    # of what the environment returned
+    digest: str
+    reward: float | None = None
+    # of the environment after it; kept for the newest turn only
+    state: bytes = b""
+    # int32; None: it is being sampled
+    sampled: bytes | None = None
+    finish_reason: FinishReason = "stop"
+
+
+@dataclass(slots=True, eq=False)
+class HeldEpisode:
+    """One episode. `take` and `observe` alternate, until `end`."""
+
+    begun: BeginEpisode
+    limits: EpisodeLimits
+    row: dict[str, Any]
+    # int32, inserted and sampled
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    turns: list[HeldTurn] = field(default_factory=list[HeldTurn])
+    # of this episode, beside those of the run; known after `reset`
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    # its name at the pool, another one whenever its environment begins again
+    handle: str = ""
+    # a worker has its environment, in the state after the newest observation
+    is_live: bool = False
+    # deaths of workers in calls of this episode
+    num_lost: int = 0
+    # the answer to the last order, until the next one
+    last: Answer | None = None
+
+    @classmethod
+    def begin(cls, begun: BeginEpisode, limits: EpisodeLimits) -> "HeldEpisode":
+        """Return the episode with the recorded turns, the last of which is to be stepped."""
+        episode = cls(begun, limits, json.loads(begun.row or "{}"))
+        for turn in begun.turns:
+            episode.ids.extend(unpack_i32(turn.observation))
+            episode._append(HeldTurn(len(episode.ids), turn.digest, turn.reward, turn.state))
+            episode._sampled(turn.sampled, turn.finish_reason)
+        return episode
+
+    def _append(self, turn: HeldTurn) -> None:
+        if self.turns:
+            self.turns[-1].state = b""
+        self.turns.append(turn)
+
+    def _sampled(self, token_ids: bytes, finish_reason: FinishReason) -> None:
+        self.turns[-1].sampled, self.turns[-1].finish_reason = token_ids, finish_reason
+        self.ids.extend(unpack_i32(token_ids))
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.sampled or b"") // 4 for turn in self.turns)
+
+    def take(self, step: StepEpisode) -> "HeldEpisode":
+        """Take the tokens of a turn. Return this episode; or another one, if it is to be stepped
+        from an earlier turn than the newest: a coordinator that was restarted may have lost the end
+        of its journal. Raises EpisodeOver if the turn's observation is not known."""
+        if step.turn >= len(self.turns):
+            raise EpisodeOver("failed", f"turn {step.turn} of {len(self.turns)} cannot be stepped")
+        episode = self
+        if step.turn < len(self.turns) - 1 or self.turns[-1].sampled is not None:
+            turns = [*self.turns[: step.turn], replace(self.turns[step.turn], sampled=None)]
+            ids = self.ids[: turns[-1].end]
+            episode = HeldEpisode(self.begun, self.limits, self.row, ids, turns, self.tools)
+        episode.last = None
+        episode._sampled(step.token_ids, step.finish_reason)
+        return episode
+
+    def has_taken(self, step: StepEpisode) -> bool:
+        """Return whether this is the order that was taken last."""
+        newest = [k for k, turn in enumerate(self.turns) if turn.sampled is not None][-1:]
+        return newest == [step.turn] and self.turns[step.turn].sampled == step.token_ids
+
+    def sampled_ids(self, turn: int) -> "array[int]":
+        """Return the tokens that were sampled after an observation."""
+        return array("i", unpack_i32(self.turns[turn].sampled or b""))
+
+    def require_digest(self, turn: int, digest: str) -> None:
+        """Raise EpisodeOver if a replay has given another observation than was recorded."""
+        if digest != self.turns[turn].digest:
+            what = f"the observation of turn {turn}" if turn else "the first observation"
+            why = "when it was replayed, so it cannot be resumed"
+            raise EpisodeOver("diverged", f"{what} was another one {why}")
+
+    def note(self, returned: "Returned") -> None:
+        """Keep the figures of what `reset` or `step` returned. Raises EpisodeOver if its reward is
+        no number."""
+        if returned.reward is not None and not isfinite(returned.reward):
+            raise EpisodeOver("failed", f"it returned the reward {returned.reward}")
+        named = {k: v for k, v in returned.metrics.items() if k.isprintable()}
+        self.metrics = dict(islice((self.metrics | named).items(), MAX_METRICS))
+
+    def stop_after(self, returned: "Returned") -> EpisodeStop | None:
+        """Return how an episode ends with what was returned; None: it goes on. Raises EpisodeOver
+        if nothing was sampled."""
+        if not self.turns:
+            if returned.done:
+                raise EpisodeOver("failed", "reset ended it")
+            return None
+        if returned.done:
+            return "done"
+        if len(self.turns) >= self.limits.max_turns:
+            return "turns"
+        return "length" if self.num_sampled >= self.begun.max_tokens else None
+
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Return whether the tokens of an observation leave one to be sampled. Raises EpisodeOver
+        if there are none, or if those of the first observation do not."""
+        if not ids:
+            raise EpisodeOver("failed", "an observation has no tokens")
+        if len(self.ids) + len(ids) < self.limits.max_length:
+            return True
+        if not self.turns:
+            why = f"does not fit into {self.limits.max_length} tokens (environment.max_length)"
+            raise EpisodeOver("failed", f"the first observation, of {len(ids)} tokens, {why}")
+        return False
+
+    def observe(self, returned: "Returned", ids: Sequence[int], record: str) -> Observed:
+        """Append the tokens of an observation, and return the message with them."""
+        turn, offset = len(self.turns), len(self.ids)
+        self.ids.extend(ids)
+        self._append(HeldTurn(len(self.ids), returned.digest, returned.reward, returned.state))
+        left = self.begun.max_tokens - self.num_sampled
+        most = min(left, self.limits.max_length - len(self.ids))
+        most = min(most, self.limits.max_turn_length or left)
+        what = (turn, offset, pack_i32(ids), most, returned.digest, record)
+        gave = (returned.reward, returned.state, returned.seconds, returned.num_tool_calls)
+        return Observed(*self._key, *what, *gave)
+
+    def end(
+        self,
+        stop: EpisodeStop,
+        record: str,
+        returned: "Returned | None" = None,
+        failure: str = "",
+    ) -> EpisodeEnded:
+        """Return the end of an episode, without a score if there is a `failure`. `returned`: by the
+        last step, if it came to one."""
+        last = returned.reward if returned is not None else None
+        total = _sum([*(turn.reward for turn in self.turns), last])
+        if failure:
+            total = None
+        elif total is None and stop != "done":
+            total = 0.0
+        what = (len(self.turns), stop, total, last, failure[:MAX_TEXT], record, self.metrics)
+        seconds, num_tool_calls = 0.0, 0
+        if returned is not None:
+            seconds, num_tool_calls = returned.seconds, returned.num_tool_calls
+        return EpisodeEnded(*self._key, *what, seconds, num_tool_calls)
+
+    @property
+    def _key(self) -> tuple[str, int]:
+        return self.begun.response, self.begun.incarnation
+
+
+def _sum(rewards: Iterable[float | None]) -> float | None:
+    """Return the sum of the rewards that were given; None if none was."""
+    given = [reward for reward in rewards if reward is not None]
+    return sum(given) if given else None

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from lightrl.config.schema import Config
-from lightrl.environments.episode import Answer, EpisodeLimits, Stopped, HeldEpisode
+from lightrl.environments.episode import Answer, EpisodeLimits, HeldEpisode, Stopped
 from lightrl.environments.pool import (
     EnvironmentRaised,
     Returned,

@@ -177,4 +177,5 @@ def works_of(node: Node, foresee: LengthForecast) -> list[tuple[float, Response]
 
 
 def remaining(response: Response, foresee: LengthForecast) -> float:
-    return max(1.0, foresee(response) - response.num_sampled)
+    sampled = len(response.tokens) - response.num_inserted  # as num_sampled; this runs often
+    return max(1.0, foresee(response) - sampled)

@@ -105,8 +105,8 @@ class LengthPredictor:
         group = response.group
         longer = [n for n in self._lengths.get(group.key, (0, []))[1] if n > held]
         if group.finishers:
-            sampled = (len(r.tokens) - r.num_inserted for r in group.responses if r.scored)
-            longer += [n for n in sampled if n > held]
+            scored = [r for r in group.responses if r.scored]
+            longer += [n for r in scored if (n := len(r.tokens) - r.num_inserted) > held]
         if longer:
             return sum(longer) / len(longer)
         if group.round.is_eval:  # sets with a higher limit first: no other difference is known

@@ -10,7 +10,6 @@ episodes that it held are lost.
 
 import asyncio
 import base64
-import contextlib
 import json
 import os
 import shutil
@@ -23,16 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config.environment import Environment
-from lightrl.errors import LightRLError, ProtocolError, first_error
+from lightrl.errors import LightRLError
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
+from lightrl.system.threads import cancel
 from lightrl.wire import Codec
 
 START_LIMIT_S = 300.0  # importing user code may load a model, a server may download itself
-GRACE_S = 0.05  # for an answer in the pipe
-MAX_GRACE_S = 1.0  # an asynchronous call is cancelled inside its worker before the kill
-# After deaths without a call, each soon after the start.
-RESTARTS = RestartPolicy(max_restarts=2, settled_s=10.0)
+GRACE_S = 0.5  # an asynchronous call is cancelled inside its worker before the kill
+RESTARTS = RestartPolicy(max_restarts=2)  # after deaths without a call between them
 DEFAULT_WORKERS = 2  # of a node whose config starts none with `lightrl up`
 SETUP = {"source", "args", "tools", "mcp", "resume", "timeout_s"}  # what a worker has to know
 
@@ -51,6 +49,8 @@ main(int(sys.argv[2]))
 """
 
 Frame = dict[str, Any]
+# user code may write to the socket of its worker
+BROKEN = (ChildDied, LookupError, ValueError, TypeError)
 
 
 class EnvironmentUnusable(LightRLError):
@@ -104,10 +104,7 @@ class JsonCodec(Codec[Frame]):
         return json.dumps(message).encode()
 
     def decode(self, frame: bytes | memoryview) -> Frame:
-        try:
-            return dict(json.loads(bytes(frame)))
-        except (ValueError, TypeError, RecursionError) as e:  # user code has written to the socket
-            raise ProtocolError(f"undecodable frame: {e}") from None
+        return json.loads(bytes(frame))
 
 
 FRAMES = JsonCodec()
@@ -115,22 +112,27 @@ FRAMES = JsonCodec()
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    # "returned", "raised" and "timeout" of the worker, or "lost"
+    # environment and row, for errors
+    label: str
     ended: asyncio.Future[Frame]
     # None = it has not begun
     timer: asyncio.TimerHandle | None = None
 
-    def end(self, frame: Frame) -> None:
+    def end(self, result: Frame | LightRLError) -> None:
         if self.timer is not None:
             self.timer.cancel()
-        if not self.ended.done():  # else nobody waits for it any more
-            self.ended.set_result(frame)
+        if self.ended.done():  # nobody waits for it any more
+            return
+        if isinstance(result, LightRLError):
+            self.ended.set_exception(result)
+            self.ended.exception()  # known to be read
+        else:
+            self.ended.set_result(result)
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
     name: str
-    log: Path
     limit_s: float
     child: Child[Frame, Frame] | None = None
     is_ready: bool = False
@@ -138,49 +140,52 @@ class _Worker:
     episodes: dict[str, str] = field(default_factory=dict[str, str])
     # by number
     calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
-    timed_out: _Call | None = None
+    # it was killed because of one of its calls
+    overran: bool = False
 
     async def receive(self) -> None:
-        """Take an event. Raises ChildDied; ProtocolError if it is none."""
+        """Take an event. Raises one of BROKEN."""
         assert self.child is not None
         frame = await self.child.receive()
-        number = frame.get("id", -1)
-        if number not in self.calls:
-            raise ProtocolError(f"unexpected frame: {str(frame)[:100]}")
-        call = self.calls[number]
+        call = self.calls[frame["id"]]
         if frame["event"] == "started":
-            limit_s = self.limit_s + GRACE_S + min(MAX_GRACE_S, self.limit_s / 10)
-            call.timer = asyncio.get_running_loop().call_later(limit_s, self._overrun, call)
-        else:
-            self.calls.pop(number).end(frame)
+            loop = asyncio.get_running_loop()
+            call.timer = loop.call_later(self.limit_s + GRACE_S, self._overrun, call)
+            return
+        del self.calls[frame["id"]]
+        match frame["event"]:
+            case "returned":
+                call.end(frame)
+            case "raised":
+                call.end(EnvironmentRaised(f"{call.label}: {frame['reason']}"))
+            case _:
+                call.end(self._timed_out(call))
 
     def _overrun(self, call: _Call) -> None:
-        self.timed_out, self.is_ready = call, False
-        if self.child is not None:
-            self.child.kill()  # `receive` then raises ChildDied
+        assert self.child is not None
+        call.end(self._timed_out(call))
+        self.overran, self.is_ready = True, False
+        self.child.kill()  # `receive` then raises ChildDied
 
-    def lose(self, why: str) -> bool:
-        """End all calls and forget the episodes; return whether a call had begun. A call that timed
-        out is to blame for the others; else each that had begun may be."""
-        calls, blamed = list(self.calls.values()), self.timed_out
-        for call in calls:
-            has_begun = call.timer is not None
-            event = "timeout" if call is blamed else "lost"
-            in_call = has_begun and blamed is None
-            call.end({"event": event, "reason": why, "in_call": in_call, "has_begun": has_begun})
-        self.calls, self.episodes, self.timed_out, self.is_ready = {}, {}, None, False
-        return any(call.timer is not None for call in calls)
+    def _timed_out(self, call: _Call) -> StepTimedOut:
+        limit = f"environment.timeout_s = {self.limit_s:g} s"
+        return StepTimedOut(f"{call.label}: took longer than {limit}")
 
-    async def end(self) -> None:
+    async def end(self, why: str) -> None:
+        """Kill the process. Its calls raise WorkerLost, and its episodes are forgotten. A call that
+        took too long is to blame for the others; else each that had begun may be."""
+        for call in self.calls.values():
+            in_call = call.timer is not None and not self.overran
+            call.end(WorkerLost(f"{call.label}: its worker was lost: {why}", in_call))
+        self.calls, self.episodes, self.overran, self.is_ready = {}, {}, False, False
         if self.child is not None:
             self.child.kill()  # it has nothing to save, and may hang
-            with contextlib.suppress(ChildDied):
-                await self.child.stop()
+            await self.child.stop()
 
 
 class WorkerPool:
-    """`await start()`, calls at any time, `await stop()` at the end. An episode, any unique string,
-    belongs to one worker from `reset` or `load` on; its calls must not overlap."""
+    """`await start()`, calls at any time, `await stop()` in any case. An episode, any unique
+    string, belongs to one worker from `reset` or `load` to `close`; its calls must not overlap."""
 
     def __init__(
         self,
@@ -190,12 +195,13 @@ class WorkerPool:
         prompt_key: str = "prompt",
         system_prompt: str = "",
     ) -> None:
-        """`report` gets a line about each worker that ended without a call and starts again.
-        `prompt_key`, `system_prompt`: of the data, for runs with tools and without a class."""
+        """`report` gets a line about each worker that has ended. `prompt_key`, `system_prompt`: of
+        the data, for runs with tools and without a class."""
         self.tools: list[dict[str, Any]] = []
         self.is_stateless = False
-        self._settings = settings
+        self._command = settings.command or (sys.executable,)
         self._named = settings.source or ", ".join(settings.tools) or "environment.mcp"
+        self._log_dir = log_dir
         self._report = report
         self._setup = {
             **settings.model_dump(mode="json", include=SETUP),
@@ -204,41 +210,30 @@ class WorkerPool:
             "system_prompt": system_prompt,
         }
         self._workers = [
-            _Worker(f"environment-{k}", log_dir / f"environment-{k}.log", settings.timeout_s)
+            _Worker(f"environment-{k}", settings.timeout_s)
             for k in range(settings.workers or DEFAULT_WORKERS)
         ]
         self._numbers = count()
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()  # replaced at each change of a worker
-        self._unusable = ""  # why no worker will serve
+        self._unusable = ""  # why there is no worker left
 
     async def start(self) -> None:
         """Start all workers. Raises EnvironmentUnusable, one line, if the source, a tool or the
         interpreter cannot be used."""
-        command = self._settings.command
-        if command and shutil.which(command[0]) is None:
-            raise EnvironmentUnusable(f"environment.command: {command[0]}: no such program")
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for w in self._workers:
-                    tasks.create_task(self._start(w))
-        except BaseExceptionGroup as group:
-            await self.stop()
-            raise first_error(group) from None
-        except asyncio.CancelledError:
-            await self.stop()
-            raise
+        if shutil.which(self._command[0]) is None:
+            raise EnvironmentUnusable(f"environment.command: {self._command[0]}: no such program")
         self._tasks = [asyncio.create_task(self._serve(w), name=w.name) for w in self._workers]
+        while not all(w.is_ready for w in self._workers):
+            await self._changed.wait()
+        await self._free_worker()
 
     async def stop(self) -> None:
         """Kill the workers. Open calls raise WorkerLost or EnvironmentUnusable."""
-        self._notify("the environments have stopped")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for w in self._workers:
-            w.lose("it was stopped")
-        await asyncio.gather(*(w.end() for w in self._workers))
+        await cancel(*self._tasks)
+        self._unusable = self._unusable or "the environments have stopped"
+        self._notify()
+        await asyncio.gather(*(w.end("it was stopped") for w in self._workers))
 
     async def reset(self, episode: str, row: dict[str, Any], seed: int) -> Returned:
         """Begin an episode. Raises EnvironmentRaised, StepTimedOut, WorkerLost; EnvironmentUnusable
@@ -256,130 +251,96 @@ class WorkerPool:
         w = self._home(episode)
         if w is None:
             raise WorkerLost(f"{self._named}: episode {episode}: its worker was lost")
-        label, fields = w.episodes[episode], {"call": "step", "message": message}
-        return _returned(self._check(label, await self._post(w, episode, fields)))
+        return _returned(await self._post(w, episode, {"call": "step", "message": message}))
 
     def close(self, episode: str) -> None:
         """Forget an episode, whatever it is doing."""
         if (w := self._home(episode)) is not None:
-            del w.episodes[episode]
             self._post(w, episode, {"call": "close"})
+            del w.episodes[episode]
 
     async def _begin(self, episode: str, row: dict[str, Any], fields: Frame) -> Frame:
         self.close(episode)
         which = f"row {row['index']}" if "index" in row else f"episode {episode}"
-        label = f"{self._named}: {which}"
-        try:
-            while True:
-                w = await self._free_worker()
-                w.episodes[episode] = label
-                frame = await self._post(w, episode, {**fields, "row": row})
-                if frame["event"] != "lost" or frame["has_begun"]:
-                    return self._check(label, frame)
-        except BaseException:
-            self.close(episode)
-            raise
+        while True:
+            w = await self._free_worker()
+            w.episodes[episode] = f"{self._named}: {which}"
+            try:
+                return await self._post(w, episode, {**fields, "row": row})
+            except WorkerLost as lost:
+                if lost.in_call:
+                    raise
 
     def _home(self, episode: str) -> _Worker | None:
         return next((w for w in self._workers if episode in w.episodes), None)
 
     def _post(self, w: _Worker, episode: str, fields: Frame) -> asyncio.Future[Frame]:
         assert w.child is not None
-        number = next(self._numbers)
-        call = w.calls[number] = _Call(asyncio.get_running_loop().create_future())
+        number, ended = next(self._numbers), asyncio.get_running_loop().create_future()
+        w.calls[number] = _Call(w.episodes[episode], ended)
         w.child.send({**fields, "episode": episode, "id": number})
-        return call.ended
-
-    def _check(self, label: str, frame: Frame) -> Frame:
-        match frame["event"]:
-            case "returned":
-                return frame
-            case "raised":
-                raise EnvironmentRaised(f"{label}: {frame['reason']}")
-            case "timeout":
-                limit = f"environment.timeout_s = {self._settings.timeout_s:g} s"
-                raise StepTimedOut(f"{label}: took longer than {limit}")
-            case _:
-                text = f"{label}: its worker was lost: {frame['reason']}"
-                raise WorkerLost(text, frame["in_call"])
+        return ended
 
     async def _free_worker(self) -> _Worker:
         """Return the ready worker with the fewest calls, then episodes; wait until there is one."""
-        while True:
-            if self._unusable:
-                raise EnvironmentUnusable(self._unusable)
+        while not self._unusable:
             if ready := [w for w in self._workers if w.is_ready]:
                 return min(ready, key=lambda w: (len(w.calls), len(w.episodes)))
             await self._changed.wait()
+        raise EnvironmentUnusable(self._unusable)
 
     async def _serve(self, w: _Worker) -> None:
-        """Receive from a worker, and start it again when it dies."""
-        idle_deaths, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
-        began = clock()
-        while True:
+        """Receive from a worker, and start it again when it dies. One that cannot be started again
+        is given up; without workers, the environment is unusable."""
+        deaths, is_over = CrashCounter(RESTARTS), False
+        while not is_over:
+            how = "died {} times at start"
             try:
+                await self._start(w)
+                how = f"{w.name} keeps dying"
                 while True:
                     await w.receive()
-            except (ChildDied, ProtocolError) as e:
-                why, lived_s = str(e), clock() - began
-            had_begun = w.lose(why)
-            await w.end()
-            try:
-                if had_begun:
-                    idle_deaths.progressed()
-                elif idle_deaths.crashed(lived_s) is None:
-                    raise EnvironmentUnusable(f"{self._named}: {w.name} keeps dying: {why}")
-                else:
-                    self._report(f"{why}; starting it again")
-                await self._start(w)
-                began = clock()
+                    deaths.progressed()
             except EnvironmentUnusable as e:
-                self._report(str(e))
-                w.child = None
-                self._notify("" if any(each.child for each in self._workers) else str(e))
-                return
+                why, is_over = str(e), True
+            except BROKEN as e:
+                why, is_over = str(e), deaths.crashed() is None
+                if is_over:
+                    why = f"{self._named}: {how.format(deaths.in_a_row)}: {why}"
+            await w.end(why)
+            self._report(why if is_over else f"{why}; starting it again")
+        self._workers.remove(w)
+        self._unusable = "" if self._workers else why  # pyright: ignore[reportPossiblyUnboundVariable]
+        self._notify()
 
     async def _start(self, w: _Worker) -> None:
-        """Raises EnvironmentUnusable if the worker cannot serve."""
-        deaths = CrashCounter(RESTARTS)
-        start = partial(_start_child, w, self._settings.command or (sys.executable,))
-        while True:
-            w.child = await retry_on_resource_limit(start, w.name, self._report)
-            w.child.send({"setup": self._setup})
-            frame: Frame | None = None
-            try:
-                async with asyncio.timeout(START_LIMIT_S):
-                    frame = await w.child.receive()
-            except TimeoutError:
-                frame = {"failed": f"{self._named}: no start within {START_LIMIT_S:g} s"}
-            except (ChildDied, ProtocolError) as e:
-                if deaths.crashed() is None:
-                    frame = {"failed": f"{self._named}: died {deaths.in_a_row} times at start: {e}"}
-            if frame is not None and "failed" not in frame:
-                self.tools, self.is_stateless = frame["tools"], frame["is_stateless"]
-                w.is_ready = True
-                self._notify()
-                return
-            await w.end()
-            if frame is not None:
-                raise EnvironmentUnusable(frame["failed"])
+        """Raises EnvironmentUnusable if the worker cannot serve, or one of BROKEN."""
+        start = partial(
+            Child[Frame, Frame].start_program,
+            [*self._command, "-c", BOOT, str(PACKAGE)],
+            w.name,
+            FRAMES,
+            FRAMES,
+            env={"PYTHONHASHSEED": "0"},  # a replay iterates over a set in the same order
+            inherited={k: v for k, v in os.environ.items() if not k.startswith("LIGHTRL_")},  # keys
+            log=self._log_dir / f"{w.name}.log",
+        )
+        w.child = await retry_on_resource_limit(start, w.name, self._report)
+        w.child.send({"setup": self._setup})
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                frame = await w.child.receive()
+        except TimeoutError:
+            frame = {"failed": f"{self._named}: no start within {START_LIMIT_S:g} s"}
+        if "failed" in frame:
+            raise EnvironmentUnusable(frame["failed"])
+        self.tools, self.is_stateless = frame["tools"], frame["is_stateless"]
+        w.is_ready = True
+        self._notify()
 
-    def _notify(self, unusable: str = "") -> None:
-        self._unusable = self._unusable or unusable
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-async def _start_child(w: _Worker, interpreter: tuple[str, ...]) -> Child[Frame, Frame]:
-    return await Child.start_program(
-        [*interpreter, "-c", BOOT, str(PACKAGE)],
-        w.name,
-        FRAMES,
-        FRAMES,
-        env={"PYTHONHASHSEED": "0"},  # a replay iterates over a set in the same order
-        inherited={k: v for k, v in os.environ.items() if not k.startswith("LIGHTRL_")},  # keys
-        log=w.log,
-    )
 
 
 def _returned(frame: Frame) -> Returned:

@@ -1,18 +1,18 @@
 """Frames between the pool and a worker, and the form in which an observation travels.
 
-A frame is 4 bytes of length, little-endian, and one JSON object. Standard library only, as all of
-lightrl.environments.worker.
-
-To a worker: {"setup"} once, then {"id", "call": "reset" | "step" | "load" | "close", "episode"}
-with the arguments of the call. From it: {"ready"} or {"failed"} once, then for each call {"id",
-"event": "started"} when its turn comes, and one of "returned", "raised" and "timeout".
+A frame is 4 bytes of length, little-endian, and one JSON object. To a worker: {"setup"} once, then
+{"id", "call": "reset" | "step" | "load" | "close", "episode"} with the arguments of the call. From
+it: {"ready"} or {"failed"} once, then for each call {"id", "event": "started"} when its turn comes,
+and one of "returned", "raised" and "timeout".
 """
 
 import json
 import math
 import socket
 import struct
+import traceback
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 from lightrl.environments.worker.base import Message, Observation, UserError
@@ -20,9 +20,11 @@ from lightrl.environments.worker.base import Message, Observation, UserError
 MAX_OBSERVATION_BYTES = 1 << 20  # of its messages as JSON, and of its tools
 MAX_NAME = 128  # characters of a metric
 MAX_LINE = 500  # characters of an error
+MAX_TRACEBACKS = 20  # in the log of a worker, for an environment that always fails
 LARGEST_F32 = (2 - 2**-23) * 2.0**127
 
 _LENGTH = struct.Struct("<I")
+_num_tracebacks = count()
 
 
 def pack(frame: dict[str, Any]) -> bytes:
@@ -37,12 +39,12 @@ def receive(sock: socket.socket) -> dict[str, Any]:
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = bytearray()
+    data = b""
     while len(data) < size:
         if not (more := sock.recv(size - len(data))):
             raise EOFError
         data += more
-    return bytes(data)
+    return data
 
 
 def one_line(error: BaseException) -> str:
@@ -51,6 +53,11 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, UserError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def log_traceback(error: BaseException) -> None:
+    if next(_num_tracebacks) < MAX_TRACEBACKS:
+        traceback.print_exception(error)
 
 
 def kind_of(value: object) -> str:
@@ -63,19 +70,15 @@ def kind_of(value: object) -> str:
 def to_fields(observation: Observation, call: str) -> dict[str, Any]:
     """Return the fields of a "returned" frame, with a digest of messages, reward and done: hex, 16
     bytes. Raises UserError, one line, if the observation holds what cannot be used."""
-    if not isinstance(observation, Observation) or not isinstance(observation.messages, list):
-        raise UserError(f"{call} returned {kind_of(observation)}, not an observation")
-    done, reward = _number(observation.done), observation.reward
+    done, reward = _number(observation.done), _number(observation.reward)
     if done is None:
         raise UserError(f"done of {call} is {kind_of(observation.done)}, not True or False")
     if not observation.messages and (call == "reset" or not done):
         raise UserError(f"{call} returned no messages")
-    if reward is not None:
-        reward = _number(reward)
-        if reward is None or not abs(reward) <= LARGEST_F32:
-            what = kind_of(observation.reward) if reward is None else reward
-            raise UserError(f"reward of {call} is {what}, not a finite number")
-    metrics = [(str(k)[:MAX_NAME], _number(v)) for k, v in dict(observation.metrics).items()]
+    if observation.reward is not None and (reward is None or not abs(reward) <= LARGEST_F32):
+        what = kind_of(observation.reward) if reward is None else reward
+        raise UserError(f"reward of {call} is {what}, not a finite number")
+    metrics = [(str(k)[:MAX_NAME], _number(v)) for k, v in observation.metrics.items()]
     messages = _as_json([_message(m, call) for m in observation.messages], f"messages of {call}")
     judged = {"messages": messages, "reward": reward, "done": bool(done)}
     canonical = json.dumps(judged, sort_keys=True).encode()

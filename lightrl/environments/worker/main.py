@@ -17,15 +17,21 @@ import signal
 import socket
 import sys
 import time
-import traceback
+from collections.abc import Awaitable
 from typing import Any
 
 from lightrl.environments.worker.base import Episode, UserError
-from lightrl.environments.worker.frames import kind_of, one_line, pack, receive, to_fields
+from lightrl.environments.worker.frames import (
+    kind_of,
+    log_traceback,
+    one_line,
+    pack,
+    receive,
+    to_fields,
+)
 from lightrl.environments.worker.load import add_tools, load_source
 
 MAX_STATE_BYTES = 1 << 24  # what `save` returns; lightrl/messages/episodes.py has the same
-MAX_TRACEBACKS = 20  # in the log of a worker, for an environment that always fails
 
 
 def main(descriptor: int) -> None:
@@ -36,7 +42,8 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    with contextlib.suppress(ConnectionError, EOFError):  # the pool has gone
+    # The pool has gone; or this is a process that user code has forked, and that came back here.
+    with contextlib.suppress(OSError, EOFError):
         _Worker(socket.socket(fileno=descriptor)).serve()
     os._exit(0)  # threads of user code would keep the process
 
@@ -44,18 +51,15 @@ def main(descriptor: int) -> None:
 class _Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._pid = os.getpid()
         self._home = os.getcwd()
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._episodes: dict[str, Episode] = {}
-        self._running: dict[str, asyncio.Future[Any]] = {}  # asynchronous calls, by episode
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._num_tracebacks = 0
+        self._tasks: set[asyncio.Task[None]] = set()  # asynchronous calls, named as their episodes
         os.register_at_fork(after_in_child=self._forked)
 
     def serve(self) -> None:
-        """Raises EOFError or ConnectionError when the pool has closed the socket."""
+        """Raises EOFError or OSError when the pool has closed the socket."""
         setup = receive(self._sock)["setup"]
         self._limit_s: float = setup["timeout_s"]
         self._saves: bool = setup["resume"] == "snapshot"
@@ -65,7 +69,6 @@ class _Worker:
             # a task that raises SystemExit raises it here, too
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()  # until something arrives
-                self._check_process()
                 self._begin(receive(self._sock))
 
     def _load(self, setup: dict[str, Any]) -> None:
@@ -79,7 +82,7 @@ class _Worker:
         except BaseException as e:  # importing user code may raise anything, or exit
             reason = one_line(e)
             if not isinstance(e, UserError):
-                traceback.print_exc()
+                log_traceback(e)
                 reason = f"cannot be loaded: {reason}"
             self._send({"failed": reason if named in reason else f"{named}: {reason}"})
             raise EOFError from None
@@ -87,104 +90,84 @@ class _Worker:
 
     def _begin(self, frame: dict[str, Any]) -> None:
         """Begin a call; it is over on return unless it is asynchronous."""
-        name = frame["episode"]
         self._send({"id": frame["id"], "event": "started"})
         os.chdir(self._home)  # user code may have changed it
         began = time.perf_counter()
         try:
-            value = self._call(frame["call"], name, frame)
+            value = self._call(frame["episode"], frame)
+            if not inspect.isawaitable(value):
+                self._returned(frame, value, began)
+                return
         except BaseException as e:  # user code may raise anything, or exit
             self._raised(frame, e)
             return
-        episode = self._episodes.get(name)
-        work = self._finish(frame, value, episode, began)
-        if inspect.isawaitable(value) or inspect.iscoroutinefunction(getattr(episode, "save", 0)):
-            task = self._loop.create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        else:
-            with contextlib.suppress(StopIteration):  # it waits for nothing
-                work.send(None)
+        task = self._loop.create_task(self._later(frame, value, began), name=frame["episode"])
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _call(self, call: str, name: str, frame: dict[str, Any]) -> Any:
-        if call == "close":
-            if name in self._running:
-                self._running[name].cancel()
-            return self._episodes.pop(name).close() if name in self._episodes else None
-        if call == "step":
-            return self._episodes[name].step(frame["message"])
-        self._episodes[name] = episode = self._make()
-        if call == "reset":
+    def _call(self, name: str, frame: dict[str, Any]) -> Any:
+        match frame["call"]:
+            case "step":
+                return self._episodes[name].step(frame["message"])
+            case "close":
+                for task in self._tasks:
+                    if task.get_name() == name:
+                        task.cancel()
+                return self._episodes.pop(name).close() if name in self._episodes else None
+        episode: Any = self._make()
+        self._episodes[name] = episode
+        if frame["call"] == "reset":
             return episode.reset(frame["row"], frame["seed"])
-        return getattr(episode, "load")(base64.b64decode(frame["state"]))  # noqa: B009
+        return episode.load(base64.b64decode(frame["state"]))
 
-    async def _finish(self, frame: dict[str, Any], value: Any, episode: Any, began: float) -> None:
-        """Send what a call returned. Runs without an event loop where nothing is asynchronous."""
+    async def _later(self, frame: dict[str, Any], value: Awaitable[Any], began: float) -> None:
+        """Wait for an asynchronous call, and cancel it at the limit."""
+        work = asyncio.ensure_future(value)
         try:
-            if inspect.isawaitable(value):
-                value = await self._within_limit(frame["episode"], value)
-            seconds, fields, state = time.perf_counter() - began, dict[str, Any](), b""
-            if frame["call"] in ("reset", "step"):
-                fields = to_fields(value, frame["call"])
-                if self._saves and not fields["done"]:
-                    state = await _save(episode)
-            fields.update(seconds=seconds, state=base64.b64encode(state).decode())
-            self._send({"id": frame["id"], "event": "returned", **fields})
-        except _TookTooLong:
-            self._send({"id": frame["id"], "event": "timeout"})
-        except BaseException as e:
+            await asyncio.wait({work}, timeout=self._limit_s)
+            if work.done():
+                self._returned(frame, work.result(), began)
+            else:
+                self._send({"id": frame["id"], "event": "timeout"})
+        except BaseException as e:  # as above
             self._raised(frame, e)
+        finally:
+            work.cancel()
 
-    async def _within_limit(self, name: str, value: Any) -> Any:
-        """Raises _TookTooLong after the limit of a call."""
-        running = self._running[name] = asyncio.ensure_future(value)
-        await asyncio.wait({running}, timeout=self._limit_s)
-        if self._running.get(name) is running:
-            del self._running[name]
-        if not running.done():
-            running.cancel()
-            raise _TookTooLong
-        return running.result()
+    def _returned(self, frame: dict[str, Any], value: Any, began: float) -> None:
+        """Send what a call returned. Raises UserError if it cannot be used."""
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "state": ""}
+        if frame["call"] in ("reset", "step"):
+            answer |= to_fields(value, frame["call"])
+            if self._saves and not answer["done"]:
+                state = _saved(self._episodes[frame["episode"]])
+                answer["state"] = base64.b64encode(state).decode()
+        self._send({"id": frame["id"], "event": "returned", **answer})
 
     def _raised(self, frame: dict[str, Any], error: BaseException) -> None:
         reason = one_line(error)
         if not isinstance(error, UserError):
             reason = f"{frame['call']} raised {reason}"
-            self._num_tracebacks += 1
-            if self._num_tracebacks <= MAX_TRACEBACKS:
-                traceback.print_exception(type(error), error, error.__traceback__)
+            log_traceback(error)
         self._send({"id": frame["id"], "event": "raised", "reason": reason})
 
     def _send(self, frame: dict[str, Any]) -> None:
-        self._check_process()
         self._sock.sendall(pack(frame))
 
-    def _check_process(self) -> None:
-        """End a process that user code forked and that has come back here: it is not the worker."""
-        if os.getpid() != self._pid:
-            os._exit(0)
-
     def _forked(self) -> None:
-        self._sock.close()
+        self._sock.close()  # `_send` then raises OSError: that process is not the worker
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is _ignore:
                 signal.signal(number, signal.SIG_DFL)
 
 
-class _TookTooLong(Exception):
-    """An asynchronous call was cancelled."""
-
-
-async def _save(episode: Any) -> bytes:
-    if not hasattr(episode, "save") or not hasattr(episode, "load"):
+def _saved(episode: Any) -> bytes:
+    """Raises UserError."""
+    if not hasattr(episode, "save"):
         raise UserError('environment.resume = "snapshot" needs the methods save and load')
     state = episode.save()
-    state = await state if inspect.isawaitable(state) else state
     if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
-        size = f" of {len(state)}" if isinstance(state, bytes) else ""
-        raise UserError(
-            f"save returned {kind_of(state)}{size}, not at most {MAX_STATE_BYTES} bytes"
-        )
+        raise UserError(f"save returned {kind_of(state)}, not at most {MAX_STATE_BYTES} bytes")
     return state
 
 

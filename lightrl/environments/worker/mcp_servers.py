@@ -1,13 +1,11 @@
 """MCP servers, over stdio or HTTP, with the package `mcp` of the worker's interpreter.
 
 Owns when a server is started, replaced and ended. A connection lives in a task of its own, since
-the contexts of `mcp` must be left by the task that entered them. Standard library only, until a
-server is started: see base.py.
+the contexts of `mcp` must be left by the task that entered them.
 """
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -17,8 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightrl.environments.worker.base import ToolSchema, UserError
-
-logger = logging.getLogger(__name__)
 
 START_S = 120.0  # of the first start: a command may download its program
 # MCPError has these codes where the connection or the session is lost; others refuse one call.
@@ -32,13 +28,14 @@ class McpServer:
     """A server that is started for a call if it does not run: it has died, or a call of it hung. A
     server with a hung call ends as soon as it has no other calls. Always `close`."""
 
+    is_plain = False  # calls need an event loop
+
     def __init__(self, table: Mapping[str, Any], limit_s: float) -> None:
         """`table`: {"command": [...]} or {"url": ...}, and "per_episode"; `limit_s`: of a call."""
         self.table = table
         self.limit_s = limit_s
         self.named = f"environment.mcp: {table.get('url') or ' '.join(table.get('command', ()))}"
-        self._current: _Connection | None = None
-        self._connections = set[_Connection]()  # with those that end
+        self._connections: list[_Connection] = []
 
     async def start(self) -> list[ToolSchema]:
         """Return the schemas of its tools. Raises UserError, one line."""
@@ -47,8 +44,7 @@ class McpServer:
             raise UserError(f"{self.named}: a server has either a command or a url")
         if command and shutil.which(command[0]) is None:
             raise UserError(f"{self.named}: no such command: {command[0]}")
-        _, schemas = await self._connect().ready(max(START_S, self.limit_s))
-        return schemas
+        return await _list(await self._connect().client(max(START_S, self.limit_s)))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the text of the result. The caller cancels this at the limit.
@@ -59,15 +55,13 @@ class McpServer:
         began, connection = clock(), self._connect()
         connection.num_calls += 1
         try:
-            client, _ = await connection.ready(self.limit_s / 2)
+            client = await connection.client(self.limit_s / 2)
             result = await client.call_tool(name, arguments)
         except asyncio.CancelledError:  # perhaps only an episode that is not wanted any more
-            if clock() - began > 0.9 * self.limit_s:
-                self._replace(connection)
+            connection.is_replaced |= clock() - began > 0.9 * self.limit_s
             raise
         except Exception as e:
-            if getattr(e, "code", _LOST[0]) in _LOST:
-                self._replace(connection)
+            connection.is_replaced |= getattr(e, "code", _LOST[0]) in _LOST
             raise
         finally:
             connection.num_calls -= 1
@@ -77,26 +71,17 @@ class McpServer:
 
     async def close(self) -> None:
         """Returns when none of its processes is left."""
-        tasks = [connection.task for connection in self._connections]
         for connection in self._connections:
             connection.end()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(c.task for c in self._connections), return_exceptions=True)
 
     def _connect(self) -> "_Connection":
-        if self._current is not None and self._current.is_lost():
-            self._replace(self._current)
-        if self._current is None:
-            self._current = connection = _Connection(self.table, self.named)
-            self._connections.add(connection)
-            connection.task.add_done_callback(lambda _: self._connections.discard(connection))
-        return self._current
-
-    def _replace(self, connection: "_Connection") -> None:
-        """The next call starts another one."""
-        if connection is self._current:
-            self._current = None
-        connection.is_replaced = True
-        connection.end_if_idle()
+        self._connections = [c for c in self._connections if not c.task.done()]
+        for connection in self._connections:
+            if connection.is_usable():
+                return connection
+        self._connections.append(_Connection(self.table, self.named))
+        return self._connections[-1]
 
 
 class _Connection:
@@ -104,28 +89,28 @@ class _Connection:
 
     def __init__(self, table: Mapping[str, Any], named: str) -> None:
         self.num_calls = 0
-        self.is_replaced = False
+        self.is_replaced = False  # the next call starts another one
         self._named = named
-        self._pid: int | None = None
+        self._pid = 0
         self._stop = asyncio.Event()
-        self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._serve(table), name=named)
 
-    async def ready(self, limit_s: float) -> tuple[Any, list[ToolSchema]]:
-        """Return the mcp.Client and the schemas of its tools. Raises UserError, one line."""
+    async def client(self, limit_s: float) -> Any:
+        """Return the mcp.Client. Raises UserError, one line."""
         try:
-            return await asyncio.wait_for(asyncio.shield(self._ready), limit_s)
+            return await asyncio.wait_for(asyncio.shield(self._client), limit_s)
         except asyncio.TimeoutError:  # noqa: UP041, in Python 3.10 it is no TimeoutError
             raise UserError(f"{self._named}: did not start within {limit_s:g} s") from None
 
-    def is_lost(self) -> bool:
-        """Return whether a call could not even be sent."""
-        try:
-            if self._pid:
+    def is_usable(self) -> bool:
+        if self._pid:
+            try:
                 os.kill(self._pid, 0)
-        except ProcessLookupError:
-            return True
-        return self.task.done()
+            except ProcessLookupError:
+                self.is_replaced = True
+        self.end_if_idle()
+        return not self.is_replaced
 
     def end_if_idle(self) -> None:
         if self.is_replaced and not self.num_calls:
@@ -133,7 +118,7 @@ class _Connection:
 
     def end(self) -> None:
         self._stop.set()
-        if not self._ready.done():
+        if not self._client.done():
             self.task.cancel()
 
     async def _serve(self, table: Mapping[str, Any]) -> None:
@@ -150,37 +135,32 @@ class _Connection:
                     server = mcp.StdioServerParameters(command="/bin/sh", args=args, env=env)
                 async with mcp.Client(server) as client:
                     self._pid = int(pid.read() or 0)
-                    self._ready.set_result((client, await _list(client)))
+                    self._client.set_result(client)
                     await self._stop.wait()
-            except ImportError:
-                self._fail(_LACKS.format(sys.executable))
             except BaseException as e:  # a connection that was lost may raise here again
                 while inner := getattr(e, "exceptions", None):  # a group
                     e = inner[0]
-                self._fail(f"cannot be started: {' '.join(f'{type(e).__name__}: {e}'.split())}")
+                why = f"cannot be started: {' '.join(f'{type(e).__name__}: {e}'.split())}"
+                if isinstance(e, ImportError):
+                    why = _LACKS.format(sys.executable)
+                if not self._client.done():
+                    self._client.set_exception(UserError(f"{self._named}: {why}"))
+                    self._client.exception()  # known to be read, in case nobody waits any more
             finally:
                 # what it has left in its group
                 with contextlib.suppress(ValueError, ProcessLookupError):
                     pid.seek(0)
                     os.killpg(int(pid.read()), signal.SIGKILL)
 
-    def _fail(self, text: str) -> None:
-        if self._ready.done():
-            logger.info("%s: %s", self._named, text)
-        else:
-            self._ready.set_exception(UserError(f"{self._named}: {text}"))
-            self._ready.exception()  # known to be read, in case nobody waits any more
-
 
 async def _list(client: Any) -> list[ToolSchema]:
     schemas: list[ToolSchema] = []
     cursor = None
-    while not schemas or cursor:
+    while True:
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:
             described = {"name": tool.name, "description": tool.description or ""}
             function = {**described, "parameters": tool.input_schema}
             schemas.append({"type": "function", "function": function})
         if not (cursor := page.next_cursor):
-            break
-    return schemas
+            return schemas

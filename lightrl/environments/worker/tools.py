@@ -1,8 +1,7 @@
 """Tools that the model calls: functions of the run, and those of MCP servers.
 
 Owns what a call answers. Whatever a tool does wrong is a text for the model, "error: ..."; only a
-server that cannot be started again raises, since that is no answer. Standard library only: see
-base.py.
+server that cannot be started again raises, since that is no answer.
 
 Plain functions are called one at a time while the event loop stands still, so that they can use
 `asyncio.run`, signals and `redirect_stdout`; asynchronous ones and servers overlap.
@@ -11,20 +10,16 @@ Plain functions are called one at a time while the event loop stands still, so t
 import asyncio
 import inspect
 import json
-import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from lightrl.environments.worker.base import Message, Observation, ToolSchema, UserError
+from lightrl.environments.worker.frames import log_traceback
 from lightrl.environments.worker.load import import_object
 from lightrl.environments.worker.mcp_servers import McpServer
 from lightrl.environments.worker.schemas import ArgumentError, describe, fit
 
-logger = logging.getLogger(__name__)
-
 MAX_RESULT = 1 << 16  # characters of a result
-_MAX_TRACEBACKS = 20  # in the log of a worker, for a tool that always fails
 _ERROR = "error: "
 
 
@@ -34,11 +29,16 @@ class FunctionTool:
     def __init__(self, reference: str) -> None:
         """Raises UserError, one line."""
         self.named = f"environment.tools: {reference}"
-        self._function = import_function(reference, self.named)
+        try:
+            self._function = import_object(reference)
+        except (Exception, SystemExit) as e:
+            kind = "" if isinstance(e, UserError) else f"cannot be imported: {type(e).__name__}: "
+            raise UserError(f"{self.named}: {kind}{e}") from e
+        if not inspect.isroutine(self._function):
+            raise UserError(f"{self.named}: is no function")
         self.is_plain = not inspect.iscoroutinefunction(inspect.unwrap(self._function))
-        self.schema, self._hints = describe(
-            self._function, reference.rpartition(":")[2], self.named
-        )
+        name = reference.rpartition(":")[2]
+        self.schema, self._hints = describe(self._function, name, self.named)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Raises ArgumentError, and what the function raises."""
@@ -64,15 +64,15 @@ class ToolBox:
         sources: Mapping[str, Source],
         owned: Sequence[McpServer],
         limit_s: float,
-        failures: Counter[str],
     ) -> None:
-        """`sources` by name of the tool; `owned`: servers that `close` ends; `failures`: calls in
-        which a function raised, by its name."""
+        """`sources` by name of the tool; `owned`: servers that `close` ends."""
         self.schemas = schemas
         self._sources = sources
         self._owned = owned
         self._limit_s = limit_s
-        self._failures = failures
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
 
     def for_episode(self) -> "ToolBox":
         """The same tools, with servers of its own where they are `per_episode`; those start at
@@ -82,18 +82,18 @@ class ToolBox:
             if isinstance(source, McpServer) and source.table.get("per_episode"):
                 own.setdefault(source, McpServer(source.table, source.limit_s))
         sources = {name: own.get(source, source) for name, source in self._sources.items()}
-        return ToolBox(self.schemas, sources, [*own.values()], self._limit_s, self._failures)
+        return ToolBox(self.schemas, sources, [*own.values()], self._limit_s)
 
     def is_plain(self, name: str) -> bool:
         """Return whether `call` needs no event loop."""
-        return getattr(self._sources.get(name), "is_plain", name not in self._sources)
+        return name not in self or self._sources[name].is_plain
 
     async def call(self, name: str, arguments: dict[str, Any], call_id: str = "") -> str:
-        """Return the result as text, at most MAX_RESULT characters. `call_id` is for the log.
+        """Return the result as text, at most MAX_RESULT characters.
 
         Raises UserError, one line, if a server cannot be started again.
         """
-        work = self._answer(name, arguments, call_id)
+        work = self._answer(name, arguments)
         try:
             text = await (work if self.is_plain(name) else asyncio.wait_for(work, self._limit_s))
         except asyncio.TimeoutError:  # noqa: UP041, in Python 3.10 it is no TimeoutError
@@ -103,19 +103,16 @@ class ToolBox:
             text = f"{text[:MAX_RESULT]}\n[cut: the result has {len(text)} characters]"
         return text
 
-    async def _answer(self, name: str, arguments: dict[str, Any], call_id: str) -> str:
-        source = self._sources.get(name)
-        if source is None:
+    async def _answer(self, name: str, arguments: dict[str, Any]) -> str:
+        if name not in self:
             return f"{_ERROR}no tool {name!r}; there are: {', '.join(self._sources)}"
         try:
-            return await source.call(name, arguments)
+            return await self._sources[name].call(name, arguments)
         except UserError:
             raise
         except (Exception, SystemExit) as e:
-            if isinstance(source, FunctionTool) and not isinstance(e, ArgumentError):
-                self._failures[name] += 1
-                if self._failures[name] <= _MAX_TRACEBACKS:
-                    logger.warning("%s: call %s raised", name, call_id, exc_info=True)
+            if not isinstance(e, ArgumentError):
+                log_traceback(e)
             return f"{_ERROR}{type(e).__name__}: {e}"
 
     async def close(self) -> None:
@@ -133,34 +130,23 @@ async def load_tools(
     """
     functions = [FunctionTool(reference) for reference in references]
     servers = [McpServer(table, limit_s) for table in mcp]
-    found: list[tuple[str, ToolSchema, Source]] = [(f.named, f.schema, f) for f in functions]
-    sources: dict[str, Source] = {}
+    found: list[tuple[ToolSchema, Source]] = [(each.schema, each) for each in functions]
+    box = ToolBox([], sources := dict[str, Source](), servers, limit_s)
     try:
-        listed = await asyncio.gather(*(server.start() for server in servers))
-        for server, schemas in zip(servers, listed, strict=True):
-            found += [(server.named, schema, server) for schema in schemas]
-        for named, schema, source in found:
-            if sources.setdefault(schema["function"]["name"], source) is not source:
-                raise UserError(f"{named}: there is another tool {schema['function']['name']!r}")
+        for server, schemas in zip(servers, await asyncio.gather(*(s.start() for s in servers))):  # noqa: B905
+            found += [(schema, server) for schema in schemas]
+        for schema, source in found:
+            name = schema["function"]["name"]
+            if name in sources:
+                raise UserError(f"{source.named}: there is another tool {name!r}")
+            sources[name] = source
+            box.schemas.append(schema)
     except BaseException:
-        await asyncio.gather(*(server.close() for server in servers))
+        await box.close()
         raise
     # one of an episode has only listed its tools
     await asyncio.gather(*(s.close() for s in servers if s.table.get("per_episode")))
-    schemas = [schema for _, schema, _ in found]
-    return ToolBox(schemas, sources, servers, limit_s, Counter())
-
-
-def import_function(reference: str, where: str) -> Callable[..., Any]:
-    """Raises UserError, one line, which begins with `where`."""
-    try:
-        function = import_object(reference)
-    except (Exception, SystemExit) as e:
-        kind = "" if isinstance(e, UserError) else f"cannot be imported: {type(e).__name__}: "
-        raise UserError(f"{where}: {kind}{e}") from e
-    if not inspect.isroutine(function):
-        raise UserError(f"{where}: is no function")
-    return function
+    return box
 
 
 class ToolEpisode:
@@ -168,7 +154,7 @@ class ToolEpisode:
     without a call. Reward functions score it."""
 
     def __init__(self, tools: ToolBox, prompt_key: str = "prompt", system_prompt: str = "") -> None:
-        self._tools = tools.for_episode()
+        self.tools = tools.for_episode()
         self._prompt_key = prompt_key
         self._system_prompt = system_prompt
         self._num_errors = 0
@@ -190,29 +176,27 @@ class ToolEpisode:
         calls = message.get("tool_calls") or []
         if not calls:
             return Observation([], done=True)
-        if not all(self._tools.is_plain(call["function"]["name"]) for call in calls):
-            return self._overlapping(calls)
+        are_plain = all(self.tools.is_plain(call["function"]["name"]) for call in calls)
+        observed = self._observed(calls, are_plain)
+        if not are_plain:
+            return observed
         try:
-            self._in_order(calls).send(None)
+            observed.send(None)
         except StopIteration as returned:
             return returned.value
         raise AssertionError("a plain function waits")
 
-    async def _in_order(self, calls: list[dict[str, Any]]) -> Observation:
-        return self._observation([await self._answer(call) for call in calls])
-
-    async def _overlapping(self, calls: list[dict[str, Any]]) -> Observation:
-        return self._observation(await asyncio.gather(*map(self._answer, calls)))
-
-    async def _answer(self, call: dict[str, Any]) -> Message:
-        name, call_id = call["function"]["name"], call.get("id", "")
-        text = await self._tools.call(name, call["function"]["arguments"], call_id)
-        return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
-
-    def _observation(self, answers: list[Message]) -> Observation:
+    async def _observed(self, calls: list[dict[str, Any]], are_plain: bool) -> Observation:
+        work = [self._answer(call) for call in calls]
+        answers = [await each for each in work] if are_plain else await asyncio.gather(*work)
         self._num_errors += sum(each["content"].startswith(_ERROR) for each in answers)
         metrics = {"tool_errors": float(self._num_errors)}
         return Observation(answers, metrics=metrics, num_tool_calls=len(answers))
 
+    async def _answer(self, call: dict[str, Any]) -> Message:
+        name, call_id = call["function"]["name"], call.get("id", "")
+        text = await self.tools.call(name, call["function"]["arguments"])
+        return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+
     async def close(self) -> None:
-        await self._tools.close()
+        await self.tools.close()

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from lightrl.environments.adapters.source import Randomness, loading, prompt_of, text_of
+from lightrl.environments.adapters.source import loading, prompt_of, text_of
 from lightrl.environments.worker.base import Episode, Message, Observation, UserError
 from lightrl.environments.worker.load import import_object
 
@@ -31,18 +31,14 @@ class _Episode:
     def __init__(self, make: Callable[[dict[str, Any]], Any]) -> None:
         self.make = make
         self.environment: Any = None
-        self.randomness = Randomness(0)
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        self.randomness = Randomness(seed)
-        with self.randomness:
-            self.environment = self.make(row)
-            prompt, _ = self.environment.init(prompt_of(row))
+        self.environment = self.make(row)
+        prompt, _ = self.environment.init(prompt_of(row))
         return Observation(list(prompt))
 
     def step(self, message: Message) -> Observation:
-        with self.randomness:
-            output = self.environment.step(text_of(message))
+        output = self.environment.step(text_of(message))
         return Observation(output["observations"], float(output["reward"]), bool(output["done"]))
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lightrl.environments.adapters.source import Randomness, loading, prompt_of, user
+from lightrl.environments.adapters.source import loading, prompt_of, user
 from lightrl.environments.worker.base import Episode, Message, Observation, ToolSchema, UserError
 from lightrl.environments.worker.load import import_object
 from lightrl.environments.worker.schemas import describe
@@ -38,12 +38,9 @@ class _Episode:
     def __init__(self, environment: Any, schemas: list[ToolSchema]) -> None:
         self.environment, self.schemas = environment, schemas
         self.tools = _tools(environment)
-        self.randomness = Randomness(0)
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        self.randomness = Randomness(seed)
-        with self.randomness:
-            told = self.environment.reset(**row)
+        told = self.environment.reset(**row)
         messages = prompt_of(row) or [user("")]
         messages[-1]["content"] += told or ""  # as TRL does
         return Observation(messages, tools=self.schemas)
@@ -51,8 +48,7 @@ class _Episode:
     def step(self, message: Message) -> Any:
         """Plain methods are called at once, outside of the event loop, and the others in it."""
         calls = message.get("tool_calls") or []
-        with self.randomness:
-            values = [self._result(**call["function"]) for call in calls] or [self._reward()]
+        values = [self._result(**call["function"]) for call in calls] or [self._reward()]
         are_later = any(map(inspect.isawaitable, values))
         return _observed_later(calls, values) if are_later else _observed(calls, values)
 

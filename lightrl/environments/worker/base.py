@@ -1,7 +1,8 @@
 """What the worker process sees of any environment: reset, step, close, and what they return.
 
-Runs in the interpreter of `environment.command`, so it must import nothing but the standard library
-and lightrl.environments.worker. Adapters turn the classes of other frameworks into `Episode`.
+Runs in the interpreter of `environment.command`, so everything in this folder must import nothing
+but the standard library and this folder. Adapters turn the classes of other frameworks into
+`Episode`.
 """
 
 from collections.abc import Awaitable
@@ -36,8 +37,8 @@ class Observation:
 
 
 class Episode(Protocol):
-    """One episode of an environment. Methods may be plain or asynchronous. An environment that can
-    be saved also has `save() -> bytes` and `load(state: bytes) -> None`."""
+    """One episode of an environment. These methods may be plain or asynchronous. An environment
+    that can be saved also has `save() -> bytes`, plain, and `load(state: bytes) -> None`."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation | Awaitable[Observation]:
         """Begin. `row`: of the data; `seed`: the same for all responses to a row."""

@@ -9,12 +9,14 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lightrl.environments.worker.base import Episode, ToolSchema, UserError
 from lightrl.environments.worker.native import WithTools, load_class
+from lightrl.environments.worker.seeded import Seeded
 
 ADAPTERS = {  # prefix -> module of lightrl.environments.adapters
     "gym": "gymnasium_envs",
@@ -24,7 +26,7 @@ ADAPTERS = {  # prefix -> module of lightrl.environments.adapters
     "trl": "trl_envs",
     "verifiers": "verifiers_envs",
 }
-TOOL_SHARE = 0.9  # of environment.timeout_s, for a call of a tool
+TOOL_SHARE = 0.9  # of environment.timeout_s, for a call of a tool: it ends before its worker does
 
 
 def load_source(source: str, args: dict[str, Any]) -> Callable[[], Episode]:
@@ -33,8 +35,8 @@ def load_source(source: str, args: dict[str, Any]) -> Callable[[], Episode]:
     try:
         if colon and prefix in ADAPTERS:
             adapter = importlib.import_module(f"lightrl.environments.adapters.{ADAPTERS[prefix]}")
-            return adapter.load(name, args)
-        return load_class(import_object(source), args, source)
+            return partial(Seeded, adapter.load(name, args))
+        return partial(Seeded, load_class(import_object(source), args, source))
     except ModuleNotFoundError as e:
         raise UserError(
             f"{source}: no module {e.name!r} in {sys.executable}: install it there, or name another"
@@ -51,9 +53,7 @@ async def add_tools(
         return make, []
     from lightrl.environments.worker import tools  # few environments need it
 
-    # a call that hangs ends before its worker does
-    limit_s = TOOL_SHARE * setup["timeout_s"]
-    box = await tools.load_tools(setup["tools"], setup["mcp"], limit_s)
+    box = await tools.load_tools(setup["tools"], setup["mcp"], TOOL_SHARE * setup["timeout_s"])
 
     def with_tools() -> Any:
         answering = tools.ToolEpisode(box, setup["prompt_key"], setup["system_prompt"])
@@ -89,18 +89,11 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     if "." in name:
         return importlib.import_module(name)
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(path):
+    if name in sys.modules and getattr(sys.modules[name], "__file__", "") != str(path):
         name = f"{root.name}_{name}"  # another module has its name
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]  # half of a module
-        raise
-    return module
+    if name not in sys.modules:
+        spec: Any = importlib.util.spec_from_file_location(name, path)
+        # dataclasses and pickle look their module up
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

@@ -1,20 +1,17 @@
 """A user's class with reset, step and close as an `Episode`, with tools beside it if there are any.
 
-Owns what the methods of such a class take and return; see README.md. Standard library only.
+Owns what the methods of such a class take and return; see README.md.
 """
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 from lightrl.environments.worker.base import Episode, Message, Observation, UserError
 from lightrl.environments.worker.frames import kind_of
 
-_IS_MESSAGE = re.compile(r"\b(dict|Dict|Mapping|Message)\b")
 _FIELDS = ("observation", "messages", "reward", "done", "metrics", "tools")
 _FORMS = "text, a list of messages or a dict"
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def load_class(target: Any, args: dict[str, Any], name: str) -> Callable[[], Episode]:
@@ -53,33 +50,34 @@ class NativeEpisode:
 
 
 class WithTools:
-    """An episode whose turns with tool calls the tools of the run answer, and its class the
-    others."""
+    """An episode with the tools of the run beside it: they answer a turn that calls one of them.
+    They are called again when the episode is replayed."""
 
     def __init__(self, episode: Any, tools: Any) -> None:
+        """`tools`: a ToolEpisode."""
         self._episode = episode
         self._tools = tools
-        self.reset = episode.reset
-        if hasattr(episode, "save") and hasattr(episode, "load"):
-            self.save, self.load = episode.save, episode.load
 
     def step(self, message: Message) -> Any:
-        return (self._tools if message.get("tool_calls") else self._episode).step(message)
+        names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        is_ours = any(name in self._tools.tools for name in names)
+        return (self._tools if is_ours else self._episode).step(message)
 
     async def close(self) -> None:
         for each in (self._episode, self._tools):
             if inspect.isawaitable(closed := each.close()):
                 await closed
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._episode, name)  # reset, save and load
+
 
 def wants_message(step: Callable[..., Any]) -> bool:
     """Return whether `step` takes the assistant message, and not its text: its parameter is
     annotated as a dict, or called `message` and not annotated as text."""
-    first = next(iter(inspect.signature(step).parameters.values()), None)
-    if first is None:
-        return False
+    first = next(iter(inspect.signature(step).parameters.values()))
     is_named = first.name == "message" and first.annotation not in (str, "str")
-    return is_named or _IS_MESSAGE.search(str(first.annotation)) is not None
+    return is_named or "dict" in str(first.annotation).lower()
 
 
 def to_observation(value: Any, call: str) -> Observation:
@@ -96,9 +94,8 @@ def to_observation(value: Any, call: str) -> Observation:
         more = " or (observation, reward, done)" if call == "step" else ""
         if not more or len(value) != 3:
             raise UserError(f"{call} returned a tuple of {len(value)}, not {_FORMS}{more}")
-        fields = dict(zip(_FIELDS[:1] + _FIELDS[2:4], value))  # noqa: B905
-    messages = fields.get("messages", fields.get("observation"))
-    done = fields.get("done", False)
+        fields = dict(zip(("observation", "reward", "done"), value, strict=True))
+    messages, done = fields.get("messages", fields.get("observation")), fields.get("done", False)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     elif isinstance(messages, dict) and "role" in messages:
@@ -124,10 +121,10 @@ def _call_reset(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> An
     """Call `reset` with what it has parameters for: row and seed, by these names or in this
     order."""
     found = inspect.signature(reset).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in found):
+    if any(p.kind is p.VAR_POSITIONAL for p in found):
         return reset(row, seed)
     values = {"row": row, "seed": seed}
-    names = [p.name for p in found if p.kind in _POSITIONAL]
+    names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name in values]
     given = [values.get(n, v) for n, v in zip(names, values.values())]  # noqa: B905
-    keywords = [p.name for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    return reset(*given, **{n: values[n] for n in keywords if n in values})
+    return reset(*given, **{name: values[name] for name in keywords})

@@ -75,23 +75,17 @@ class WorkerLost(LightRLError):
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What `reset` or `step` returned."""
+    """What `reset` or `step` returned: worker/base.py has the meaning of the first fields."""
 
-    # new messages of the chat
     messages: list[dict[str, Any]]
-    # None = none was given
     reward: float | None
     done: bool
     metrics: dict[str, float]
-    # of this episode, beside those of the pool
     tools: list[dict[str, Any]]
     num_tool_calls: int
-    # what `save` returned, if environment.resume is "snapshot"
-    state: bytes
-    # of the call
-    seconds: float
-    # of messages, reward and done
-    digest: str
+    state: bytes  # what `save` returned, if environment.resume is "snapshot"
+    seconds: float  # of the call
+    digest: str  # of messages, reward and done
 
 
 class JsonCodec(Codec[Frame]):
@@ -112,11 +106,9 @@ FRAMES = JsonCodec()
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    # environment and row, for errors
-    label: str
+    label: str  # environment and row, for errors
     ended: asyncio.Future[Frame]
-    # None = it has not begun
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None  # None = it has not begun
 
     def end(self, result: Frame | LightRLError) -> None:
         if self.timer is not None:
@@ -129,6 +121,10 @@ class _Call:
         else:
             self.ended.set_result(result)
 
+    def end_late(self, limit_s: float) -> None:
+        limit = f"environment.timeout_s = {limit_s:g} s"
+        self.end(StepTimedOut(f"{self.label}: took longer than {limit}"))
+
 
 @dataclass(slots=True, eq=False)
 class _Worker:
@@ -136,40 +132,33 @@ class _Worker:
     limit_s: float
     child: Child[Frame, Frame] | None = None
     is_ready: bool = False
-    # name -> environment and row, for errors
-    episodes: dict[str, str] = field(default_factory=dict[str, str])
-    # by number
-    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
-    # it was killed because of one of its calls
-    overran: bool = False
+    episodes: dict[str, str] = field(default_factory=dict[str, str])  # name -> label of its calls
+    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])  # by number
+    overran: bool = False  # it was killed because of one of its calls
 
     async def receive(self) -> None:
         """Take an event. Raises one of BROKEN."""
         assert self.child is not None
         frame = await self.child.receive()
         call = self.calls[frame["id"]]
-        if frame["event"] == "started":
-            loop = asyncio.get_running_loop()
-            call.timer = loop.call_later(self.limit_s + GRACE_S, self._overrun, call)
-            return
-        del self.calls[frame["id"]]
         match frame["event"]:
+            case "started":
+                limit_s, loop = self.limit_s + GRACE_S, asyncio.get_running_loop()
+                call.timer = loop.call_later(limit_s, self._overrun, call)
+                return
             case "returned":
                 call.end(frame)
             case "raised":
                 call.end(EnvironmentRaised(f"{call.label}: {frame['reason']}"))
             case _:
-                call.end(self._timed_out(call))
+                call.end_late(self.limit_s)
+        del self.calls[frame["id"]]
 
     def _overrun(self, call: _Call) -> None:
         assert self.child is not None
-        call.end(self._timed_out(call))
+        call.end_late(self.limit_s)
         self.overran, self.is_ready = True, False
         self.child.kill()  # `receive` then raises ChildDied
-
-    def _timed_out(self, call: _Call) -> StepTimedOut:
-        limit = f"environment.timeout_s = {self.limit_s:g} s"
-        return StepTimedOut(f"{call.label}: took longer than {limit}")
 
     async def end(self, why: str) -> None:
         """Kill the process. Its calls raise WorkerLost, and its episodes are forgotten. A call that
@@ -236,8 +225,7 @@ class WorkerPool:
         await asyncio.gather(*(w.end("it was stopped") for w in self._workers))
 
     async def reset(self, episode: str, row: dict[str, Any], seed: int) -> Returned:
-        """Begin an episode. Raises EnvironmentRaised, StepTimedOut, WorkerLost; EnvironmentUnusable
-        when no worker can be kept alive."""
+        """Raises EnvironmentRaised, StepTimedOut, WorkerLost, EnvironmentUnusable."""
         return _returned(await self._begin(episode, row, {"call": "reset", "seed": seed}))
 
     async def load(self, episode: str, row: dict[str, Any], seed: int, state: bytes) -> None:
@@ -246,8 +234,7 @@ class WorkerPool:
         await self._begin(episode, row, {"call": "load", "seed": seed, "state": encoded})
 
     async def step(self, episode: str, message: dict[str, Any]) -> Returned:
-        """Step with a message of the assistant. Raises as `reset`; WorkerLost(in_call=False) if the
-        episode was lost before."""
+        """Raises as `reset`; WorkerLost(in_call=False) if the episode was lost before."""
         w = self._home(episode)
         if w is None:
             raise WorkerLost(f"{self._named}: episode {episode}: its worker was lost")

@@ -35,16 +35,9 @@ def pack(frame: dict[str, Any]) -> bytes:
 
 def receive(sock: socket.socket) -> dict[str, Any]:
     """Wait for a frame. Raises EOFError when the pool has closed the socket."""
-    return json.loads(_exactly(sock, _LENGTH.unpack(_exactly(sock, _LENGTH.size))[0]))
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (more := sock.recv(size - len(data))):
-            raise EOFError
-        data += more
-    return data
+    if not (head := sock.recv(_LENGTH.size, socket.MSG_WAITALL)):
+        raise EOFError
+    return json.loads(sock.recv(_LENGTH.unpack(head)[0], socket.MSG_WAITALL))
 
 
 def one_line(error: BaseException) -> str:
@@ -63,7 +56,7 @@ def log_traceback(error: BaseException) -> None:
 def kind_of(value: object) -> str:
     """Return the type of a value for an error. Example: "None", "bytes", "numpy.ndarray"."""
     kind = type(value)
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
     return "None" if value is None else name
 
 
@@ -78,13 +71,13 @@ def to_fields(observation: Observation, call: str) -> dict[str, Any]:
     if observation.reward is not None and (reward is None or not abs(reward) <= LARGEST_F32):
         what = kind_of(observation.reward) if reward is None else reward
         raise UserError(f"reward of {call} is {what}, not a finite number")
-    metrics = [(str(k)[:MAX_NAME], _number(v)) for k, v in observation.metrics.items()]
+    metrics = {str(k)[:MAX_NAME]: _number(v) for k, v in observation.metrics.items()}
     messages = _as_json([_message(m, call) for m in observation.messages], f"messages of {call}")
     judged = {"messages": messages, "reward": reward, "done": bool(done)}
     canonical = json.dumps(judged, sort_keys=True).encode()
     return {
         **judged,
-        "metrics": {k: v for k, v in metrics if v is not None and math.isfinite(v)},
+        "metrics": {k: v for k, v in metrics.items() if v is not None and math.isfinite(v)},
         "tools": _as_json(observation.tools, f"tools of {call}"),
         "num_tool_calls": observation.num_tool_calls,
         "digest": blake2b(canonical, digest_size=16).hexdigest(),

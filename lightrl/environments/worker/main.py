@@ -20,15 +20,8 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
+from lightrl.environments.worker import frames
 from lightrl.environments.worker.base import Episode, UserError
-from lightrl.environments.worker.frames import (
-    kind_of,
-    log_traceback,
-    one_line,
-    pack,
-    receive,
-    to_fields,
-)
 from lightrl.environments.worker.load import add_tools, load_source
 
 MAX_STATE_BYTES = 1 << 24  # what `save` returns; lightrl/messages/episodes.py has the same
@@ -60,7 +53,7 @@ class _Worker:
 
     def serve(self) -> None:
         """Raises EOFError or OSError when the pool has closed the socket."""
-        setup = receive(self._sock)["setup"]
+        setup = frames.receive(self._sock)["setup"]
         self._limit_s: float = setup["timeout_s"]
         self._saves: bool = setup["resume"] == "snapshot"
         self._load(setup)
@@ -69,7 +62,7 @@ class _Worker:
             # a task that raises SystemExit raises it here, too
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()  # until something arrives
-                self._begin(receive(self._sock))
+                self._begin(frames.receive(self._sock))
 
     def _load(self, setup: dict[str, Any]) -> None:
         """Raises EOFError after a report of what cannot be used."""
@@ -80,9 +73,9 @@ class _Worker:
             make = load_source(setup["source"], setup["args"]) if setup["source"] else None
             self._make, tools = self._loop.run_until_complete(add_tools(make, setup))
         except BaseException as e:  # importing user code may raise anything, or exit
-            reason = one_line(e)
+            reason = frames.one_line(e)
             if not isinstance(e, UserError):
-                log_traceback(e)
+                frames.log_traceback(e)
                 reason = f"cannot be loaded: {reason}"
             self._send({"failed": reason if named in reason else f"{named}: {reason}"})
             raise EOFError from None
@@ -95,15 +88,14 @@ class _Worker:
         began = time.perf_counter()
         try:
             value = self._call(frame["episode"], frame)
-            if not inspect.isawaitable(value):
+            if inspect.isawaitable(value):
+                later = self._later(frame, value, began)
+                self._tasks.add(task := self._loop.create_task(later, name=frame["episode"]))
+                task.add_done_callback(self._tasks.discard)
+            else:
                 self._returned(frame, value, began)
-                return
         except BaseException as e:  # user code may raise anything, or exit
             self._raised(frame, e)
-            return
-        task = self._loop.create_task(self._later(frame, value, began), name=frame["episode"])
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _call(self, name: str, frame: dict[str, Any]) -> Any:
         match frame["call"]:
@@ -138,21 +130,21 @@ class _Worker:
         """Send what a call returned. Raises UserError if it cannot be used."""
         answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "state": ""}
         if frame["call"] in ("reset", "step"):
-            answer |= to_fields(value, frame["call"])
+            answer |= frames.to_fields(value, frame["call"])
             if self._saves and not answer["done"]:
                 state = _saved(self._episodes[frame["episode"]])
                 answer["state"] = base64.b64encode(state).decode()
         self._send({"id": frame["id"], "event": "returned", **answer})
 
     def _raised(self, frame: dict[str, Any], error: BaseException) -> None:
-        reason = one_line(error)
+        reason = frames.one_line(error)
         if not isinstance(error, UserError):
             reason = f"{frame['call']} raised {reason}"
-            log_traceback(error)
+            frames.log_traceback(error)
         self._send({"id": frame["id"], "event": "raised", "reason": reason})
 
     def _send(self, frame: dict[str, Any]) -> None:
-        self._sock.sendall(pack(frame))
+        self._sock.sendall(frames.pack(frame))
 
     def _forked(self) -> None:
         self._sock.close()  # `_send` then raises OSError: that process is not the worker
@@ -167,7 +159,9 @@ def _saved(episode: Any) -> bytes:
         raise UserError('environment.resume = "snapshot" needs the methods save and load')
     state = episode.save()
     if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
-        raise UserError(f"save returned {kind_of(state)}, not at most {MAX_STATE_BYTES} bytes")
+        raise UserError(
+            f"save returned {frames.kind_of(state)}, not at most {MAX_STATE_BYTES} bytes"
+        )
     return state
 
 

@@ -60,7 +60,7 @@ class WithTools:
 
     def step(self, message: Message) -> Any:
         names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-        is_ours = any(name in self._tools.tools for name in names)
+        is_ours = any(name in self._tools.tools.sources for name in names)
         return (self._tools if is_ours else self._episode).step(message)
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrl.environments.worker.base import Message, Observation, ToolSchema, UserError
@@ -55,38 +56,28 @@ class FunctionTool:
 Source: TypeAlias = FunctionTool | McpServer
 
 
+@dataclass(frozen=True)
 class ToolBox:
     """The tools of a worker or, where servers are `per_episode`, of one episode. Always `close`."""
 
-    def __init__(
-        self,
-        schemas: list[ToolSchema],
-        sources: Mapping[str, Source],
-        owned: Sequence[McpServer],
-        limit_s: float,
-    ) -> None:
-        """`sources` by name of the tool; `owned`: servers that `close` ends."""
-        self.schemas = schemas
-        self._sources = sources
-        self._owned = owned
-        self._limit_s = limit_s
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._sources
+    schemas: list[ToolSchema]
+    sources: dict[str, Source]  # by name of the tool
+    owned: Sequence[McpServer]  # `close` ends them
+    limit_s: float  # of a call
 
     def for_episode(self) -> "ToolBox":
         """The same tools, with servers of its own where they are `per_episode`; those start at
         the first call."""
         own: dict[Source, McpServer] = {}
-        for source in self._sources.values():
+        for source in self.sources.values():
             if isinstance(source, McpServer) and source.table.get("per_episode"):
                 own.setdefault(source, McpServer(source.table, source.limit_s))
-        sources = {name: own.get(source, source) for name, source in self._sources.items()}
-        return ToolBox(self.schemas, sources, [*own.values()], self._limit_s)
+        sources = {name: own.get(source, source) for name, source in self.sources.items()}
+        return ToolBox(self.schemas, sources, [*own.values()], self.limit_s)
 
     def is_plain(self, name: str) -> bool:
         """Return whether `call` needs no event loop."""
-        return name not in self or self._sources[name].is_plain
+        return name not in self.sources or self.sources[name].is_plain
 
     async def call(self, name: str, arguments: dict[str, Any], call_id: str = "") -> str:
         """Return the result as text, at most MAX_RESULT characters.
@@ -95,29 +86,29 @@ class ToolBox:
         """
         work = self._answer(name, arguments)
         try:
-            text = await (work if self.is_plain(name) else asyncio.wait_for(work, self._limit_s))
+            text = await (work if self.is_plain(name) else asyncio.wait_for(work, self.limit_s))
         except asyncio.TimeoutError:  # noqa: UP041, in Python 3.10 it is no TimeoutError
-            text = f"{_ERROR}{name} gave no result within {self._limit_s:g} s"
+            text = f"{_ERROR}{name} gave no result within {self.limit_s:g} s"
         text = text.encode(errors="replace").decode()  # halves of surrogate pairs
         if len(text) > MAX_RESULT:
             text = f"{text[:MAX_RESULT]}\n[cut: the result has {len(text)} characters]"
         return text
 
     async def _answer(self, name: str, arguments: dict[str, Any]) -> str:
-        if name not in self:
-            return f"{_ERROR}no tool {name!r}; there are: {', '.join(self._sources)}"
+        if name not in self.sources:
+            return f"{_ERROR}no tool {name!r}; there are: {', '.join(self.sources)}"
         try:
-            return await self._sources[name].call(name, arguments)
+            return await self.sources[name].call(name, arguments)
         except UserError:
             raise
-        except (Exception, SystemExit) as e:
+        except (Exception, SystemExit) as e:  # noqa: BLE001 - user code may raise anything
             if not isinstance(e, ArgumentError):
                 log_traceback(e)
             return f"{_ERROR}{type(e).__name__}: {e}"
 
     async def close(self) -> None:
         """End the servers."""
-        await asyncio.gather(*(server.close() for server in self._owned))
+        await asyncio.gather(*(server.close() for server in self.owned))
 
 
 async def load_tools(
@@ -131,15 +122,15 @@ async def load_tools(
     functions = [FunctionTool(reference) for reference in references]
     servers = [McpServer(table, limit_s) for table in mcp]
     found: list[tuple[ToolSchema, Source]] = [(each.schema, each) for each in functions]
-    box = ToolBox([], sources := dict[str, Source](), servers, limit_s)
+    box = ToolBox([], {}, servers, limit_s)
     try:
         for server, schemas in zip(servers, await asyncio.gather(*(s.start() for s in servers))):  # noqa: B905
             found += [(schema, server) for schema in schemas]
         for schema, source in found:
             name = schema["function"]["name"]
-            if name in sources:
+            if name in box.sources:
                 raise UserError(f"{source.named}: there is another tool {name!r}")
-            sources[name] = source
+            box.sources[name] = source
             box.schemas.append(schema)
     except BaseException:
         await box.close()

@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from lightrl.environments.worker.base import Episode, ToolSchema, UserError
-from lightrl.environments.worker.native import WithTools, load_class
-from lightrl.environments.worker.seeded import Seeded
+from lightrl.environments.worker.native import Seeded, WithTools, load_class
 
 ADAPTERS = {  # prefix -> module of lightrl.environments.adapters
     "gym": "gymnasium_envs",
@@ -35,8 +34,10 @@ def load_source(source: str, args: dict[str, Any]) -> Callable[[], Episode]:
     try:
         if colon and prefix in ADAPTERS:
             adapter = importlib.import_module(f"lightrl.environments.adapters.{ADAPTERS[prefix]}")
-            return partial(Seeded, adapter.load(name, args))
-        return partial(Seeded, load_class(import_object(source), args, source))
+            make = adapter.load(name, args)
+        else:
+            make = load_class(import_object(source), args, source)
+        return partial(Seeded, make)
     except ModuleNotFoundError as e:
         raise UserError(
             f"{source}: no module {e.name!r} in {sys.executable}: install it there, or name another"

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,21 +45,30 @@ class McpServer:
             raise UserError(f"{self.named}: a server has either a command or a url")
         if command and shutil.which(command[0]) is None:
             raise UserError(f"{self.named}: no such command: {command[0]}")
-        return await _list(await self._connect().client(max(START_S, self.limit_s)))
+        client = await self._connect().client(max(START_S, self.limit_s))
+        schemas: list[ToolSchema] = []
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                described = {"name": tool.name, "description": tool.description or ""}
+                function = {**described, "parameters": tool.input_schema}
+                schemas.append({"type": "function", "function": function})
+            if not (cursor := page.next_cursor):
+                return schemas
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the text of the result. The caller cancels this at the limit.
 
         Raises UserError if it cannot be started again, and MCPError: it refused the call or died.
         """
-        clock = asyncio.get_running_loop().time
-        began, connection = clock(), self._connect()
+        began, connection = time.monotonic(), self._connect()
         connection.num_calls += 1
         try:
             client = await connection.client(self.limit_s / 2)
             result = await client.call_tool(name, arguments)
         except asyncio.CancelledError:  # perhaps only an episode that is not wanted any more
-            connection.is_replaced |= clock() - began > 0.9 * self.limit_s
+            connection.is_replaced |= time.monotonic() - began > 0.9 * self.limit_s
             raise
         except Exception as e:
             connection.is_replaced |= getattr(e, "code", _LOST[0]) in _LOST
@@ -66,8 +76,8 @@ class McpServer:
         finally:
             connection.num_calls -= 1
             connection.end_if_idle()
-        parts = [getattr(block, "text", f"[{block.type}]") for block in result.content]
-        return ("error: " if result.is_error else "") + "\n".join(parts)
+        text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in result.content)
+        return f"error: {text}" if result.is_error else text
 
     async def close(self) -> None:
         """Returns when none of its processes is left."""
@@ -80,21 +90,21 @@ class McpServer:
         for connection in self._connections:
             if connection.is_usable():
                 return connection
-        self._connections.append(_Connection(self.table, self.named))
+        self._connections.append(_Connection(self))
         return self._connections[-1]
 
 
 class _Connection:
     """A running server and its session."""
 
-    def __init__(self, table: Mapping[str, Any], named: str) -> None:
+    def __init__(self, server: McpServer) -> None:
         self.num_calls = 0
         self.is_replaced = False  # the next call starts another one
-        self._named = named
+        self._named = server.named
         self._pid = 0
         self._stop = asyncio.Event()
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.task = asyncio.create_task(self._serve(table), name=named)
+        self.task = asyncio.create_task(self._serve(server.table))
 
     async def client(self, limit_s: float) -> Any:
         """Return the mcp.Client. Raises UserError, one line."""
@@ -151,16 +161,3 @@ class _Connection:
                 with contextlib.suppress(ValueError, ProcessLookupError):
                     pid.seek(0)
                     os.killpg(int(pid.read()), signal.SIGKILL)
-
-
-async def _list(client: Any) -> list[ToolSchema]:
-    schemas: list[ToolSchema] = []
-    cursor = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        for tool in page.tools:
-            described = {"name": tool.name, "description": tool.description or ""}
-            function = {**described, "parameters": tool.input_schema}
-            schemas.append({"type": "function", "function": function})
-        if not (cursor := page.next_cursor):
-            return schemas

@@ -1,9 +1,11 @@
-"""A user's class with reset, step and close as an `Episode`, with tools beside it if there are any.
+"""A user's class with reset, step and close as an `Episode`, and what is put around any episode.
 
 Owns what the methods of such a class take and return; see README.md.
 """
 
 import inspect
+import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,9 @@ _FORMS = "text, a list of messages or a dict"
 
 def load_class(target: Any, args: dict[str, Any], name: str) -> Callable[[], Episode]:
     """Return a factory of episodes. Raises UserError, one line, if the class cannot be used."""
-    for method in ("reset", "step") if inspect.isclass(target) else ("__call__",):
+    for method in ("reset", "step"):
         if not callable(getattr(target, method, None)):
-            what = "the class has no method" if inspect.isclass(target) else "no class, has no"
-            raise UserError(f"{name}: {what} {method!r}")
+            raise UserError(f"{name}: the class has no method {method!r}")
     try:
         inspect.signature(target).bind(**args)
     except TypeError as e:
@@ -47,6 +48,46 @@ class NativeEpisode:
 
     def close(self) -> Any:
         return self._target.close() if hasattr(self._target, "close") else None
+
+
+class Seeded:
+    """An episode whose plain calls draw the same numbers from the modules `random` and
+    `numpy.random` when it is replayed. Made at its beginning: its constructor may draw, too."""
+
+    def __init__(self, make: Callable[[], Episode]) -> None:
+        self._make = make
+        self._episode: Any = None
+        self._seed = 0
+        self._num_calls = 0
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        self._seed = seed
+        return self._begun().reset(row, seed)
+
+    def load(self, state: bytes) -> Any:
+        return self._begun().load(state)
+
+    def step(self, message: Message) -> Any:
+        self._draw_anew()
+        return self._episode.step(message)
+
+    def close(self) -> Any:
+        return None if self._episode is None else self._episode.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._episode, name)  # save, if it has it
+
+    def _begun(self) -> Any:
+        self._draw_anew()
+        self._episode = self._make()
+        return self._episode
+
+    def _draw_anew(self) -> None:
+        """All episodes of the process share these generators, so each call seeds them."""
+        self._num_calls += 1
+        random.seed(f"{self._seed} {self._num_calls}")
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(random.getrandbits(32))
 
 
 class WithTools:
@@ -124,7 +165,7 @@ def _call_reset(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> An
     if any(p.kind is p.VAR_POSITIONAL for p in found):
         return reset(row, seed)
     values = {"row": row, "seed": seed}
-    names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name in values]
-    given = [values.get(n, v) for n, v in zip(names, values.values())]  # noqa: B905
-    return reset(*given, **{name: values[name] for name in keywords})
+    keywords = {p.name for p in found if p.kind is p.KEYWORD_ONLY}
+    positional = [p.name for p in found if p.kind is not p.VAR_KEYWORD and p.name not in keywords]
+    given = [values.get(n, v) for n, v in zip(positional, values.values())]  # noqa: B905
+    return reset(*given, **{n: v for n, v in values.items() if n in keywords})

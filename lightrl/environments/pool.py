@@ -3,9 +3,8 @@
 Owns where an episode lives, the time limit of a call, restarts. User code runs in the workers only
 (worker/main.py), in an interpreter of its own, so that frames are JSON (worker/frames.py).
 
-A worker runs plain functions one at a time, in the order of the calls, and coroutines at once. The
-limit of a call counts from when the worker begins it. A worker that exceeds it is killed, and all
-episodes that it held are lost.
+The limit of a call counts from when the worker begins it. A worker that exceeds it is killed, and
+all episodes that it held are lost.
 """
 
 import asyncio
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightrl.config.environment import Environment
@@ -26,7 +26,6 @@ from lightrl.errors import LightRLError
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import cancel
-from lightrl.wire import Codec
 
 START_LIMIT_S = 300.0  # importing user code may load a model, a server may download itself
 GRACE_S = 0.5  # an asynchronous call is cancelled inside its worker before the kill
@@ -49,6 +48,8 @@ main(int(sys.argv[2]))
 """
 
 Frame = dict[str, Any]
+# in place of a wire.Codec
+FRAMES: Any = SimpleNamespace(encode=lambda frame: json.dumps(frame).encode(), decode=json.loads)
 # user code may write to the socket of its worker
 BROKEN = (ChildDied, LookupError, ValueError, TypeError)
 
@@ -86,22 +87,6 @@ class Returned:
     state: bytes  # what `save` returned, if environment.resume is "snapshot"
     seconds: float  # of the call
     digest: str  # of messages, reward and done
-
-
-class JsonCodec(Codec[Frame]):
-    """Frames of worker/frames.py, whose types are not checked."""
-
-    def __init__(self) -> None:
-        pass
-
-    def encode(self, message: Frame) -> bytes:
-        return json.dumps(message).encode()
-
-    def decode(self, frame: bytes | memoryview) -> Frame:
-        return json.loads(bytes(frame))
-
-
-FRAMES = JsonCodec()
 
 
 @dataclass(slots=True, eq=False)
@@ -318,7 +303,8 @@ class WorkerPool:
             async with asyncio.timeout(START_LIMIT_S):
                 frame = await w.child.receive()
         except TimeoutError:
-            frame = {"failed": f"{self._named}: no start within {START_LIMIT_S:g} s"}
+            why = f"{self._named}: no start within {START_LIMIT_S:g} s"
+            raise EnvironmentUnusable(why) from None
         if "failed" in frame:
             raise EnvironmentUnusable(frame["failed"])
         self.tools, self.is_stateless = frame["tools"], frame["is_stateless"]

@@ -39,10 +39,8 @@ def load_source(source: str, args: dict[str, Any]) -> Callable[[], Episode]:
             make = load_class(import_object(source), args, source)
         return partial(Seeded, make)
     except ModuleNotFoundError as e:
-        raise UserError(
-            f"{source}: no module {e.name!r} in {sys.executable}: install it there, or name another"
-            " interpreter with environment.command"
-        ) from e
+        advice = "install it there, or name another interpreter with environment.command"
+        raise UserError(f"{source}: no module {e.name!r} in {sys.executable}: {advice}") from e
 
 
 async def add_tools(
@@ -68,9 +66,8 @@ def import_object(reference: str) -> Any:
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
         known = ", ".join(f"{prefix}:" for prefix in ADAPTERS)
-        raise UserError(
-            f"{reference!r}: expected FILE.py:NAME, package.module:NAME, or a name after {known}"
-        )
+        forms = f"FILE.py:NAME, package.module:NAME, or a name after {known}"
+        raise UserError(f"{reference!r}: expected {forms}")
     module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     if not hasattr(module, name):
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", 0) == module.__name__]

@@ -131,7 +131,8 @@ def _union(names: Iterable[str]) -> dict[str, Any]:
 def _members(hint: Any) -> dict[Any, Any]:
     """Return the members of an enumeration or a Literal, by value; of other types {}."""
     if isinstance(hint, enum.EnumMeta):
-        return {each.value: each for each in hint}
+        members: Any = hint
+        return {each.value: each for each in members}
     return {each: each for each in get_args(hint)} if get_origin(hint) is Literal else {}
 
 

@@ -151,8 +151,8 @@ class ToolEpisode:
         self._num_errors = 0
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        """Return the row's prompt: its messages, or a text as one of the user. A system prompt
-        precedes it unless it has one. Raises UserError."""
+        """Return the row's prompt, messages or text, after a system prompt unless it has one.
+        Raises UserError."""
         prompt = row.get(self._prompt_key)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not prompt or not isinstance(messages, list):

@@ -50,8 +50,8 @@ main(int(sys.argv[2]))
 Frame = dict[str, Any]
 # in place of a wire.Codec
 FRAMES: Any = SimpleNamespace(encode=lambda frame: json.dumps(frame).encode(), decode=json.loads)
-# user code may write to the socket of its worker
-BROKEN = (ChildDied, LookupError, ValueError, TypeError)
+# of a worker: a program that cannot be run, its end, or what user code has written to its socket
+BROKEN = (OSError, ChildDied, LookupError, ValueError, TypeError)
 
 
 class EnvironmentUnusable(LightRLError):

@@ -29,10 +29,7 @@ def play(rng: random.Random, plans: float = PLANS) -> tuple[list[tuple[str, str]
     number, low, high, said = rng.randint(1, NUMBERS), 1, NUMBERS, "?"
     turns: list[tuple[str, str]] = []
     for _ in range(TURNS):
-        if rng.random() < plans:
-            guess = (low + high) // 2
-        else:
-            guess = rng.randint(1, NUMBERS)
+        guess = (low + high) // 2 if rng.random() < plans else rng.randint(1, NUMBERS)
         turns.append((said, f"{guess:02d}"))
         if guess == number:
             return turns, True

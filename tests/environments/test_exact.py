@@ -6,7 +6,6 @@ The model samples "a" and "b" one by one, where its tokenizer would write the to
 
 import json
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightrl.core.log_entries import LogEntry, ObservationTaken, ShardSent, TokensTaken
+from lightrl.core.log_entries import EpisodeOver, LogEntry, ObservationTaken, ShardSent, TokensTaken
 from lightrl.environments.rendering import Renderer
 from lightrl.journal.read import LOG, read_segment, segments
 from lightrl.messages.training import TrainResponse
@@ -32,7 +31,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# What it hears and says goes to a file, an episode a line.
+# After each step, what it has said and heard so far goes to a file.
 ENVIRONMENT = """
 import json
 
@@ -47,10 +46,9 @@ class Abc:
     def step(self, text):
         answer = f"answer {len(text)}"
         ends = len(self.turns) > 5 or "abb" in text
-        self.turns += [text] if ends else [text, answer]
-        if ends:
-            with open(self.log, "a") as file:
-                file.write(json.dumps(self.turns) + chr(10))
+        self.turns += [text, answer]
+        with open(self.log, "a") as file:
+            file.write(json.dumps(self.turns) + chr(10))
         return answer, float(text.count("a")), ends
 """
 CONFIG = """
@@ -185,24 +183,26 @@ def test_ids_of_the_journal_are_trained_and_only_sampled_ones_count(played: Play
 def test_environments_heard_what_was_sampled_and_said_what_was_inserted(played: Played):
     renderer = Renderer(played.folder / "model")
     renderer.prove([])
-    lines = (played.folder / "heard.jsonl").read_text().splitlines()
-    heard = Counter(json.dumps(json.loads(line)) for line in lines)
+    heard = set((played.folder / "heard.jsonl").read_text().splitlines())
+    over = {e.response: e.outcome for e in played.entries if isinstance(e, EpisodeOver)}
     for name in played.trained:
         held: list[int] = []
         said: list[str] = []
-        start = 0
+        start = 0  # of the newest turn
         for observation, sampled, _ in played.turns(name):
             messages: list[dict[str, Any]] = json.loads(observation.turn.record)
             said += [str(m["content"]) for m in messages]
+            assert len(said) == 1 or json.dumps(said) in heard
             new = [m for m in messages if m["role"] == "user"]
             rendered = renderer.append(held, start, new, []) if held else renderer.first(new, [])
             assert unpack_i32(observation.token_ids) == rendered
-            held += rendered
-            start = len(held)
-            held += unpack_i32(sampled)
-        said.append(renderer.parse(held[start:], [])["content"])
-        # Those that were cut have no last line.
-        assert heard[json.dumps(said)] or len(held) - start == 12 or len(said) > 2, said
+            start = len(held) + len(rendered)
+            held += rendered + unpack_i32(sampled)
+        last = [str(m["content"]) for m in json.loads(over[name].record)]
+        assert last[0] == renderer.parse(held[start:], [])["content"]
+        if over[name].stop == "done":
+            assert json.dumps(said + last) in heard
+    assert {outcome.stop for outcome in over.values()} == {"done", "length"}
 
 
 def test_logprobs_are_those_of_a_fresh_forward_pass(played: Played):

@@ -21,6 +21,7 @@ from lightrl.metrics.display import (
     duration,
     printable,
     pulling,
+    responses,
     sides,
     sparkline,
     step_lines,

@@ -8,7 +8,7 @@ from lightrl.config.sections import Count, Names, Positive, Seconds, Section
 from lightrl.config.values import TASKS
 
 
-class McpServer(Section):
+class McpSection(Section):
     """A table of `environment.mcp`."""
 
     command: Names = ()
@@ -29,7 +29,7 @@ class Environment(Section):
     tools: Names = ()
     """functions that the model may call, FILE.py:FUNCTION or package.module:FUNCTION; their types
     and docstrings describe them"""
-    mcp: tuple[McpServer, ...] = ()
+    mcp: tuple[McpSection, ...] = ()
     """servers whose tools the model may call"""
     tool_format: str = "auto"
     """how the model writes tool calls: a name of vLLM's parsers; auto = by the chat template"""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from lightrl.config.schema import Config
-from lightrl.environments.episode import Answer, EpisodeLimits, EpisodeOver, HeldEpisode
+from lightrl.environments.episode import Answer, EpisodeLimits, HeldEpisode, Stopped
 from lightrl.environments.pool import (
     EnvironmentRaised,
     Returned,
@@ -121,7 +121,7 @@ class EnvironmentAgent:
             return
         try:
             episode = held.take(message)
-        except EpisodeOver as over:
+        except Stopped as over:
             self._answer(held, self._end(held, over))
             return
         if episode is not held:
@@ -159,11 +159,11 @@ class EnvironmentAgent:
         messages: list[dict[str, Any]] = []
         try:
             answer = await self._next(episode, messages)
-        except EpisodeOver as over:
+        except Stopped as over:
             answer = self._end(episode, over, json.dumps(messages))
         self._answer(episode, answer)
 
-    def _end(self, episode: HeldEpisode, over: EpisodeOver, record: str = "") -> EpisodeEnded:
+    def _end(self, episode: HeldEpisode, over: Stopped, record: str = "") -> EpisodeEnded:
         """A failure is one line that names environment and row, as those of the pool do."""
         line = " ".join(over.failure.split())
         if line and not line.startswith(self._name):
@@ -176,10 +176,10 @@ class EnvironmentAgent:
 
     async def _next(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Answer:
         """Return the next answer. `messages` gets the model's, and those of the environment. Raises
-        EpisodeOver."""
+        Stopped."""
         if episode.turns and episode.turns[-1].finish_reason == "length":
             messages.append(await self._parse(episode, len(episode.turns) - 1))
-            raise EpisodeOver("length")
+            raise Stopped("length")
         returned = await self._returned(episode, messages)
         messages += returned.messages
         episode.note(returned)
@@ -191,7 +191,7 @@ class EnvironmentAgent:
 
     async def _returned(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Returned:
         """Return what `reset` returned, or `step` of the model's message, which `messages` gets. An
-        environment that is lost with its worker begins again. Raises EpisodeOver."""
+        environment that is lost with its worker begins again. Raises Stopped."""
         while True:
             try:
                 if not episode.turns:
@@ -202,32 +202,32 @@ class EnvironmentAgent:
                 try:
                     return await self._pool.step(episode.handle, messages[0])
                 except StepTimedOut:
-                    raise EpisodeOver("timeout") from None
+                    raise Stopped("timeout") from None
             except WorkerLost as lost:
                 episode.is_live = False
                 if lost.in_call:
                     episode.num_lost += 1
                     if self._resume == "once":
-                        raise EpisodeOver("failed", f"{lost}; environment.resume = once") from None
+                        raise Stopped("failed", f"{lost}; environment.resume = once") from None
                     if episode.num_lost > MAX_LOST:
                         often = f"{episode.num_lost} times in this episode"
-                        raise EpisodeOver("failed", f"{lost}; {often}") from None
+                        raise Stopped("failed", f"{lost}; {often}") from None
             except (EnvironmentRaised, StepTimedOut) as e:
-                raise EpisodeOver("failed", str(e)) from None
+                raise Stopped("failed", str(e)) from None
 
     async def _restore(self, episode: HeldEpisode) -> None:
-        """Begin an environment again, up to the newest observation. Raises EpisodeOver, and what
+        """Begin an environment again, up to the newest observation. Raises Stopped, and what
         the pool raises."""
         if self._pool.is_stateless:
             if self._resume == "once" and episode.begun.repeats:
                 why = "its tool calls may have been made before; environment.resume = once"
-                raise EpisodeOver("failed", why)
+                raise Stopped("failed", why)
             await self._reset(episode)
         elif self._resume == "once":
-            raise EpisodeOver("failed", "its environment was lost; environment.resume = once")
+            raise Stopped("failed", "its environment was lost; environment.resume = once")
         elif self._resume == "snapshot":
             if not (state := episode.turns[-1].state):
-                raise EpisodeOver("failed", "its environment was lost, and has no saved state")
+                raise Stopped("failed", "its environment was lost, and has no saved state")
             self._rename(episode)
             await self._pool.load(episode.handle, episode.row, episode.begun.seed, state)
         else:
@@ -268,11 +268,11 @@ class EnvironmentAgent:
         return [*self._pool.tools, *episode.tools]
 
     async def _rendered(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises EpisodeOver for what the renderer refuses."""
+        """Raises Stopped for what the renderer refuses."""
         try:
             return await self._in_thread(act, *args, **kwargs)
         except LightRLError as e:
-            raise EpisodeOver("failed", str(e)) from None
+            raise Stopped("failed", str(e)) from None
 
     async def _in_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.wrap_future(self._thread.submit(act, *args, **kwargs))

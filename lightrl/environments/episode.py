@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Answer: TypeAlias = Observed | EpisodeEnded
 
 
-class EpisodeOver(LightRLError):
+class Stopped(LightRLError):
     """The episode ends before its next observation. The text is the failure, if it is one."""
 
     def __init__(self, stop: EpisodeStop, failure: str = "") -> None:
@@ -113,9 +113,9 @@ class HeldEpisode:
     def take(self, step: StepEpisode) -> "HeldEpisode":
         """Take the tokens of a turn. Return this episode; or another one, if it is to be stepped
         from an earlier turn than the newest: a coordinator that was restarted may have lost the end
-        of its journal. Raises EpisodeOver if the turn's observation is not known."""
+        of its journal. Raises Stopped if the turn's observation is not known."""
         if step.turn >= len(self.turns):
-            raise EpisodeOver("failed", f"turn {step.turn} of {len(self.turns)} cannot be stepped")
+            raise Stopped("failed", f"turn {step.turn} of {len(self.turns)} cannot be stepped")
         episode = self
         if step.turn < len(self.turns) - 1 or self.turns[-1].sampled is not None:
             turns = [*self.turns[: step.turn], replace(self.turns[step.turn], sampled=None)]
@@ -135,26 +135,26 @@ class HeldEpisode:
         return array("i", unpack_i32(self.turns[turn].sampled or b""))
 
     def require_digest(self, turn: int, digest: str) -> None:
-        """Raise EpisodeOver if a replay has given another observation than was recorded."""
+        """Raise Stopped if a replay has given another observation than was recorded."""
         if digest != self.turns[turn].digest:
             what = f"the observation of turn {turn}" if turn else "the first observation"
             why = "when it was replayed, so it cannot be resumed"
-            raise EpisodeOver("diverged", f"{what} was another one {why}")
+            raise Stopped("diverged", f"{what} was another one {why}")
 
     def note(self, returned: "Returned") -> None:
-        """Keep the figures of what `reset` or `step` returned. Raises EpisodeOver if its reward is
+        """Keep the figures of what `reset` or `step` returned. Raises Stopped if its reward is
         no number."""
         if returned.reward is not None and not isfinite(returned.reward):
-            raise EpisodeOver("failed", f"it returned the reward {returned.reward}")
+            raise Stopped("failed", f"it returned the reward {returned.reward}")
         named = {k: v for k, v in returned.metrics.items() if k.isprintable()}
         self.metrics = dict(islice((self.metrics | named).items(), MAX_METRICS))
 
     def stop_after(self, returned: "Returned") -> EpisodeStop | None:
-        """Return how an episode ends with what was returned; None: it goes on. Raises EpisodeOver
+        """Return how an episode ends with what was returned; None: it goes on. Raises Stopped
         if nothing was sampled."""
         if not self.turns:
             if returned.done:
-                raise EpisodeOver("failed", "reset ended it")
+                raise Stopped("failed", "reset ended it")
             return None
         if returned.done:
             return "done"
@@ -163,15 +163,15 @@ class HeldEpisode:
         return "length" if self.num_sampled >= self.begun.max_tokens else None
 
     def fits(self, ids: Sequence[int]) -> bool:
-        """Return whether the tokens of an observation leave one to be sampled. Raises EpisodeOver
+        """Return whether the tokens of an observation leave one to be sampled. Raises Stopped
         if there are none, or if those of the first observation do not."""
         if not ids:
-            raise EpisodeOver("failed", "an observation has no tokens")
+            raise Stopped("failed", "an observation has no tokens")
         if len(self.ids) + len(ids) < self.limits.max_length:
             return True
         if not self.turns:
             why = f"does not fit into {self.limits.max_length} tokens (environment.max_length)"
-            raise EpisodeOver("failed", f"the first observation, of {len(ids)} tokens, {why}")
+            raise Stopped("failed", f"the first observation, of {len(ids)} tokens, {why}")
         return False
 
     def observe(self, returned: "Returned", ids: Sequence[int], record: str) -> Observed:

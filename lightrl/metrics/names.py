@@ -214,6 +214,7 @@ eval/<set>/<source>/failures | likewise
 # module | beginnings of the names that it computes
 _COMPUTED = """
 metrics/round_figures.py | reward data/ prompt_length response_length round/ off_policy foresight
+metrics/round_figures.py | episodes
 metrics/round_figures.py | perf/rollout_tokens_per_s
 metrics/rounds.py | step epoch policy_version num_tokens_total entropy/sampled round/is_ migration
 metrics/rounds.py | timing_s/step timing_s/rollout timing_s/train_after_rollout timing_s/weights
@@ -222,7 +223,6 @@ metrics/selection_bias.py | tail
 metrics/totals.py | speculation weights
 metrics/cost_and_nodes.py | offload planner device_s cost
 metrics/evaluation.py | eval/
-metrics/episodes.py | episodes
 history/store.py | history
 coordinator/daemon.py | timing_s/data
 trainer/step.py | timing_s/accumulate timing_s/finish

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightrl.core.coordinator import Coordinator
+from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds.race import MIN_COMPARED, has_zero_std
 from lightrl.core.rounds.rounds import staleness
 from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
@@ -109,6 +110,41 @@ def off_policy_figures(round: Round) -> dict[str, float]:
         figures[f"off_policy/{name}"] = mean(each)
         figures[f"off_policy/{name}_max"] = float(max(each, default=0))
     return figures
+
+
+def episode_figures(round: Round, table: ResponseTable) -> dict[str, float]:
+    """Return figures of all episodes of a closed round that have ended, trained or not; nothing, if
+    it had none."""
+    every = [r for group in round.groups.values() for r in group.responses]
+    ended = [r for r in every if r.outcome is not None]
+    if not any(r.turns for r in every):
+        return {}
+    stops = Counter(r.outcome.stop for r in ended if r.outcome is not None)
+    return {
+        "episodes/turns": mean([len(r.finishes) for r in ended]),
+        "episodes/tool_calls": mean([num_tool_calls(r) for r in ended]),
+        "episodes/observation_tokens": mean([r.num_inserted for r in ended]),
+        "episodes/environment_s": mean([environment_s(r) for r in ended]),
+        "episodes/waiting_s": mean([r.waited_s for r in ended]),
+        "episodes/ended_turns": float(stops["turns"]),
+        "episodes/ended_context": float(stops["context"]),
+        "episodes/ended_length": float(stops["length"]),
+        "episodes/ended_timeout": float(stops["timeout"]),
+        "episodes/diverged": float(stops["diverged"]),
+        "episodes/unscored": float(sum(r.scored and r.reward is None for r in ended)),
+        "episodes/open": float(len(table.open_episodes)),
+    }
+
+
+def environment_s(response: Response) -> float:
+    """Return the seconds in the environment of an episode."""
+    last = response.outcome.seconds if response.outcome is not None else 0.0
+    return last + sum(turn.seconds for turn in response.turns)
+
+
+def num_tool_calls(response: Response) -> int:
+    last = response.outcome.num_tool_calls if response.outcome is not None else 0
+    return last + sum(turn.num_tool_calls for turn in response.turns)
 
 
 def foresight_figures(round: Round) -> dict[str, float]:

@@ -28,11 +28,11 @@ from lightrl.messages.fields import MAX_EVALS
 from lightrl.messages.load import Drafting
 from lightrl.messages.snapshot import SampleText, Snapshot, TailRow, WarningRow
 from lightrl.metrics.cost_and_nodes import NodeRows, cost_figures, cost_row, turns_figures
-from lightrl.metrics.episodes import episode_figures
 from lightrl.metrics.evaluation import Scores, eval_figures, eval_scores, mean_score
 from lightrl.metrics.round_figures import (
     ScoringTime,
     digest_responses,
+    episode_figures,
     figure_name,
     histogram,
     mean,

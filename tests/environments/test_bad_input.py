@@ -4,12 +4,12 @@ import asyncio
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightrl.keys import ENVIRONMENT_FILE
 from lightrl.messages.episodes import BeginEpisode, EpisodeEnded, Observed, StepEpisode
-from lightrl.messages.message import Message
 from lightrl.metrics import sinks
 from lightrl.wire import pack_i32
 from tests.support.cli import EMULATED, QUICKSTART, arguments
@@ -59,7 +59,7 @@ class Bad:
                 os.chdir("/")
         return good
 """
-ANSWERS = (Observed, EpisodeEnded)
+ANSWERS: Any = (Observed, EpisodeEnded)
 NO_FORM = ", not text, a list of messages or a dict"
 # What an environment does -> how the episode ends, and why it has no score.
 DOES = {
@@ -122,7 +122,7 @@ def test_each_row_ends_as_it_must_and_the_others_go_on(tmp_path: Path):
             ends: dict[int, tuple[str, str, float | None]] = {}
             async with asyncio.timeout(DEADLINE_S):
                 while len(ends) < len(DOES):
-                    message = await head.expect(Message, lambda m: isinstance(m, ANSWERS))
+                    message = await head.expect(ANSWERS)
                     if isinstance(message, Observed):
                         step = StepEpisode(message.response, 1, message.turn, pack_i32([3]), "stop")
                         head.send(step)

@@ -51,7 +51,7 @@ class RoundScheduler:
         self._predictor = predictor
         self._scaling = scaling
         self._outbox = outbox
-        self.step_began = 0.0  # when the step before was done, or its round was opened
+        self.step_began = 0.0
         self._step_done: StepDone | None = None
         self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
 

@@ -1,5 +1,5 @@
-"""Kills processes of a run at given entries of its journal. Python imports this in each process of a
-run that has this folder in PYTHONPATH; only the coordinator does anything.
+"""Kills processes of a run at given entries of its journal. Python imports this in each process of
+a run that has this folder in PYTHONPATH; only the coordinator does anything.
 
 $KILLS is a folder. `plan` has a line for each kill: "ObservationTaken 3", or "ObservationTaken 3
 durable", is the third entry of that kind in a step, when it is recorded or when it is on the disk.

@@ -209,6 +209,11 @@ TRACE = "CSV of more nodes that join and leave: milliseconds,add|remove,node"
 FROM = "nodes that are there by then are there from the start"
 WORKLOAD = "lengths and speeds; default: a generic guess"
 STEPS = "default: train.steps, at most 20; those of a run, at most 200"
+ENVIRONMENT_S = "of a reset or step of an environment; lognormal; default: 1,1"
+EnvironmentSeconds = Annotated[str | None, typer.Option(metavar="MEAN[,SIGMA]", help=ENVIRONMENT_S)]
+Turns = Annotated[int | None, typer.Option(min=1, help="of an episode, on average; default: 4")]
+TOKENS = "of an observation; default: 100"
+ObservationTokens = Annotated[int | None, typer.Option(min=1, help=TOKENS)]
 OFFLOAD = "the rule by which GPUs that also train leave the rollout (simulated only)"
 
 
@@ -230,6 +235,9 @@ def simulate(
     workload: Annotated[str, typer.Option(metavar="FILE|RUN|PRESET", help=WORKLOAD)] = "",
     steps: Annotated[int | None, typer.Option(min=1, help=STEPS)] = None,
     offload: Annotated[Literal["off", "foreseen", "window"], typer.Option(help=OFFLOAD)] = "off",
+    environment_s: EnvironmentSeconds = None,
+    turns: Turns = None,
+    observation_tokens: ObservationTokens = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="each mechanism alone, in one table")
     ] = False,
@@ -244,7 +252,7 @@ def simulate(
     """
     from lightrl.client.address import run_folder
     from lightrl.launch.checks.plan import count_prompts
-    from lightrl.sim.command import FleetOptions, simulate_run
+    from lightrl.sim.command import EpisodeOptions, FleetOptions, simulate_run
     from lightrl.sim.inputs.files import require_known
 
     fleet = FleetOptions(nodes, preemptible, trace, trace_share, trace_from, trace_to)
@@ -256,6 +264,7 @@ def simulate(
         config,
         num_prompts=count_prompts(config.data.all_sets) if run_dir is None else None,
         fleet=fleet,
+        episodes=EpisodeOptions(environment_s, turns, observation_tokens),
         workload=workload,
         run_dir=run_dir,
         steps=steps,

@@ -246,9 +246,14 @@ class Coordinator:
             room = sum(n.free for n in nodes)
             most = min(room, self._num_unreserved(nodes))
             most -= self._dispatch_home(nodes, most)
+            if self.settings.episodes is not None:
+                self._leave_homes(most - self.table.queue.num_homeless)
             waiting = self.lifecycle.pop_waiting(most)
             placed = placement.assign(waiting, nodes, self._expect)
             self.table.dispatch(placed)
+            if self.settings.episodes is not None and self.table.queue:
+                for node in nodes:
+                    self.table.mark_free(node)  # more turns may leave their homes later
 
     def _dispatch_home(self, nodes: list[Node], most: int) -> int:
         """Send up to `most` turns of episodes to the nodes that have their KV; return their number.
@@ -262,6 +267,20 @@ class Coordinator:
                 placed += [(r, node) for r in self.lifecycle.pop_home(node, num)]
         self.table.dispatch(placed)
         return len(placed)
+
+    def _leave_homes(self, most: int) -> None:
+        """Let up to `most` turns that wait for the node that has their KV wait for any node, if
+        they wait longer there than another node would prefill them."""
+        queue, turn_s = self.table.queue, self.table.turn_s.seconds
+        for name, num in queue.homes() if most > 0 else ():
+            home = self.fleet.ready.get(name)
+            if home is not None and home.hit_rate < MIN_HIT_RATE:
+                home = None  # it mostly has no KV
+            while most > 0 and (first := queue.first_home(name)) is not None:
+                if home and not placement.leaves(first, home, num * turn_s / home.slots):
+                    break
+                queue.leave_home(name)
+                num, most = num - 1, most - 1
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Return the number of waiting responses beyond the share of nodes that still load."""

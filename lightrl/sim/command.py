@@ -1,5 +1,6 @@
 """`lightrl simulate`: a config and a few options in, tables or one line of JSON out."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,8 +25,37 @@ from lightrl.system.output import show
 from lightrl.wire import to_json
 
 WIDTH = 110
+MAX_SIGMA = 5.0
 STEPS = 20  # enough for four periods of tail batching
 COLOCATED = "note       nodes that are always there sample, then train; with --offload within steps"
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOptions:
+    """The environments, as options of the command line; None = those of the workload."""
+
+    # MEAN or MEAN,SIGMA
+    environment_s: str | None = None
+    turns: int | None = None
+    observation_tokens: int | None = None
+
+    def applied_to(self, scenario: Scenario, config: Config) -> Scenario:
+        """Raise SimError."""
+        given = {k: v for k, v in asdict(self).items() if v is not None}
+        if given and not config.environment.enabled:
+            name = next(iter(given)).replace("_", "-")
+            raise SimError(f"--{name}: the config has no environment; set environment.source")
+        if (text := given.pop("environment_s", None)) is not None:
+            try:
+                mean, sigma = (*map(float, text.split(",")), 1.0)[:2]
+            except ValueError:
+                mean, sigma = -1.0, 0.0
+            if not (0 <= mean < math.inf and 0 <= sigma < MAX_SIGMA):
+                raise SimError(f"--environment-s {text}: is not MEAN or MEAN,SIGMA, of seconds")
+            given |= {"mean_s": mean, "sigma": sigma}
+        slots = config.environment.slots
+        environment = replace(scenario.workload.environment, slots=slots, **given)
+        return replace(scenario, workload=replace(scenario.workload, environment=environment))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +92,7 @@ def simulate_run(
     *,
     num_prompts: int | None,
     fleet: FleetOptions,
+    episodes: EpisodeOptions = EpisodeOptions(),
     workload: str = "",
     run_dir: Path | None = None,
     steps: int | None = None,
@@ -79,6 +110,7 @@ def simulate_run(
     scenario = _with_prices(
         run.scenario if run is not None else _scenario(config, workload, num_prompts), config
     )
+    scenario = episodes.applied_to(scenario, config)
     nodes = _fleet(fleet, config, scenario, run, is_own=change is not None)
     max_steps = min(run.num_steps if run is not None else STEPS, config.train.steps)
     settings = settings_of(config, scenario.workload.num_prompts)
@@ -162,6 +194,14 @@ def _head(
     notes = run.notes(config) if run is not None else []
     for note in filter(None, (scenario.workload.note, *notes)):
         show([f"note       {note}"])
+    if settings.episodes is not None:
+        e = scenario.workload.environment
+        show(
+            [
+                f"episodes   {e.turns} turns on average, observations of {e.observation_tokens:,} "
+                f"tokens after {e.mean_s:g} s (lognormal, sigma {e.sigma:g})"
+            ]
+        )
     if scenario.is_colocated:
         show([COLOCATED])
     print()

@@ -67,6 +67,7 @@ class Observer:
     def end(self, trainer: SimTrainer) -> None:
         world, out = self._world, self._world.outcome
         out.elapsed_s = world.now
+        slot_s = 0.0
         for machine in world.machines.values():
             machine.leave(world.now)
             engine, kind = machine.engine, machine.spec.kind
@@ -76,6 +77,9 @@ class Observer:
             out.sampled_tokens += engine.num_tokens
             out.prefilled_tokens += engine.prefilled_tokens
             out.preemptions += engine.num_preemptions
+            out.slots_busy += engine.slot_s
+            slot_s += engine.slots * sum(engine.times.values()) / machine.spec.width
+        out.slots_busy /= max(1e-9, slot_s)
         if not world.scenario.is_colocated:
             trainer.advance()
             out.device_times[TRAINER] = dict(trainer.times)

@@ -71,6 +71,14 @@ class SimOutcome:
     sampled_tokens: int = 0
     trained_tokens: int = 0
     prefilled_tokens: int = 0
+    # share of the slots that were in use, while their nodes were present
+    slots_busy: float = 0.0
+    # that have ended
+    episodes: int = 0
+    # of all episodes: observations, their tokens, seconds in environments
+    turns: int = 0
+    inserted_tokens: int = 0
+    environment_s: float = 0.0
     preemptions: int = 0
     # of the core
     counters: dict[str, int] = field(default_factory=dict[str, int])

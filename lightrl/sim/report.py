@@ -49,6 +49,18 @@ class WeightsFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeFigures:
+    """Means over the episodes that ended. Lengths and prefills are of all, also of aborted ones."""
+
+    episodes: int
+    turns: float
+    environment_s: float
+    observation_tokens: float
+    # tokens that engines prefilled, over those that were sampled and inserted
+    prefilled: float
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """All of one simulation. Shares are between 0 and 1, costs in dollars."""
 
@@ -67,7 +79,11 @@ class Figures:
     # kind of node -> state -> share of its time
     devices: dict[str, dict[str, float]]
     device_hours: dict[str, float]
+    # share of the slots in use
+    slots_busy: float
     weights: WeightsFigures
+    # None: single turns
+    episodes: EpisodeFigures | None
     migrations: int
     responses_moved: int
     nodes_lost: int
@@ -118,7 +134,9 @@ def figures(
             for total in [outcome.device_s[kind]]
         },
         device_hours=hours,
+        slots_busy=outcome.slots_busy,
         weights=_weights(outcome, scenario),
+        episodes=_episodes(outcome) if outcome.episodes else None,
         migrations=outcome.counters["migrations"],
         responses_moved=outcome.counters["responses_moved"],
         nodes_lost=outcome.counters["nodes_lost"],
@@ -175,6 +193,17 @@ def _weights(outcome: SimOutcome, scenario: Scenario) -> WeightsFigures:
     )
 
 
+def _episodes(outcome: SimOutcome) -> EpisodeFigures:
+    num, length = outcome.episodes, outcome.sampled_tokens + outcome.inserted_tokens
+    return EpisodeFigures(
+        episodes=num,
+        turns=outcome.turns / num,
+        environment_s=outcome.environment_s / num,
+        observation_tokens=outcome.inserted_tokens / num,
+        prefilled=outcome.prefilled_tokens / length,
+    )
+
+
 def tables(figures: Figures) -> list[RenderableType]:
     """Return tables of one simulation for people."""
     head = ["rounds", "step_s", "rollout_s", "train_s", "weights_s", "bound_s", "longest", "mean"]
@@ -213,6 +242,15 @@ def _lines(f: Figures) -> list[str]:
         f"{100 * f.true_at_limit:.1f} %"
         + (f"; {f.prompts_waiting} prompts wait" if f.prompts_waiting else ""),
     ]
+    if (e := f.episodes) is not None:
+        lines.append(
+            f"episodes   {e.episodes:,} of {e.turns:.1f} turns, each {e.environment_s:.3g} s in "
+            f"environments and {e.observation_tokens:,.0f} observed tokens"
+        )
+        lines.append(
+            f"prefill    {e.prefilled:.2f} x the tokens of the episodes; "
+            f"{100 * f.slots_busy:.0f} % of the slots were busy"
+        )
     w = f.weights
     if w.pulls:
         lines.append(

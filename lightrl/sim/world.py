@@ -33,6 +33,7 @@ from lightrl.messages.responses import Abort, Generate
 from lightrl.messages.sharing import DevicesReleased, SetDevices
 from lightrl.messages.training import ShardsTaken, StepDone, TrainShard
 from lightrl.sim.colocation import SimColocation, settings_in
+from lightrl.sim.episodes import SimEpisodes
 from lightrl.sim.fleet.engine import Attempt, blank
 from lightrl.sim.fleet.machines import SimMachine, new_machine
 from lightrl.sim.inputs.hardware import SimSpeculation
@@ -66,8 +67,10 @@ class World(Simulation):
         super().__init__(settings, scenario, switches)
         workload = scenario.workload
         self._cursor = Cursor(workload.num_prompts, settings.run_seed, workload.order)
-        self._prompt = blank(workload.prompt_tokens)
         self._lengths = Lengths(workload)
+        has_episodes = settings.episodes is not None  # their first observation is the prompt
+        self._prompt = blank(0 if has_episodes else workload.prompt_tokens)
+        self.episodes = SimEpisodes(self, workload.environment, self._lengths)
         self._has_history = False  # responses of an earlier epoch to draft from
         self.reward_workers = RewardWorkers(workload.reward)
         nodes = of_all_sizes(nodes, settings.parallel)
@@ -86,6 +89,8 @@ class World(Simulation):
         self._colocation = SimColocation(self, self._trainer, self._transfers)
         self.fleet = SimMembership(self, self._transfers, self._colocation, changes or {})
         self.fleet.start(nodes, trace)
+        if has_episodes:
+            self.episodes.start()
 
     def _speculate(self, speculation: SimSpeculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
@@ -114,6 +119,8 @@ class World(Simulation):
                 elif (machine := self.machines.get(node)) is not None and machine.present:
                     # else it is lost, and the core has not detected it yet
                     self._deliver(machine, message, todo)
+                elif machine is None:
+                    todo.extend(self.episodes.deliver(node, message))
             case ScoreResponse(response, prompt):
                 event = ResponseScored(response.id, response.attempt, reward(response.seed))
                 if self.switches.async_rewards:
@@ -174,14 +181,17 @@ class World(Simulation):
 
     def _generate(self, machine: SimMachine, message: Generate) -> None:
         responses = self.core.table.responses
-        prompt_tokens = self.scenario.workload.prompt_tokens
         attempts: list[Attempt] = []
         for request in message.requests:
             response = responses[request.response]
-            final = self._lengths.current(response)
             id, prompt, held = response.id, response.group.prompt.id, len(request.prefix) // 4
-            ends = final, final >= response.group.max_response_tokens
-            attempts.append(Attempt(id, request.attempt, prompt, prompt_tokens, held, *ends))
+            attempt = Attempt(id, request.attempt, prompt, len(request.prompt) // 4, held)
+            attempt.final_tokens = self._lengths.current(response)
+            attempt.truncated = attempt.final_tokens >= response.group.max_response_tokens
+            if response.turns:
+                attempt.final_tokens, attempt.truncated = self.episodes.turn_of(response)
+                attempt.num_cached = 0
+            attempts.append(attempt)
         machine.engine.add(self.now, attempts)
         self._schedule(machine)
 

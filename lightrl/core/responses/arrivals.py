@@ -87,7 +87,8 @@ class Arrivals:
             if not math.isfinite(sum(decode("f", logprobs))):
                 return "sent a logprob that is not finite"
             num_new = len(new)
-            if num_new > response.max_new_tokens:
+            most = group.max_response_tokens - held
+            if num_new > (response.max_new_tokens if response.turns else most):
                 return f"sent more than {group.max_response_tokens} tokens for one response"
             append(response, version, data, logprobs)
             self._num_tokens += num_new
@@ -95,7 +96,7 @@ class Arrivals:
         elif finish is not None and finish != "abort":
             self._taken.append(item)
         if finish is None:
-            held = response.num_sampled
+            held = len(response.tokens) - response.num_inserted
             if held >= group.bound or held >= round.cut:  # as race.has_lost
                 self._lifecycle.give_up(response)
         elif finish == "abort":  # by the node, which is draining or loads a new version

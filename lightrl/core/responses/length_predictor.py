@@ -101,11 +101,12 @@ class LengthPredictor:
         The mean of the longer ones among its prompt's last epoch, or evaluation, and its finished
         siblings; where there are none, of all responses of recent rounds, or the limit.
         """
-        held = response.num_sampled
+        held = len(response.tokens) - response.num_inserted  # as num_sampled; this runs often
         group = response.group
         longer = [n for n in self._lengths.get(group.key, (0, []))[1] if n > held]
         if group.finishers:
-            longer += [r.num_sampled for r in group.responses if r.scored and r.num_sampled > held]
+            scored = [r for r in group.responses if r.scored]
+            longer += [n for r in scored if (n := len(r.tokens) - r.num_inserted) > held]
         if longer:
             return sum(longer) / len(longer)
         if group.round.is_eval:  # sets with a higher limit first: no other difference is known

@@ -154,6 +154,22 @@ def migration_s(response: Response, to: Node, chunk_tokens: int) -> float:
     return to.speed.step_s(1) * (chunk_tokens + response.context / PREFILL_TOKENS_PER_STEP)
 
 
+def leaves(response: Response, home: Node, wait_s: float) -> bool:
+    """Return whether a turn of an episode, which waits `wait_s` for the node that ran its last one,
+    is to run elsewhere: the KV is gone, or MIN_GAIN times its prefill takes less."""
+    if not is_home(response, home):
+        return True
+    prefill_s = home.speed.step_s(1) * response.context / PREFILL_TOKENS_PER_STEP
+    return wait_s > MIN_GAIN * prefill_s
+
+
+def is_home(response: Response, node: Node) -> bool:
+    """Return whether a node ran the last turn of an episode, and may still have its KV: a newer
+    version has cleared it."""
+    is_same = bool(response.turns) and response.last_node == node.name
+    return is_same and response.version == node.policy_version
+
+
 def works_of(node: Node, foresee: LengthForecast) -> list[tuple[float, Response]]:
     """Return the remaining tokens of a node's responses, most tokens last."""
     works = [(remaining(r, foresee), r) for r in node.running.values()]
@@ -161,4 +177,5 @@ def works_of(node: Node, foresee: LengthForecast) -> list[tuple[float, Response]
 
 
 def remaining(response: Response, foresee: LengthForecast) -> float:
-    return max(1.0, foresee(response) - response.num_sampled)
+    sampled = len(response.tokens) - response.num_inserted  # as num_sampled; this runs often
+    return max(1.0, foresee(response) - sampled)

@@ -2,17 +2,14 @@
 
 import heapq
 from collections.abc import Iterator
+from itertools import chain
 
 from lightrl.core.responses.placement import LengthForecast
 from lightrl.core.settings import Settings
-from lightrl.core.state import Node, Response, ResponseState
-
-# Episodes are in two heaps: that of all responses, and that of the node that ran their last turn.
+from lightrl.core.state import Response, ResponseState
 
 # (order of the round, is not resumed, -longest of its set, length, unique number of arrival, ...)
 Entry = tuple[int, bool, int, float, int, Response]
-
-MAX_VOID = 64  # void entries of one node, beyond twice the length of the queue
 
 
 class WorkQueue:
@@ -23,21 +20,25 @@ class WorkQueue:
         self._settings = settings
         self._expect = expect
         self._heap: list[Entry] = []
-        self._homes: dict[str, list[Entry]] = {}  # by Response.last_node
+        self._homes: dict[str, list[Entry]] = {}  # of episodes, by Response.last_node; never empty
+        self._num_at_homes = 0
         self._numbers = numbers  # ties are broken by arrival
 
     def __len__(self) -> int:
         """The number of entries, including those that will be skipped."""
-        return len(self._heap)
+        return len(self._heap) + self._num_at_homes
 
     @property
     def has_waiting(self) -> bool:
         """Return whether `waiting` is not empty; stops at the first valid entry."""
-        return any(_is_valid(number, response) for *_, number, response in self._heap)
+        return any(_is_valid(number, response) for *_, number, response in self._entries())
 
     def waiting(self) -> list[Response]:
         """Return the responses that wait, in no order."""
-        return [response for *_, number, response in self._heap if _is_valid(number, response)]
+        return [response for *_, number, response in self._entries() if _is_valid(number, response)]
+
+    def _entries(self) -> Iterator[Entry]:
+        return chain(self._heap, *self._homes.values())
 
     def push(self, response: Response, resumed: bool = False) -> None:
         """Add a response. Older rounds come first, then resumed responses, then the longest
@@ -56,33 +57,58 @@ class WorkQueue:
         length = tokens if ascending else -tokens
         of_set = -response.group.longest_of_set
         entry = (order, not resumed, of_set, length, number, response)
-        heapq.heappush(self._heap, entry)
         if response.last_node:
-            home = self._homes.setdefault(response.last_node, [])
-            heapq.heappush(home, entry)
-            if len(home) > 2 * len(self._heap) + MAX_VOID:
-                home[:] = [entry for entry in home if _is_valid(*entry[-2:])]
-                heapq.heapify(home)
+            heapq.heappush(self._homes.setdefault(response.last_node, []), entry)
+            self._num_at_homes += 1
+        else:
+            heapq.heappush(self._heap, entry)
 
     def pop(self) -> Response | None:
-        """Return the next response that waits, or None."""
-        return _pop(self._heap)
+        """Return the next response that waits for any node, or None."""
+        while self._heap:
+            *_, number, response = heapq.heappop(self._heap)
+            if _is_valid(number, response):
+                return response
+        return None
 
-    def pop_home(self, node: Node) -> Response | None:
-        """Return the next response whose last turn this node ran, or None."""
-        response = _pop(self._homes.get(node.name, []))
-        while self._heap and not _is_valid(*self._heap[0][-2:]):
-            heapq.heappop(self._heap)
-        return response
+    # Episodes that wait for the node that ran their last turn
 
+    @property
+    def num_homeless(self) -> int:
+        """The number of entries of responses that wait for any node."""
+        return len(self._heap)
 
-def _pop(heap: list[Entry]) -> Response | None:
-    while heap:
-        *_, number, response = heapq.heappop(heap)
-        if _is_valid(number, response):
-            response.queued_as = 0  # its entry in the other heap is void
-            return response
-    return None
+    def homes(self) -> list[tuple[str, int]]:
+        """Return (node, number of entries) of the nodes for which episodes wait."""
+        return [(name, len(heap)) for name, heap in self._homes.items()]
+
+    def first_home(self, name: str) -> Response | None:
+        """Return the next response that waits for this node, or None; it stays."""
+        heap = self._homes.get(name, [])
+        while heap and not _is_valid(*heap[0][-2:]):
+            self._pop_entry(name)
+        return heap[0][-1] if heap else None
+
+    def pop_home(self, name: str) -> Response | None:
+        """Return the next response that waits for this node, or None."""
+        return None if self.first_home(name) is None else self._pop_entry(name)[-1]
+
+    def leave_home(self, name: str) -> None:
+        """Let the next response that waits for this node wait for any node."""
+        heapq.heappush(self._heap, self._pop_entry(name))
+
+    def forget_home(self, name: str) -> None:
+        """Let all responses that wait for this node wait for any node."""
+        while name in self._homes:
+            self.leave_home(name)
+
+    def _pop_entry(self, name: str) -> Entry:
+        heap = self._homes[name]
+        self._num_at_homes -= 1
+        entry = heapq.heappop(heap)
+        if not heap:
+            del self._homes[name]
+        return entry
 
 
 def _is_valid(number: int, response: Response) -> bool:

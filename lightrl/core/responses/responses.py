@@ -14,7 +14,7 @@ from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox
 from lightrl.core.log_entries import Counters
 from lightrl.core.nodes.fleet import Fleet
-from lightrl.core.responses.placement import LengthForecast
+from lightrl.core.responses.placement import LengthForecast, is_home
 from lightrl.core.responses.queue import WorkQueue
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, Response, ResponseState, Round
@@ -126,6 +126,7 @@ class ResponseTable:
         leaving = list(node.running.values())
         for response in leaving:
             self.requeue(response)
+        self.queue.forget_home(node.name)
         self.counters.responses_moved += len(leaving)
         return len(leaving)
 
@@ -293,13 +294,6 @@ def can_exist(response: Response, attempt: int) -> bool:
     so a restored core may have placed up to MAX_UNRECORDED more than it has stored.
     """
     return attempt <= response.attempt + MAX_UNRECORDED
-
-
-def is_home(response: Response, node: Node) -> bool:
-    """Return whether a node ran the last turn of an episode, and may still have its KV: a newer
-    version has cleared it."""
-    is_same = bool(response.turns) and response.last_node == node.name
-    return is_same and response.version == node.policy_version
 
 
 def is_current(response: Response, attempt: int) -> bool:

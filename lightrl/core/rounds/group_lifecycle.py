@@ -9,8 +9,9 @@ import bisect
 
 from lightrl.core.commands import Outbox
 from lightrl.core.events import ResponseScored
+from lightrl.core.responses.placement import is_home
 from lightrl.core.responses.queue import WorkQueue
-from lightrl.core.responses.responses import ResponseTable, is_home
+from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds import race, rounds
 from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Settings
@@ -67,7 +68,7 @@ class GroupLifecycle:
         """Remove and return up to `most` episodes whose last turn this node ran, while it may still
         have their KV."""
         taken: list[Response] = []
-        while len(taken) < most and (response := self._table.queue.pop_home(node)) is not None:
+        while len(taken) < most and (response := self._table.queue.pop_home(node.name)) is not None:
             if race.has_lost(response):
                 self.give_up(response)
             elif is_home(response, node):

@@ -26,7 +26,7 @@ MAX_RECHECKS = 32  # calls of `decided_groups` in one round: keeps their cost li
 
 def has_lost(response: Response) -> bool:
     """Return whether a response can no longer be among those kept."""
-    group, n = response.group, response.num_sampled
+    group, n = response.group, len(response.tokens) - response.num_inserted
     if not response.will_grow and group.bound != DECIDED:
         return n > group.round.cut or (n, response.index) > _last_kept(group)
     return n >= group.bound or n >= group.round.cut

@@ -52,6 +52,7 @@ def describe(
     lines = [line for label, some in sections.items() for line in labelled(label, some)]
     is_trained = train.engine != "emulated" and not config.run.deterministic
     notes = [*_batch_notes(config, num, slots), *(_micro_batch_note(config) if is_trained else ())]
+    notes += _environment_notes(config)
     return [*lines, *(line for note in notes for line in labelled("note", [note]))]
 
 
@@ -272,4 +273,13 @@ def _micro_batch_note(config: Config) -> Iterator[str]:
             f"train.max_tokens_per_gpu = {train.max_tokens_per_gpu:,}: a step has at most "
             f"{tokens:,} tokens and fills no micro-batch on every rank: training and generation "
             "do not overlap"
+        )
+
+
+def _environment_notes(config: Config) -> Iterator[str]:
+    if config.environment.enabled and not config.async_.max_staleness:
+        yield (
+            "async.max_staleness = 0: at the end of each step engines idle while the last episodes "
+            "are in their environments; 1 keeps them busy, which pays if an episode spends more "
+            "than a tenth of a step there (lightrl simulate --compare --environment-s ...)"
         )

@@ -40,18 +40,21 @@ class Attempt:
     prompt: str
     prompt_tokens: int
     tokens0: int
-    final_tokens: int
+    final_tokens: int = 0
     # it ends at the limit, not with a stop token
-    truncated: bool
+    truncated: bool = False
     since: int = 0
     sent: int = 0
     # of its admission; -1 = it waits
     order: int = -1
+    # tokens whose KV was here at its admission; None: no episode, whose KV is dropped
+    num_cached: int | None = None
 
     def tokens(self, begin: int, end: int, reason: FinishReason | None = None) -> ResponseTokens:
         """Return the message with its tokens from `begin` to `end`."""
         zeros = blank(end - begin)
-        return ResponseTokens(self.response, self.number, begin, zeros, zeros, reason)
+        cached = None if reason is None else self.num_cached
+        return ResponseTokens(self.response, self.number, begin, zeros, zeros, reason, cached)
 
 
 @lru_cache(maxsize=4096)
@@ -84,6 +87,8 @@ class SimEngine:
     # sampled here
     num_tokens: int = 0
     prefilled_tokens: int = 0
+    # seconds in which slots were in use, summed over slots
+    slot_s: float = 0.0
     # the current state of an engine without work
     idle_label: str = "idle"
     # the current state of a machine that cannot decode: weights, train, ...
@@ -91,6 +96,9 @@ class SimEngine:
     # oldest first
     running: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     waiting: deque[Attempt] = field(default_factory=deque[Attempt])
+    # of episodes whose turn has ended: tokens in the KV cache while no other needs the memory and
+    # the weights are the same; oldest first
+    cached: dict[str, int] = field(default_factory=dict[str, int])
     # tokens that each running response has got here so far
     _clock: int = 0
     # when the newest of them was complete
@@ -167,6 +175,7 @@ class SimEngine:
         for attempt in list(self.running.values()):
             self._evict(now, attempt)
         self.waiting.clear()
+        self.cached.clear()
         self._send_finished()  # dropped
         self._plan(now)
 
@@ -194,6 +203,7 @@ class SimEngine:
         if elapsed > 0:
             label = "decode" if self.running else self.held or self.idle_label
             self._count(label, elapsed)
+            self.slot_s += elapsed * len(self.running)
             self.now = now
         if not self.running or now <= self._at:
             return
@@ -263,6 +273,8 @@ class SimEngine:
                 self.num_tokens -= surplus
                 attempt.tokens0 -= surplus
                 self._finished.append(attempt)
+                if attempt.num_cached is not None:
+                    self.cached[attempt.response] = attempt.tokens0
                 if self._finished_due == NEVER:
                     # the step that ended it counts
                     more = self._steps_in(self.chunk_s / FINISHED_SHARE, NEVER) - 1
@@ -333,7 +345,11 @@ class SimEngine:
             if capacity and self.running and not fits:
                 break
             self.waiting.popleft()
-            tokens += attempt.tokens0 if attempt.prompt in prompts else context
+            if attempt.num_cached is not None:
+                attempt.num_cached = self.cached.pop(attempt.response, 0)
+                tokens += context - attempt.num_cached
+            else:
+                tokens += attempt.tokens0 if attempt.prompt in prompts else context
             prompts.add(attempt.prompt)
             self._order += 1
             attempt.order, attempt.since = self._order, self._clock
@@ -341,6 +357,8 @@ class SimEngine:
             self._context += context
             ends = self._clock + attempt.final_tokens - attempt.tokens0
             heapq.heappush(self._ends, (ends, self._order, attempt))
+            while capacity and self._context + sum(self.cached.values()) > capacity and self.cached:
+                del self.cached[next(iter(self.cached))]
         if tokens:
             seconds = tokens * self.profile.prefill_s
             if was_idle:

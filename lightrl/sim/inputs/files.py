@@ -4,11 +4,11 @@ A workload file is JSON with any of these parts, or JSONL with {"prompt": ..., "
 each line, or the lengths.jsonl of a run:
 
     {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
-     "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...},
-     "transfer": {...}, "prices": {...}, "speculation": {...}}
+     "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "environment": {...},
+     "engine": {...}, "training": {...}, "transfer": {...}, "prices": {...}, "speculation": {...}}
 
 The keys of engine, training, transfer, prices and speculation are the fields in `hardware.py`,
-those of length_model and reward the fields in `workload.py`.
+those of length_model, reward and environment the fields in `workload.py`.
 """
 
 import json
@@ -45,6 +45,7 @@ class _File:
     prompt_tokens: PositiveInt | None = None
     same_again: Share | None = None
     reward: Part = None
+    environment: Part = None
     engine: Part = None
     training: Part = None
     transfer: Part = None
@@ -80,7 +81,7 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
 
 def _from_parts(parts: _File, name: str, limit: int, seed: int) -> Scenario:
     base = find_scenario(parts.base, limit, seed)
-    lengths, reward = base.workload.lengths, base.workload.reward
+    lengths = base.workload.lengths
     changes = {
         key: number
         for key in ("num_prompts", "prompt_tokens", "same_again")
@@ -93,8 +94,11 @@ def _from_parts(parts: _File, name: str, limit: int, seed: int) -> Scenario:
         start = base.workload.lengths
         start = start if isinstance(start, LengthModel) else SHORT_TAIL.scaled(limit)
         lengths = _changed(start, parts.length_model, "length_model")
-    reward = _changed(reward, parts.reward, "reward")
-    changes |= {"name": name, "note": "", "lengths": lengths, "reward": reward}
+    changes |= {"name": name, "note": "", "lengths": lengths}
+    changes |= {
+        key: _changed(getattr(base.workload, key), getattr(parts, key), key)
+        for key in ("reward", "environment")
+    }
     hardware = {
         key: _changed(getattr(base, key), getattr(parts, key), key)
         for key in ("training", "transfer", "prices", "speculation")

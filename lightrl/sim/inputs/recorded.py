@@ -26,6 +26,7 @@ from lightrl.sim.inputs.workload import (
     EmpiricalLengths,
     RewardClass,
     RewardTimes,
+    SimEnvironment,
     Workload,
     complete_censored,
 )
@@ -86,6 +87,7 @@ class RecordedRun:
             num_prompts,
             prompt_tokens,
             reward=self._rewards(),
+            environment=_environment(records),
             order=order,
             signal=signal,
             note=note,
@@ -277,6 +279,18 @@ def _start(starts: Sequence[Start], curve: Curve) -> tuple[float, float]:
     slope = max(0.0, linear_regression(tokens, seconds).slope)
     each = min(slope, mean_s / mean_tokens)
     return max(0.0, mean_s - each * mean_tokens), each
+
+
+def _environment(records: Sequence[Record]) -> SimEnvironment:
+    """Return environments with the mean times and lengths of those of the run, if it had some; the
+    spread of the times is not measured."""
+    if not (turns := _mean(records, "episodes/turns")):
+        return SimEnvironment()
+    return SimEnvironment(
+        mean_s=_mean(records, "episodes/environment_s") / (1 + turns),
+        turns=max(1, round(turns)),
+        observation_tokens=max(1, round(_mean(records, "episodes/observation_tokens") / turns)),
+    )
 
 
 def _signal(record: Record) -> float:

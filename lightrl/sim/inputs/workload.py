@@ -248,6 +248,31 @@ class RewardTimes:
         return min(chosen.constant_s + median * math.exp(chosen.sigma * _INVERSE(size)), limit)
 
 
+@with_config(STRICT)
+@dataclass(frozen=True, slots=True)
+class SimEnvironment:
+    """Environments of episodes, and the nodes that have them."""
+
+    # of a reset or a step, lognormal
+    mean_s: NonNegativeFloat = 1.0
+    sigma: NonNegativeFloat = 1.0
+    # of an episode, mean; uniform from 1 to 2 turns - 1
+    turns: PositiveInt = 4
+    # of an observation but the first, which has the tokens of a prompt
+    observation_tokens: PositiveInt = 100
+    nodes: PositiveInt = 1
+    # episodes that a node holds at most
+    slots: PositiveInt = 512
+
+    def seconds(self, noise: int, turn: int) -> float:
+        """Return the seconds until observation `turn`, from 0, of one episode."""
+        size = _INVERSE(uniforms(noise, turn, "environment")[0])
+        return self.mean_s * math.exp(self.sigma * (size - self.sigma / 2))
+
+    def num_turns(self, noise: int) -> int:
+        return 1 + int(uniforms(noise, "turns")[0] * (2 * self.turns - 1))
+
+
 @dataclass(frozen=True)
 class Workload:
     """The work of a run, independent of hardware."""
@@ -257,6 +282,8 @@ class Workload:
     num_prompts: int = 16_384
     prompt_tokens: int = 200
     reward: RewardTimes = RewardTimes()
+    # of runs with episodes
+    environment: SimEnvironment = SimEnvironment()
     # Probability that a response which restarts under newer weights, with the same noise, has the
     # same length; the default is that of emulated engines. Otherwise deferring a prompt selects:
     # see `report.Figures.length_bias`. A continued response (round.deferred) keeps its length.

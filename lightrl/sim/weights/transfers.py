@@ -100,6 +100,7 @@ class Transfers:
         """The engine of a machine serves this version from now on."""
         name, now = machine.spec.name, self._world.now
         machine.loading, machine.serves, machine.holds = -1, version, version
+        machine.engine.cached.clear()
         machine.engine.hold(now, "train" if machine.asleep else None)
         machine.engine.idle_label = "idle"
         inbound = self._inbound.pop(name, None) or _Inbound(machine, version, now)

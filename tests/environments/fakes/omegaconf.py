@@ -1,0 +1,7 @@
+import types
+
+
+class OmegaConf:
+    @staticmethod
+    def create(values):
+        return types.SimpleNamespace(**values)

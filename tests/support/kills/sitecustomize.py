@@ -2,9 +2,9 @@
 a run that has this folder in PYTHONPATH; only the coordinator does anything.
 
 $KILLS is a folder. `plan` has a line for each kill: "ObservationTaken 3", or "ObservationTaken 3
-durable", is the third entry of that kind in a step, when it is recorded or when it is on the disk.
-One is killed in a step, and `done` has the lines that came. Whom, `victim` says: environment-0, or
-others of VICTIMS. `seen` gets all entries of each step.
+durable", is the third entry of that kind in a step, when it is recorded or when it is on the disk;
+"RoundOpened 1 pass" kills nobody. At most one line comes in a step, and `done` has those that came.
+Whom, `victim` says: one of VICTIMS. `seen` gets all entries of each step.
 """
 
 import os
@@ -37,13 +37,13 @@ def install(folder: Path) -> None:
         done = folder / "done"
         num_done = len(done.read_text().splitlines()) if done.exists() else 0
         due = plan[num_done] if num_done < len(plan) else ""
-        if is_armed and due.removesuffix(" durable") == name:
+        if is_armed and due.split()[:2] == name.split():
             is_armed = False
             _add(done, due)
             victim = (folder / "victim").read_text()
             if due == name:
                 kill(victim)
-            else:
+            elif due.endswith("durable"):
                 journal.when_durable(lambda: kill(victim))
 
     def recorded(journal: Any, entry: Any) -> None:

@@ -340,8 +340,12 @@ def test_episodes_that_infrastructure_killed_leave_rewards_and_advantages_as_the
     assert abs(means[0] - means[1]) < 2 * 0.5 * math.sqrt(1 / 55 - 1 / 64)  # two deviations
     changes = list[float]()
     for group, of_group in seen.items():
-        before = dict(zip(whole[group], advantages("dr_grpo", [*whole[group].values()])))
-        for name, advantage in zip(of_group, advantages("dr_grpo", [*of_group.values()])):
+        before = dict(
+            zip(whole[group], advantages("dr_grpo", [*whole[group].values()]), strict=True)
+        )
+        for name, advantage in zip(
+            of_group, advantages("dr_grpo", [*of_group.values()]), strict=True
+        ):
             changes.append(advantage - before[name])
     assert abs(fmean(changes)) < 0.05
     assert fmean(map(abs, changes)) < 0.1
@@ -367,7 +371,7 @@ def test_a_run_most_of_whose_episodes_fail_ends_after_five_steps():
         driver.play()
         assert driver.round.step == step
     assert driver.core.state is RunState.FINISHING
-    assert driver.core.shutdown.reason == (
+    assert driver.core.lifecycle.trouble == (
         "step 6: 3 of 5 episodes have no score: lost (5 such steps in a row)"
     )
 

@@ -30,7 +30,7 @@ class Five:
 Disturb = Callable[[Running], Awaitable[None]]
 
 
-def sections(tmp_path: Path) -> dict[str, dict[str, Any]]:
+def sections(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "five.py").write_text(FIVE)
     five = {"source": f"{tmp_path / 'five.py'}:Five", "workers": 1, "max_length": 120}
     args = {"t0_ms": 4.0, "mean_length": 5.0, "restart_change": 0.0}

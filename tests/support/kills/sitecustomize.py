@@ -12,7 +12,6 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 WORKER = b"lightrl.environments.worker.main"
 VICTIMS = ("rollout", "worker", "environment", "head", "all")
@@ -20,13 +19,15 @@ VICTIMS = ("rollout", "worker", "environment", "head", "all")
 
 def install(folder: Path) -> None:
     from lightrl.coordinator import journaling
+    from lightrl.core.coordinator import Coordinator
+    from lightrl.core.log_entries import LogEntry
 
     plan = (folder / "plan").read_text().splitlines()
     num_seen: Counter[str] = Counter()
     is_armed = False
     record, begin = journaling.Journaling.record, journaling.Journaling.begin
 
-    def see(journal: Any, kind: str) -> None:
+    def see(journal: journaling.Journaling, kind: str) -> None:
         nonlocal is_armed
         if kind == "RoundOpened":
             num_seen.clear()
@@ -46,13 +47,13 @@ def install(folder: Path) -> None:
             elif due.endswith("durable"):
                 journal.when_durable(lambda: kill(victim))
 
-    def recorded(journal: Any, entry: Any) -> None:
-        record(journal, entry)
-        see(journal, type(entry).__name__)
+    def recorded(self: journaling.Journaling, entry: LogEntry) -> None:
+        record(self, entry)
+        see(self, type(entry).__name__)
 
-    def began(journal: Any, *args: Any) -> None:
-        begin(journal, *args)
-        see(journal, "Segment")
+    def began(self: journaling.Journaling, core: Coordinator, note: bytes) -> None:
+        begin(self, core, note)
+        see(self, "Segment")
 
     journaling.Journaling.record, journaling.Journaling.begin = recorded, began
 

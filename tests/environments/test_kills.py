@@ -263,9 +263,9 @@ def test_tools_that_may_be_repeated_are_called_again_only_in_a_turn_that_was_los
 
 
 def test_an_environment_that_says_something_else_in_its_replay_is_not_scored(tmp_path: Path):
-    plan = ("ObservationTaken 6",) * 3
+    plan = (PASS, "ObservationTaken 6") * 3
     source = "environment.source=env.py:Drifting"
-    played = play(tmp_path, *NATIVE, source, "train.steps=6", victim="worker", plan=plan)
+    played = play(tmp_path, *NATIVE, source, "train.steps=9", victim="worker", plan=plan)
     assert played.summary["state"] == "finished", played.out
     assert played.lines("done") == list(plan)
     assert "was another one when it was replayed, so it cannot be resumed" in played.out

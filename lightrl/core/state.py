@@ -353,7 +353,7 @@ class Group:
     # of each response
     sampling: Sampling
     max_response_tokens: int
-    # placements of its responses in earlier rounds, which deferred the group
+    # placements of its responses, or episodes begun, in earlier rounds, which deferred the group
     attempts: int = 0
     # the step whose round launched it first
     since: int = 0

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.e2e, linux_only, pytest.mark.timeout(1200)]
 HOOK = Path(__file__).parents[1] / "support" / "kills"
 STEPS = 36
 TURNS = 5
+PASS = "RoundOpened 1 pass"
 VICTIMS = ["rollout", "worker", "environment", "head", "all"]
 
 ENVIRONMENT = """
@@ -235,12 +236,13 @@ def test_a_kill_at_each_entry_changes_no_bit(tmp_path: Path, native: Played, vic
 def test_tools_are_called_at_most_once_where_they_cannot_be_repeated(
     tmp_path: Path, tools: Played, victim: str, moment: str
 ):
-    """What had to be given up is unscored; all other sequences are as they were."""
-    plan = tuple(name + moment for name in entries(tools, 0.5) if "Taken" in name)
-    more = ("environment.resume=once", f"train.steps={STEPS}")
+    """Steps of which nothing is left alternate with others: five in a row would end the run."""
+    names = [name + moment for name in entries(tools, 0.5) if "Taken" in name]
+    plan = tuple(line for name in names for line in (PASS, name))
+    more = ("environment.resume=once", f"train.steps={2 * len(plan)}")
     played = play(tmp_path, *TOOLS, *more, victim=victim, plan=plan)
     assert played.summary["state"] == "finished", played.out
-    assert len(played.lines("done")) >= len(plan) // 2
+    assert len(played.lines("done")) >= len(names)
     assert played.calls <= played.sampled_calls(first_call(played))
 
 
@@ -261,9 +263,9 @@ def test_tools_that_may_be_repeated_are_called_again_only_in_a_turn_that_was_los
 
 
 def test_an_environment_that_says_something_else_in_its_replay_is_not_scored(tmp_path: Path):
-    plan = ("ObservationTaken 6",) * 3
+    plan = (PASS, "ObservationTaken 6") * 3
     source = "environment.source=env.py:Drifting"
-    played = play(tmp_path, *NATIVE, source, "train.steps=6", victim="worker", plan=plan)
+    played = play(tmp_path, *NATIVE, source, "train.steps=9", victim="worker", plan=plan)
     assert played.summary["state"] == "finished", played.out
     assert played.lines("done") == list(plan)
     assert "was another one when it was replayed, so it cannot be resumed" in played.out

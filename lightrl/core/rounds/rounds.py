@@ -142,9 +142,10 @@ def add(
     for held in prompts:
         group = _new_group(settings, round, held)
         names = [f"{group.id}#{k}" for k in range(num_launched(settings, group))]
+        seeds = [sample_seed(settings.run_seed, name) for name in names]
         group.responses = [
-            Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)
-            for k, name in enumerate(names)
+            Response(name, group, k, seed, attempt=held.attempts, incarnation=held.attempts)
+            for k, (name, seed) in enumerate(zip(names, seeds, strict=True))
         ]
         if settings.tail.continues:
             for response, before in zip(group.responses, held.held, strict=False):

@@ -2,9 +2,9 @@
 a run that has this folder in PYTHONPATH; only the coordinator does anything.
 
 $KILLS is a folder. `plan` has a line for each kill: "ObservationTaken 3", or "ObservationTaken 3
-durable", is the third entry of that kind in a step, when it is recorded or when it is on the disk.
-One is killed in a step, and `done` has the lines that came. Whom, `victim` says: environment-0, or
-others of VICTIMS. `seen` gets all entries of each step.
+durable", is the third entry of that kind in a step, when it is recorded or when it is on the disk;
+"RoundOpened 1 pass" kills nobody. At most one line comes in a step, and `done` has those that came.
+Whom, `victim` says: one of VICTIMS. `seen` gets all entries of each step.
 """
 
 import os
@@ -12,7 +12,6 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 WORKER = b"lightrl.environments.worker.main"
 VICTIMS = ("rollout", "worker", "environment", "head", "all")
@@ -20,13 +19,15 @@ VICTIMS = ("rollout", "worker", "environment", "head", "all")
 
 def install(folder: Path) -> None:
     from lightrl.coordinator import journaling
+    from lightrl.core.coordinator import Coordinator
+    from lightrl.core.log_entries import LogEntry
 
     plan = (folder / "plan").read_text().splitlines()
     num_seen: Counter[str] = Counter()
     is_armed = False
     record, begin = journaling.Journaling.record, journaling.Journaling.begin
 
-    def see(journal: Any, kind: str) -> None:
+    def see(journal: journaling.Journaling, kind: str) -> None:
         nonlocal is_armed
         if kind == "RoundOpened":
             num_seen.clear()
@@ -37,22 +38,22 @@ def install(folder: Path) -> None:
         done = folder / "done"
         num_done = len(done.read_text().splitlines()) if done.exists() else 0
         due = plan[num_done] if num_done < len(plan) else ""
-        if is_armed and due.removesuffix(" durable") == name:
+        if is_armed and due.split()[:2] == name.split():
             is_armed = False
             _add(done, due)
             victim = (folder / "victim").read_text()
             if due == name:
                 kill(victim)
-            else:
+            elif due.endswith("durable"):
                 journal.when_durable(lambda: kill(victim))
 
-    def recorded(journal: Any, entry: Any) -> None:
-        record(journal, entry)
-        see(journal, type(entry).__name__)
+    def recorded(self: journaling.Journaling, entry: LogEntry) -> None:
+        record(self, entry)
+        see(self, type(entry).__name__)
 
-    def began(journal: Any, *args: Any) -> None:
-        begin(journal, *args)
-        see(journal, "Segment")
+    def began(self: journaling.Journaling, core: Coordinator, note: bytes) -> None:
+        begin(self, core, note)
+        see(self, "Segment")
 
     journaling.Journaling.record, journaling.Journaling.begin = recorded, began
 

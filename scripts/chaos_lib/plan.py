@@ -52,6 +52,12 @@ KINDS = (
     "join",
     "drain",
 )
+# with episodes
+ENVIRONMENT_KINDS = (
+    *KINDS,
+    *("kill worker", "kill worker", "freeze worker"),
+    *("kill environment", "kill environment", "freeze environment"),
+)
 LEAVING = {"term rollout", "drain"}
 
 
@@ -103,6 +109,8 @@ class Fleet:
                 return self._trainers[0] if len(self._trainers) == 1 else rng.choice(self._trainers)
             case "head" | "reward":
                 return "head"
+            case "worker" | "environment":
+                return "environment-0"
             case "join":
                 self._joined += 1
                 return f"late-{self._joined}"
@@ -143,16 +151,17 @@ def draw(
     lease_s: float,
     eval_interval: int = 0,
     trainers: int = 1,
+    kinds: tuple[str, ...] = KINDS,
 ) -> list[Event]:
     """In the order in which they come; seeds in a row share out the kinds among them."""
     if events > MAX_PER_STEP * steps:
         raise ValueError(f"{events} events: at most {MAX_PER_STEP} a step")
     rng = random.Random(seed)
     fleet = Fleet(nodes, trainers)
-    hand = _deal(seed, events)
+    hand = _deal(seed, events, kinds)
     plan: list[Event] = []
     for step in sorted(rng.sample([s for s in range(steps) for _ in range(MAX_PER_STEP)], events)):
-        kind = next(filter(fleet.may, [*hand, *rng.sample(KINDS, len(KINDS))]))
+        kind = next(filter(fleet.may, [*hand, *rng.sample(kinds, len(kinds))]))
         if kind in hand:
             hand.remove(kind)
         target = fleet.target(kind, rng)
@@ -172,12 +181,12 @@ def draw(
     return plan
 
 
-def _deal(seed: int, events: int) -> list[str]:
+def _deal(seed: int, events: int, kinds: tuple[str, ...]) -> list[str]:
     """From one endless row of shuffled packs, so that few seeds have all kinds."""
     first = seed * events
-    packs = range(first // len(KINDS), (first + events) // len(KINDS) + 1)
-    row = [kind for pack in packs for kind in random.Random(pack).sample(KINDS, len(KINDS))]
-    skipped = first % len(KINDS)
+    packs = range(first // len(kinds), (first + events) // len(kinds) + 1)
+    row = [kind for pack in packs for kind in random.Random(pack).sample(kinds, len(kinds))]
+    skipped = first % len(kinds)
     return row[skipped : skipped + events]
 
 

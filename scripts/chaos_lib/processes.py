@@ -14,6 +14,7 @@ from pathlib import Path
 from lightrl.trainer.protocol import EMULATED_TARGET, RANK_TARGET
 
 MARK = "CHAOS_RUN"
+WORKER = "lightrl.environments.worker.main"
 END_S = 20.0  # for all to be gone once the run is over
 LOOK_S = 0.05
 # of child
@@ -34,7 +35,9 @@ class Process:
 
     @property
     def child(self) -> str:
-        """What kind of child: "engine", "rank", "reward", or ""."""
+        """What kind of child: "engine", "rank", "reward", "worker" of environments, or ""."""
+        if self.words[1:2] == ("-c",) and WORKER in self.words[2]:
+            return "worker"
         # a reaper has it further on
         if self.words[3:4] != ("from lightrl.system.child import run; run()",):
             return ""

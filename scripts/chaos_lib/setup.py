@@ -57,6 +57,17 @@ WEIGHTS_EMULATED = (
 # More than it may take until the next step is done, after whatever was done is over: what nobody
 # may wait longer for, a pull, what starts again, a step.
 PATIENCE_S = WEIGHTS_TIMEOUT_S + 1.5 + 10 + 5
+# Five turns; what it says depends on the row, the turn and what the model said.
+ENVIRONMENT = """
+class Five:
+    def reset(self, row, seed):
+        self.seed, self.turn = seed, 0
+        return f"{seed % 90}+1="
+
+    def step(self, text):
+        self.turn += 1
+        return f"{(self.seed + len(text)) % 9}+{self.turn}=", len(text) % 5 / 10, self.turn == 5
+"""
 REWARD = "def reward(sample):\n    return sum(sample.response_ids) % 11 / 10\n"
 
 
@@ -69,6 +80,16 @@ def ways(way: Way, folder: Path) -> tuple[str, ...]:
         shutil.copytree(CONFIG.parent / "model", model)
         subprocess.run([sys.executable, "-c", MODEL, model], cwd=CONFIG.parents[2], check=True)
     return (*WAYS[way], f"model.path={model}", _arbitrary(folder))
+
+
+def environments(folder: Path, engine: str) -> tuple[str, ...]:
+    """Settings of runs with episodes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "five.py").write_text(ENVIRONMENT)
+    args = "t0_ms=8.0,mean_length=5.0,train_token_ms=0.1,train_step_ms=60.0"
+    emulated = (f"rollout.engine_args={{{args}}}",) if engine == "emulated" else ()
+    turns = ("environment.max_turn_length=12", "environment.max_length=120")
+    return (f"environment.source={folder / 'five.py'}:Five", *turns, *emulated)
 
 
 def _arbitrary(folder: Path) -> str:

@@ -275,7 +275,7 @@ class World:
         """The daemon or its child of that kind; one that is being started again is waited for."""
         deadline = time.monotonic() + VICTIM_S
         while time.monotonic() < deadline:
-            if what in ("engine", "rank", "reward"):
+            if what in ("engine", "rank", "reward", "worker"):
                 found = self._processes.child(name, what)
             else:
                 found = self._processes.daemon(name)

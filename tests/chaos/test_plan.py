@@ -36,6 +36,15 @@ def test_five_seeds_have_all_kinds(plan: ModuleType):
     assert kinds == set(plan.KINDS)
 
 
+def test_five_seeds_have_all_kinds_of_a_run_with_episodes(plan: ModuleType):
+    kinds = plan.ENVIRONMENT_KINDS
+    world = 8, STEPS, NODES, LEASE_S, 0, 1, kinds
+    events = [e for seed in range(1, 6) for e in plan.draw(seed, *world)]
+    assert {e.kind for e in events} == {*kinds}
+    targets = {e.target for e in events if e.kind.split()[1:] in (["worker"], ["environment"])}
+    assert targets == {"environment-0"}
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_somebody_is_left_to_go_on(plan: ModuleType, seed: int):
     """A node that is started again when it dies, and no step that is hit too often."""

@@ -1,18 +1,21 @@
 """Episodes in the core: turns, observations, losses at every moment, and the journal."""
 
+import math
 import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from lightrl.core.commands import Command, Send
 from lightrl.core.events import MessageArrived, NodeLost
+from lightrl.core.rounds.rounds import hold
 from lightrl.core.settings import EpisodeSettings, Tail
-from lightrl.core.state import DrawnPrompt, ResponseState
+from lightrl.core.state import DrawnPrompt, ResponseState, RunState
 from lightrl.messages.episodes import (
     BeginEpisode,
     EndEpisode,
@@ -22,6 +25,7 @@ from lightrl.messages.episodes import (
 )
 from lightrl.messages.responses import Abort, Generate, ResponseTokens, TokenChunk
 from lightrl.messages.training import TrainResponse, TrainShard
+from lightrl.trainer.algorithm.advantage import advantages
 from tests.core.conftest import Driver, ids, sent
 
 TURN = 3  # tokens, sampled in two chunks
@@ -35,12 +39,17 @@ class Environment:
     tokens: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     turns: dict[str, int] = field(default_factory=dict[str, int])
     begun: list[BeginEpisode] = field(default_factory=list[BeginEpisode])
+    # that end without a score, at any moment
+    broken: set[str] = field(default_factory=set[str])
 
     def receive(self, message: Any) -> list[Observed | EpisodeEnded]:
         match message:
             case BeginEpisode():
-                self.begun.append(message)
                 name = message.response
+                # else answers to an older coordinator would count
+                older = [b.incarnation for b in self.begun if b.response == name]
+                assert message.incarnation > max(older, default=0)
+                self.begun.append(message)
                 self.incarnation[name] = message.incarnation
                 self.tokens[name], self.turns[name] = [], 0
                 for turn in message.turns:
@@ -62,6 +71,8 @@ class Environment:
 
     def observe(self, name: str) -> Observed | EpisodeEnded:
         tokens, number = self.tokens[name], self.turns[name]
+        if name in self.broken and number == sum(name.encode()) % 2:
+            return EpisodeEnded(name, self.incarnation[name], number, "failed", failure="lost")
         if number == 1 + sum(name.encode()) % 3:
             reward = float(sum(tokens) % 2)
             return EpisodeEnded(name, self.incarnation[name], number, "done", reward)
@@ -76,11 +87,18 @@ class Episodes(Driver):
     """Rollout nodes sample tokens that depend on seed and position; messages wait in a queue, so
     that a test can lose any of them with its node."""
 
-    def __init__(self, rollouts: int = 2, environments: int = 1, **changes: Any) -> None:
+    def __init__(
+        self,
+        rollouts: int = 2,
+        environments: int = 1,
+        broken: set[str] | None = None,
+        **changes: Any,
+    ) -> None:
         changes = {"episodes": EpisodeSettings(), "max_response_tokens": 50, **changes}
         super().__init__(**changes)
         self.queue: deque[tuple[str, Any]] = deque()  # (node, message of the coordinator)
         self.at: dict[str, Environment] = {}
+        self.broken = broken or set[str]()
         self.engines: dict[str, dict[str, Any]] = {}
         self.trained: dict[str, TrainResponse] = {}
         self.scores: dict[str, float] = {}
@@ -103,7 +121,7 @@ class Episodes(Driver):
         self.take(self.confirm(name, version.policy_version))
 
     def add_environment(self, name: str) -> None:
-        self.at[name] = Environment()
+        self.at[name] = Environment(broken=self.broken)
         self.clock += 1
         self.take(self.join(name, "environment", slots=64, incarnation=self.clock))
 
@@ -134,7 +152,7 @@ class Episodes(Driver):
             for name in self.unscored():
                 outcome = self.held(name).outcome
                 assert outcome is not None
-                self.take(self.score(name, outcome.reward))
+                self.take(self.score(name, outcome.reward, outcome.failure))
 
     def unscored(self) -> list[str]:
         held = self.core.table.responses.values()
@@ -293,6 +311,71 @@ def test_losses_at_any_moment_change_no_trained_token(
     assert driver.trained == undisturbed
 
 
+@pytest.fixture(scope="module")
+def whole_step() -> Episodes:
+    return played(**MANY)
+
+
+MANY: dict[str, Any] = {
+    "prompts_per_step": 8,
+    "group_size": 8,
+    "reward_on_failure": None,
+    "skips_unscored": True,
+    "max_unscored_steps": 5,
+    "num_steps": 20,
+}
+
+
+def test_episodes_that_infrastructure_killed_leave_rewards_and_advantages_as_they_were(
+    whole_step: Episodes,
+):
+    names = sorted(whole_step.trained)
+    broken = set(random.Random(7).sample(names, len(names) * 15 // 100))
+    driver = Episodes(broken=broken, **MANY)
+    driver.play()
+    assert driver.trained == {n: r for n, r in whole_step.trained.items() if n not in broken}
+    assert driver.round.num_failed == len(broken) == 9
+    seen, whole = (rewards(d.trained) for d in (driver, whole_step))
+    means = [fmean(r for group in d.values() for r in group.values()) for d in (seen, whole)]
+    assert abs(means[0] - means[1]) < 2 * 0.5 * math.sqrt(1 / 55 - 1 / 64)  # two deviations
+    changes = list[float]()
+    for group, of_group in seen.items():
+        before = dict(
+            zip(whole[group], advantages("dr_grpo", [*whole[group].values()]), strict=True)
+        )
+        for name, advantage in zip(
+            of_group, advantages("dr_grpo", [*of_group.values()]), strict=True
+        ):
+            changes.append(advantage - before[name])
+    assert abs(fmean(changes)) < 0.05
+    assert fmean(map(abs, changes)) < 0.1
+
+
+def rewards(trained: dict[str, TrainResponse]) -> dict[str, dict[str, float]]:
+    """By group and name."""
+    found: dict[str, dict[str, float]] = {}
+    for name, response in trained.items():
+        found.setdefault(name.partition("#")[0], {})[name] = response.reward
+    return found
+
+
+def test_a_run_most_of_whose_episodes_fail_ends_after_five_steps():
+    driver = Episodes(**{**MANY, "prompts_per_step": 1, "group_size": 5})
+    driver.play()
+    for step in range(1, 6):
+        assert driver.core.state is RunState.RUNNING
+        driver.broken |= {
+            f"p{k}@{epoch}#{j}" for k in range(99) for epoch in (0, 1) for j in (0, 2, 3)
+        }
+        driver.take(driver.next_step())
+        driver.play()
+        assert driver.round.step == step
+    assert driver.core.state is RunState.FINISHING
+    assert driver.core.lifecycle.trouble == (
+        "step 6: 3 of 5 episodes have no score: lost (5 such steps in a row)"
+    )
+
+
 def test_an_environment_that_failed_gives_no_score():
     driver = Episodes(reward_on_failure=None, skips_unscored=True, group_size=3)
     begun = sent_begun(driver)
@@ -414,6 +497,9 @@ def test_spans_and_lengths_count_sampled_tokens():
     for response in held:
         assert sum(num for _, num in response.spans) == response.num_sampled
         assert response.num_sampled == len(response.tokens) - 2 * len(response.turns)
+        for deferred in ("continue", "restart"):
+            settings = replace(driver.core.settings, tail=Tail(deferred=deferred))
+            assert hold(settings, response).num_sampled == response.num_sampled
 
 
 def test_begin_carries_all_that_is_recorded():

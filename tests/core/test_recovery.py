@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.core.commands import CloseRound, DrawPrompts, ScoreResponse
+from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import MessageArrived, NodeLost
 from lightrl.core.log_entries import LogEntry, SnapshotBegan, TokensTaken
@@ -48,6 +48,21 @@ def test_finished_response_is_scored_but_not_generated_again(driver: Driver):
     [(_, generate)] = sent(driver.confirm("a", 0), Generate)
     assert [r.response for r in generate.requests] == ["p1@0#0", "p1@0#1"]
     assert of_kind(commands, DrawPrompts) == []
+
+
+def test_a_step_that_was_open_is_timed_from_the_restart(driver: Driver):
+    driver.start("a", slots=4)
+    driver.now = 1000.0
+    for _ in range(2):  # the second time from a snapshot
+        driver.restart()
+    driver.join("t", "trainer")
+    driver.publish(0)
+    driver.join("a", slots=4)
+    driver.confirm("a", 0)
+    driver.now = 1003.0
+    driver.finish_round()
+    [done] = of_kind(driver.next_step(), CloseStep)
+    assert done.rollout_s == 3.0
 
 
 def test_node_that_lived_on_is_ready_at_once_and_goes_on(driver: Driver):
@@ -211,6 +226,14 @@ def test_what_was_not_written_is_asked_for_again(driver: Driver):
     commands = driver.restart(lost=1)  # PromptsDrawn
     assert of_kind(commands, DrawPrompts) == [DrawPrompts("train", 2)]
     assert list(driver.round.groups) == ["p0@0", "p1@0"]
+
+
+def test_time_of_a_step_counts_from_the_restart(driver: Driver):
+    driver.start("a", slots=4)
+    driver.tokens("p0@0#0", 7, 8)
+    again = Coordinator(driver.core.settings, 0.0)
+    recover(again, list(take_snapshot(driver.core)), 5000.0)
+    assert again.steps.step_began == 5000.0
 
 
 @pytest.mark.parametrize("tail", [Tail(), Tail(2.0, 1.5)])

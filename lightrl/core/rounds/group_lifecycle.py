@@ -237,7 +237,7 @@ class GroupLifecycle:
         self._give_up_all(group)
         group.transition(GroupState.DEFERRED)
         group.continues = self._settings.tail.continues
-        attempts = max(r.attempt for r in group.responses)
+        attempts = max(n for r in group.responses for n in (r.attempt, r.incarnation))
         held = tuple(rounds.hold(self._settings, r) for r in group.responses[: group.size])
         held = () if self._settings.tail.fresh_noise else held
         self.defer(Deferred(group.prompt, attempts, group.round.step, held))

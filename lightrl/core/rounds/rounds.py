@@ -47,6 +47,7 @@ from lightrl.core.state import (
     Round,
     RoundKind,
     RoundState,
+    Turn,
 )
 
 MAX_REDRAWS = 8  # a round draws at most this many times its needed prompts (dynamic sampling)
@@ -141,9 +142,10 @@ def add(
     for held in prompts:
         group = _new_group(settings, round, held)
         names = [f"{group.id}#{k}" for k in range(num_launched(settings, group))]
+        seeds = [sample_seed(settings.run_seed, name) for name in names]
         group.responses = [
-            Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)
-            for k, name in enumerate(names)
+            Response(name, group, k, seed, attempt=held.attempts, incarnation=held.attempts)
+            for k, (name, seed) in enumerate(zip(names, seeds, strict=True))
         ]
         if settings.tail.continues:
             for response, before in zip(group.responses, held.held, strict=False):
@@ -182,13 +184,16 @@ def _continue(response: Response, before: HeldResponse) -> None:
 def hold(settings: Settings, response: Response) -> HeldResponse:
     """Return what is kept of a response whose group is deferred: to continue it, or, where it
     restarts, to compare both."""
+    turns = response.turns
+    if not settings.tail.continues:
+        turns = [Turn(turn.start, turn.num_inserted, 0) for turn in turns]
     return HeldResponse(
         encode(response.tokens),
         encode(response.logprobs) if settings.tail.continues else b"",
         tuple(response.starts),
         response.finish_reason,
         response.reward,
-        tuple(response.turns) if settings.tail.continues else (),
+        tuple(turns),
         tuple(response.finishes) if settings.tail.continues else (),
         response.outcome,
     )

@@ -70,8 +70,8 @@ class _Episode:
 
     def _text(self, observation: Any) -> str:
         if self.environment.render_mode == "ansi":
-            frame = COLOURED.sub(r"[\1]", self.environment.render())  # colours show where one is
-            return frame.strip("\n")
+            # colours show where one is
+            return COLOURED.sub(r"[\1]", self.environment.render()).strip("\n")
         return f"Observation: {_plain(observation)}"
 
 
@@ -79,6 +79,4 @@ def _plain(value: Any) -> Any:
     """Without NumPy's types, whose text is long."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -31,9 +31,8 @@ def load(name: str, args: dict[str, Any]) -> Callable[[], Episode]:
 
 class _Episode:
     def __init__(self, tasks: Any, extract: Callable[[str], Any], attempts: int, how: str) -> None:
-        self.tasks, self.extract, self.attempts, self.how = tasks, extract, attempts, how
-        self.task: dict[str, Any] = {}
-        self.left = attempts
+        self.tasks, self.extract, self.how = tasks, extract, how
+        self.attempts = self.left = attempts
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
         self.task = self.tasks[index_of(row, seed) % len(self.tasks)]

@@ -6,10 +6,11 @@ args. `postprocessed_action` is ignored: sampled tokens stay as they are.
 """
 
 import importlib
+import random
 from collections.abc import Callable
 from typing import Any
 
-from lightrl.environments.adapters.source import Randomness, loading, prompt_of, text_of
+from lightrl.environments.adapters.source import loading, prompt_of, seed_random, text_of
 from lightrl.environments.worker.base import Episode, Message, Observation, UserError
 from lightrl.environments.worker.load import import_object
 
@@ -31,18 +32,17 @@ class _Episode:
     def __init__(self, make: Callable[[dict[str, Any]], Any]) -> None:
         self.make = make
         self.environment: Any = None
-        self.randomness = Randomness(0)
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        self.randomness = Randomness(seed)
-        with self.randomness:
-            self.environment = self.make(row)
-            prompt, _ = self.environment.init(prompt_of(row))
+        self.seeds = random.Random(seed)
+        seed_random(self.seeds)
+        self.environment = self.make(row)
+        prompt, _ = self.environment.init(prompt_of(row))
         return Observation(list(prompt))
 
     def step(self, message: Message) -> Observation:
-        with self.randomness:
-            output = self.environment.step(text_of(message))
+        seed_random(self.seeds)
+        output = self.environment.step(text_of(message))
         return Observation(output["observations"], float(output["reward"]), bool(output["done"]))
 
     def close(self) -> None:

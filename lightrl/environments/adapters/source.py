@@ -45,29 +45,13 @@ def prompt_of(row: Mapping[str, Any]) -> list[Message]:
 
 def index_of(row: Mapping[str, Any], seed: int) -> int:
     """Which task of a data set the row means: its `index`, else any."""
-    index = row.get("index")
-    return index if isinstance(index, int) else seed
+    return row["index"] if isinstance(row.get("index"), int) else seed
 
 
-class Randomness:
-    """The numbers that an episode draws from the modules `random` and `numpy.random`. Episodes of a
-    process share these modules, so each restores its own state: a replay draws the same numbers.
-
-    Example: with self.randomness: self.environment.step(text)
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._state: Any = random.Random(seed).getstate()
-        self._numpy = getattr(sys.modules.get("numpy"), "random", None)
-        if self._numpy is not None:
-            self._numpy_state = self._numpy.RandomState(seed % (1 << 32)).get_state()
-
-    def __enter__(self) -> None:
-        mine, self._state = self._state, random.getstate()
-        random.setstate(mine)
-        if self._numpy is not None:
-            mine, self._numpy_state = self._numpy_state, self._numpy.get_state()
-            self._numpy.set_state(mine)
-
-    def __exit__(self, *_: object) -> None:
-        self.__enter__()  # swaps again
+def seed_random(seeds: random.Random) -> None:
+    """Seed `random` and `numpy.random` with the next number of an episode's own `seeds`, before its
+    code runs: episodes of a process share these modules, and a replay must draw the same."""
+    number = seeds.getrandbits(32)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number)

@@ -5,11 +5,12 @@ the game's new messages alone, and not the prompts that its wrappers make of all
 """
 
 import importlib
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightrl.environments.adapters.source import Randomness, loading, text_of, user
+from lightrl.environments.adapters.source import loading, seed_random, text_of, user
 from lightrl.environments.worker.base import Episode, Message, Observation
 
 PLAYER = 0
@@ -27,20 +28,19 @@ class _Episode:
         self.game = self.unwrapped = game  # wrappers of actions add missing brackets
         while hasattr(self.unwrapped, "env"):
             self.unwrapped = self.unwrapped.env
-        self.randomness = Randomness(0)
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        self.randomness = Randomness(seed)
-        with self.randomness:
-            self.game.reset(num_players=1, seed=seed)
-            return Observation([user(self._text())])
+        self.seeds = random.Random(seed)
+        seed_random(self.seeds)
+        self.game.reset(num_players=1, seed=seed)
+        return Observation([user(self._text())])
 
     def step(self, message: Message) -> Observation:
-        with self.randomness:
-            done, _ = self.game.step(text_of(message))
-            if not done:
-                return Observation([user(self._text())])
-            rewards, info = self.game.close()
+        seed_random(self.seeds)
+        done, _ = self.game.step(text_of(message))
+        if not done:
+            return Observation([user(self._text())])
+        rewards, info = self.game.close()
         reason = (info or {}).get(PLAYER, {}).get("reason") or "The game is over."
         reward = (rewards or {}).get(PLAYER)
         return Observation([user(reason)], None if reward is None else float(reward), done=True)

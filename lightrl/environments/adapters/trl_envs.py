@@ -6,10 +6,11 @@ either reward functions score it. TRL itself is not needed.
 """
 
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any
 
-from lightrl.environments.adapters.source import Randomness, loading, prompt_of, user
+from lightrl.environments.adapters.source import loading, prompt_of, seed_random, user
 from lightrl.environments.worker.base import Episode, Message, Observation, ToolSchema, UserError
 from lightrl.environments.worker.load import import_object
 from lightrl.environments.worker.schemas import describe
@@ -38,30 +39,24 @@ class _Episode:
     def __init__(self, environment: Any, schemas: list[ToolSchema]) -> None:
         self.environment, self.schemas = environment, schemas
         self.tools = _tools(environment)
-        self.randomness = Randomness(0)
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        self.randomness = Randomness(seed)
-        with self.randomness:
-            told = self.environment.reset(**row)
+        self.seeds = random.Random(seed)
+        seed_random(self.seeds)
         messages = prompt_of(row) or [user("")]
-        messages[-1]["content"] += told or ""  # as TRL does
+        messages[-1]["content"] += self.environment.reset(**row) or ""  # as TRL does
         return Observation(messages, tools=self.schemas)
 
     def step(self, message: Message) -> Any:
-        """Plain methods are called at once, outside of the event loop, and the others in it."""
-        calls = message.get("tool_calls") or []
-        with self.randomness:
-            values = [self._result(**call["function"]) for call in calls] or [self._reward()]
-        are_later = any(map(inspect.isawaitable, values))
-        return _observed_later(calls, values) if are_later else _observed(calls, values)
+        """Plain methods are called here, outside of the event loop; others are awaited later."""
+        seed_random(self.seeds)
+        if calls := message.get("tool_calls"):
+            return _answered(calls, [self._result(**call["function"]) for call in calls])
+        get_reward = getattr(self.environment, "get_reward", None)
+        return _ended(get_reward() if get_reward else getattr(self.environment, "reward", None))
 
     def close(self) -> None:
         pass
-
-    def _reward(self) -> Any:
-        get_reward = getattr(self.environment, "get_reward", None)
-        return get_reward() if get_reward else getattr(self.environment, "reward", None)
 
     def _result(self, name: str, arguments: dict[str, Any]) -> Any:
         try:
@@ -69,27 +64,21 @@ class _Episode:
                 raise ValueError(f"Tool {name} not found.")
             return self.tools[name](**arguments)
         except Exception as e:  # code of the user's
-            return e
+            return {"error": str(e)}  # TRL's words
 
 
-async def _observed_later(calls: list[dict[str, Any]], values: list[Any]) -> Observation:
-    for k, value in enumerate(values):
-        try:
-            values[k] = await value if inspect.isawaitable(value) else value
-        except Exception as e:  # code of the user's
-            values[k] = e
-    return _observed(calls, values)
-
-
-def _observed(calls: list[dict[str, Any]], values: list[Any]) -> Observation:
-    """`values`: results of the calls, or else the reward; exceptions are those that were raised."""
-    if not calls:
-        if isinstance(values[0], Exception):
-            raise values[0]
-        return Observation([], values[0], done=True)
+async def _answered(calls: list[dict[str, Any]], values: list[Any]) -> Observation:
     messages: list[Message] = []
     for call, value in zip(calls, values, strict=True):
-        text = str({"error": str(value)} if isinstance(value, Exception) else value)  # TRL's words
+        try:
+            text = str(await value if inspect.isawaitable(value) else value)
+        except Exception as e:  # code of the user's
+            text = str({"error": str(e)})
         named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
         messages.append({"role": "tool", **named, "content": text})
     return Observation(messages, num_tool_calls=len(calls))
+
+
+async def _ended(reward: Any) -> Observation:
+    reward = await reward if inspect.isawaitable(reward) else reward
+    return Observation([], reward, done=True)

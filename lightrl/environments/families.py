@@ -31,12 +31,8 @@ class Family:
 
     def first(self, messages: Messages, tools: Messages) -> list[int] | None:
         """Return the ids of a chat, with what begins the model's turn."""
-        return self._ids(
-            self._renderer.render_ids,
-            messages,
-            tools=list(tools) or None,
-            add_generation_prompt=True,
-        )
+        act = self._renderer.render_ids
+        return self._ids(act, messages, tools=list(tools) or None, add_generation_prompt=True)
 
     def bridge(
         self, prompt: list[int], sampled: list[int], messages: Messages, tools: Messages

@@ -19,7 +19,6 @@ from lightrl.sim.inputs.workload import SimEnvironment
 from lightrl.sim.responses import Lengths, reward
 from lightrl.sim.simulation import Simulation
 
-
 # (node, incarnation of the episode, unique number)
 _Step: TypeAlias = tuple[str, int, int]
 

@@ -75,7 +75,7 @@ class Renderer:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._tool_format = tool_format
         self._parser: ToolCallParser | None = None
-        self._kwargs = dict(template_kwargs or {})
+        self._kwargs = {**(template_kwargs or {})}
         self._source = str(self._tokenizer.chat_template or "")  # or all of them
         # roles whose messages can be appended, by `prove`
         self._roles: set[str] = set()
@@ -155,17 +155,14 @@ class Renderer:
         """Return the assistant message: role, content, and where there are some reasoning_content
         and tool_calls, whose arguments are a dict. A malformed call stays in the content. Raises
         ConfigError if tools come without a format that is known."""
-        ids = list(sampled)
-        if ids and ids[-1] in self._stops:
-            ids.pop()
         found = None
         if self._family is not None:
             found = self._family.parse(self._ids(self._begun), sampled, tools)
         if found is None:
+            ids = sampled[:-1] if sampled and sampled[-1] in self._stops else sampled
             thinking, content = split_thinking(self._tokenizer.decode(ids), bool(self._begun))
-            found = thinking, content, []
-            if tools and (parser := self._tool_parser()):
-                found = thinking, *parser.parse(content, tools)
+            parser = self._tool_parser() if tools else None
+            found = thinking, *(parser.parse(content, tools) if parser else (content, []))
         thinking, content, calls = found
         message: Message = {"role": "assistant", "content": self._special.sub("", content)}
         if thinking is not None:
@@ -209,7 +206,8 @@ class Renderer:
         token, and what follows when the next are `messages`. Raises CannotAppend."""
         results = [m for m in messages if m["role"] == "tool"]
         answer = _asks(results) if results else PLAIN
-        if len(results) > 1 and not self._takes([USER, answer, *messages], tools):
+        num = len(results)
+        if num > 1 and not self._takes([USER, answer, *messages], tools, num):
             del results[1:]  # as Llama's templates, which take a single call a turn
             answer = _asks(results)
         parts = self._text([USER, answer, *messages], tools).split(ANSWER, len(results) or 1)
@@ -287,16 +285,16 @@ class Renderer:
             held = text
         return ""
 
-    def _takes(self, messages: list[Message], tools: Tools) -> bool:
+    def _takes(self, messages: list[Message], tools: Tools, answers: int = 0) -> bool:
         try:
-            return bool(self._text(messages, tools))
+            return self._text(messages, tools).count(ANSWER) >= answers
         except CannotAppend:
             return False
 
     def _refusal(self, role: str, reason: str, tools: Tools) -> str:
-        fix = "pip install lightrl[renderers], which knows many models"
-        if renderers() is not None:
-            fix = "the package renderers does not know this one, either"
+        fix = "the package renderers does not know this one, either"
+        if renderers() is None:
+            fix = "pip install lightrl[renderers], which knows many models"
         kwargs = self._kwargs
         for name, value in KEEPS_THINKING.items():
             self._kwargs = {**kwargs, name: value}

@@ -59,11 +59,10 @@ class _Episode:
         action = self.read(text_of(message))
         if action is None:
             self.num_illegal += 1
-            metrics = {"illegal_actions": float(self.num_illegal)}
-            return Observation([user(f"That is no legal action. {self.rule}")], metrics=metrics)
-        observation, reward, terminated, truncated, _ = self.environment.step(action)
-        done = bool(terminated or truncated)
-        return Observation([user(self._text(observation))], float(reward), done)
+            told = [user(f"That is no legal action. {self.rule}")]
+            return Observation(told, metrics={"illegal_actions": float(self.num_illegal)})
+        observation, reward, *ends, _ = self.environment.step(action)  # terminated, truncated
+        return Observation([user(self._text(observation))], float(reward), any(map(bool, ends)))
 
     def close(self) -> None:
         self.environment.close()

@@ -21,7 +21,7 @@ def load(name: str, args: dict[str, Any]) -> Callable[[], Episode]:
     reference = f"reasoning_gym:{name}"
     args = {"seed": SEED, "size": SIZE, "attempts": 1, "prompt": HOW, **args}
     attempts, how = args.pop("attempts"), args.pop("prompt")
-    if not isinstance(attempts, int) or attempts < 1:
+    if attempts < 1:
         raise UserError(f"{reference}: args.attempts is {attempts!r}, and must be at least 1")
     with loading(reference, "reasoning-gym"):
         tasks = importlib.import_module("reasoning_gym").create_dataset(name, **args)
@@ -46,8 +46,7 @@ class _Episode:
             score = 0.0
         self.left -= 1
         if score >= 1 or not self.left:
-            metrics = {"attempts": float(self.attempts - self.left)}
-            return Observation([], score, done=True, metrics=metrics)
+            return Observation([], score, True, {"attempts": float(self.attempts - self.left)})
         told = f"That is not right (score {score:g}). Attempts left: {self.left}."
         return Observation([user(f"{told} {self.how}")])
 

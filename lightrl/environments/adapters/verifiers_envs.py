@@ -85,10 +85,8 @@ class _Episode:
 
     async def step(self, message: Message) -> Observation:
         calls = message.get("tool_calls") or []
-        answer = {k: v for k, v in message.items() if v or k == "content"}
-        if calls:
-            answer["tool_calls"] = [_call(call, json.dumps) for call in calls]
-        answer = self.normalized([answer])
+        answer = {**message, "tool_calls": [_call(call, json.dumps) for call in calls]}
+        answer = self.normalized([{k: v for k, v in answer.items() if v or k == "content"}])
         turn = dict.fromkeys(("response", "tokens", "reward", "advantage"))
         turn |= {"prompt": self.prompt, "completion": answer, "is_truncated": False, "extras": {}}
         turn["trajectory_id"] = self.state["trajectory_id"]

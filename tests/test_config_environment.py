@@ -140,7 +140,7 @@ def test_the_length_of_an_episode_is_its_own_or_that_of_prompt_and_response():
         ),
         (
             {"environment": CLASS | {"max_length": 90000}, "train": {"max_tokens_per_gpu": 80000}},
-            "train.max_tokens_per_gpu = 80000: is less than one sequence, environment.max_length = "
+            "train.max_tokens_per_gpu = 80000: is less than one episode, environment.max_length = "
             "90000",
         ),
         (

@@ -141,11 +141,10 @@ def _rounds(c: Config) -> Conflicts:
         needed = f"{prompts} prompts x {responses} responses"
         yield "round.eta", f"over-provisions nothing: {needed} are needed and launched; raise it"
     if c.train.engine != "emulated" and limit > c.train.max_tokens_per_gpu:
-        length = f"{c.data.max_prompt_length} + {longest}"
         keys = "data.max_prompt_length + rollout.max_response_length"
-        if c.environment.enabled and c.environment.max_length:
-            keys, length = "environment.max_length", f"{limit}"
-        yield "train.max_tokens_per_gpu", f"is less than one sequence, {keys} = {length}"
+        one = f"sequence, {keys} = {c.data.max_prompt_length} + {longest}"
+        one = f"episode, environment.max_length = {limit}" if c.environment.enabled else one
+        yield "train.max_tokens_per_gpu", f"is less than one {one}"
     if c.algorithm.overlong_buffer > longest:
         yield "algorithm.overlong_buffer", f"is more than rollout.max_response_length = {longest}"
     if c.algorithm.dynamic_sampling and responses == 1:

@@ -58,10 +58,11 @@ def require_context(files: Mapping[str, bytes], config: Config) -> None:
     longest = rope.context(text)
     if longest is None or config.max_model_length <= longest:
         return
-    if config.environment.max_length:
+    if config.environment.enabled:
+        default = "" if config.environment.max_length else " (the default)"
         raise ConfigError(
-            f"environment.max_length = {config.environment.max_length}: the model's context is "
-            f"{longest:,} tokens"
+            f"environment.max_length = {config.max_model_length}{default}: the model's context is "
+            f"{longest:,} tokens; lower it"
         )
     limit = config.data.max_prompt_length
     default = " (the default)" if "max_prompt_length" not in config.data.model_fields_set else ""

@@ -196,7 +196,7 @@ class _Recovery:
         """Restore all state outside the open rounds."""
         core, steps, began = self._core, self._core.steps, self._began
         steps.step, steps.evaluated, steps.last_cut = began.step, began.evaluated, began.last_cut
-        steps.opened = max(steps.opened, began.step)
+        steps.opened, steps.step_began = max(steps.opened, began.step), self._now
         core.backlog.restore(began.num_drawn, self._deferred, began.spare)
         core.table.counters = replace(began.counters)
         core.predictor.recall(began.memory)

@@ -201,6 +201,11 @@ class HeldResponse:
     finishes: tuple[FinishReason, ...] = ()
     outcome: EpisodeOutcome | None = None
 
+    @property
+    def num_sampled(self) -> int:
+        """Number of its tokens that a model sampled."""
+        return len(self.tokens) // 4 - sum(turn.num_inserted for turn in self.turns)
+
 
 @dataclass(slots=True, eq=False)
 class Response:
@@ -310,8 +315,7 @@ class Response:
         held = self.group.held
         if self.index >= len(held):
             return 0
-        one = held[self.index]
-        return len(one.logprobs) // 4 - sum(turn.num_inserted for turn in one.turns)
+        return held[self.index].num_sampled if held[self.index].logprobs else 0
 
     @property
     def num_new(self) -> int:

@@ -173,7 +173,7 @@ class Roles:
             settings = settings.model_copy(update={"workers": self._workers})
         logs = (self._run_dir or _run_dir_here(config)) / "logs" / self._node
         logs.mkdir(exist_ok=True)
-        pool = WorkerPool(settings, logs, logger.warning)
+        pool = WorkerPool(settings, logs, logger.warning, config.data.prompt_key)
         kwargs = template_kwargs(config.data)
         new_renderer = partial(Renderer, model_dir, settings.tool_format, kwargs)
         return EnvironmentAgent(config, pool, new_renderer, self._send)

@@ -320,16 +320,15 @@ class WorkerPool:
             try:
                 while True:
                     await w.receive()
+                    idle_deaths.progressed()
             except (ChildDied, ProtocolError) as e:
                 why, lived_s = str(e), clock() - began
             had_begun = w.lose(why)
             await w.end()
             try:
-                if had_begun:
-                    idle_deaths.progressed()
-                elif idle_deaths.crashed(lived_s) is None:
-                    raise EnvironmentUnusable(f"{self._named}: {w.name} keeps dying: {why}")
-                else:
+                if not had_begun:
+                    if idle_deaths.crashed(lived_s) is None:
+                        raise EnvironmentUnusable(f"{self._named}: {w.name} keeps dying: {why}")
                     self._report(f"{why}; starting it again")
                 await self._start(w)
                 began = clock()

@@ -18,6 +18,7 @@ from lightrl.metrics.display import (
     count,
     duration,
     pulling,
+    responses,
     sides,
     speculation,
     step_lines,
@@ -97,7 +98,7 @@ class ProgressLines:
 
 def _evaluated(s: Snapshot) -> str:
     done = s.responses_done
-    total = done + s.responses_running + s.responses_queued
+    total = done + s.responses_running + s.responses_queued + s.responses_waiting
     scored = f"  {s.round_accepted:,} of {s.round_needed:,} prompts are scored"
     waits = scored if done == total else ""
     return f"{done:,} of {total:,} responses{waits}{_speed(s)}  {duration(s.elapsed_s)}"
@@ -222,10 +223,7 @@ def _row(n: NodeRow) -> tuple[str, ...]:
 def _round(s: Snapshot) -> str:
     if not s.round_kind:
         return "between rounds"
-    return (
-        f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · {s.responses_running} "
-        f"running, {s.responses_queued} queued, {s.responses_done} done"
-    )
+    return f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · {responses(s)}"
 
 
 def _forecast(s: Snapshot) -> Iterator[str]:

@@ -154,6 +154,13 @@ def cost(row: CostRow | None) -> str:
     return " · ".join(parts)
 
 
+def responses(s: Snapshot) -> str:
+    """Return the responses of the open rounds by state; only episodes wait."""
+    waiting = f"{s.responses_waiting} waiting, " if s.responses_waiting else ""
+    running = f"{s.responses_running} running, {s.responses_queued} queued, "
+    return f"{running}{waiting}{s.responses_done} done"
+
+
 def step_lines(s: Snapshot) -> list[tuple[str, str]]:
     """Return labels and lines: drafts, weights and sizes of engines in the last step; cost so
     far."""

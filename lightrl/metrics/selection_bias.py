@@ -165,7 +165,7 @@ class Bias:
                 restarts.update(compared)
                 is_launched = bool(compared["same_share"])
             if held is not None and is_launched:  # of the round that deferred it
-                state.tally.add(held, len(held.tokens) // 4, count=-1)
+                state.tally.add(held, held.num_sampled, count=-1)
             state.tally.add(r, num, is_kept, is_launched=is_launched)
         tokens = sum(r.num_new for group in round.groups.values() for r in group.responses)
         state.tokens += tokens

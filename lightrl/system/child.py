@@ -183,7 +183,8 @@ class Child(Generic[Command, Event]):
             if self._process.returncode is None or self._process.stdin is not None:
                 self.kill()
         with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+            # a cancelled wait would cancel those of later calls, too
+            await asyncio.shield(self._writer.wait_closed())
         return await self._process.wait()
 
     def kill(self) -> None:

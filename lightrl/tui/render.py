@@ -21,6 +21,7 @@ from lightrl.metrics.display import (
     duration,
     printable,
     pulling,
+    responses,
     sides,
     sparkline,
     step_lines,
@@ -198,11 +199,7 @@ def _round(s: Snapshot, width: int) -> list[Text]:
         return [*lines, Text(" between rounds", "dim"), *rest]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
     before = f" groups {s.round_accepted}/{s.round_needed} "
-    waiting = f"{s.responses_waiting} waiting, " if s.responses_waiting else ""
-    after = (
-        f"  responses: {s.responses_running} running, {s.responses_queued} queued, "
-        f"{waiting}{s.responses_done} done"
-    )
+    after = f"  responses: {responses(s)}"
     room = max(4, min(40, width - len(before) - len(after) - 1))
     return [
         *lines,

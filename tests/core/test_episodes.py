@@ -11,6 +11,7 @@ import pytest
 
 from lightrl.core.commands import Command, Send
 from lightrl.core.events import MessageArrived, NodeLost
+from lightrl.core.rounds.rounds import hold
 from lightrl.core.settings import EpisodeSettings, Tail
 from lightrl.core.state import DrawnPrompt, ResponseState
 from lightrl.messages.episodes import (
@@ -414,6 +415,9 @@ def test_spans_and_lengths_count_sampled_tokens():
     for response in held:
         assert sum(num for _, num in response.spans) == response.num_sampled
         assert response.num_sampled == len(response.tokens) - 2 * len(response.turns)
+        for deferred in ("continue", "restart"):
+            settings = replace(driver.core.settings, tail=Tail(deferred=deferred))
+            assert hold(settings, response).num_sampled == response.num_sampled
 
 
 def test_begin_carries_all_that_is_recorded():

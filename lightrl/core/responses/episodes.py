@@ -204,8 +204,11 @@ class Episodes:
             response = self._table.responses.get(name)
             if response is None or response.environment is not None or response.resolved:
                 continue
-            # of the process before: what it saw was durable
-            if keeps and response.turns and response.incarnation == incarnation:
+            # Of the process before, which may have begun it again since the journal's last entry:
+            # if this one begins it, answers to that process must not count.
+            is_newest = incarnation >= response.incarnation
+            response.incarnation = max(response.incarnation, incarnation)
+            if keeps and response.turns and is_newest:  # what it saw was durable
                 self._bind(response, node)
                 self._table.to_step.pop(name, None)
         for response in list(node.episodes.values()):

@@ -51,7 +51,7 @@ class RoundScheduler:
         self._predictor = predictor
         self._scaling = scaling
         self._outbox = outbox
-        self._step_began = 0.0
+        self.step_began = 0.0
         self._step_done: StepDone | None = None
         self._train_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # of the newest steps
 
@@ -149,7 +149,7 @@ class RoundScheduler:
         self._table.open(round)
         self._scaling.open(round)
         if len(self._table.rounds) == 1:
-            self._step_began = round.opened_at
+            self.step_began = round.opened_at
         if round.is_eval:
             self._draw(round, round.needed)
             return
@@ -240,19 +240,19 @@ class RoundScheduler:
         round.transition(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
-        closed_at = max(round.closed_at, self._step_began)
+        closed_at = max(round.closed_at, self.step_began)
         self._train_s.append(round.published_at - closed_at)
         self._outbox.add(
             CloseStep(
                 step=round.step,
-                rollout_s=closed_at - self._step_began,
+                rollout_s=closed_at - self.step_began,
                 train_s=round.published_at - closed_at,
                 weights_s=now - round.published_at,
                 metrics=done.metrics,
             )
         )
-        self._scaling.learn(round, now - self._step_began, done.metrics)
-        self._step_began = now
+        self._scaling.learn(round, now - self.step_began, done.metrics)
+        self.step_began = now
         self._table.retire()
 
     @property

@@ -47,6 +47,7 @@ from lightrl.core.state import (
     Round,
     RoundKind,
     RoundState,
+    Turn,
 )
 
 MAX_REDRAWS = 8  # a round draws at most this many times its needed prompts (dynamic sampling)
@@ -182,13 +183,16 @@ def _continue(response: Response, before: HeldResponse) -> None:
 def hold(settings: Settings, response: Response) -> HeldResponse:
     """Return what is kept of a response whose group is deferred: to continue it, or, where it
     restarts, to compare both."""
+    turns = response.turns
+    if not settings.tail.continues:
+        turns = [Turn(turn.start, turn.num_inserted, 0) for turn in turns]
     return HeldResponse(
         encode(response.tokens),
         encode(response.logprobs) if settings.tail.continues else b"",
         tuple(response.starts),
         response.finish_reason,
         response.reward,
-        tuple(response.turns) if settings.tail.continues else (),
+        tuple(turns),
         tuple(response.finishes) if settings.tail.continues else (),
         response.outcome,
     )

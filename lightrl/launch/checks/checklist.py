@@ -266,6 +266,15 @@ def _rewards(launch: Launch) -> Iterator[Finding]:
     yield from (Finding("rewards", each.verdict, each.note, is_note=True) for each in noted)
 
 
+def _episode(launch: Launch) -> Iterator[Finding]:
+    """Play an episode twice, as an environment node would."""
+    config = launch.require_config()
+    if config.environment.enabled and (not launch.roles or "coordinator" in launch.roles):
+        from lightrl.launch.checks.first_rows import try_episode
+
+        yield from (Finding("episode", each.verdict, each.line) for each in try_episode(config))
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -285,4 +294,5 @@ CHECKS = (
     Check("devices", _devices, ("up", "check"), needs=("gpu", "config")),
     Check("notes", _notes, ("up", "check"), needs=("gpu", "config", "devices")),
     Check("rewards", _rewards, ("dry-run", "check"), needs=("config",)),
+    Check("episode", _episode, ("dry-run", "check"), needs=("config", "rewards")),
 )

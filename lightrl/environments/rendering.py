@@ -161,8 +161,9 @@ class Renderer:
         if found is None:
             ids = sampled[:-1] if sampled and sampled[-1] in self._stops else sampled
             thinking, content = split_thinking(self._tokenizer.decode(ids), bool(self._begun))
-            parser = self._tool_parser() if tools else None
-            found = thinking, *(parser.parse(content, tools) if parser else (content, []))
+            found = thinking, content, []
+            if tools and (parser := self._tool_parser()):
+                found = thinking, *parser.parse(content, tools)
         thinking, content, calls = found
         message: Message = {"role": "assistant", "content": self._special.sub("", content)}
         if thinking is not None:

@@ -208,10 +208,12 @@ def environment_result(response: Response, has_functions: bool) -> RewardResult 
     outcome = response.outcome
     if outcome is None or (has_functions and not outcome.failure):
         return None
-    failure = outcome.failure or (NO_REWARD if outcome.reward is None else "")
-    if not failure and outcome.reward is not None and (why := why_no_score(outcome.reward)):
-        failure = f"the environment's reward is {why}"
-    reward = None if failure else outcome.reward
+    reward, failure = outcome.reward, outcome.failure
+    if reward is None:
+        failure = failure or NO_REWARD
+    elif why := why_no_score(reward):
+        failure = failure or f"the environment's reward is {why}"
+    reward = None if failure else reward
     return RewardResult(response.id, response.attempt, reward, {}, "", 0.0, failure)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightrl.data.template import DATE, TEMPLATE_ERRORS, expected_bos, plain_message
-from lightrl.environments.families import Family, find_family, renderers
+from lightrl.data.template import TEMPLATE_ERRORS, expected_bos, plain_message
+from lightrl.environments.families import Family, families, renderers
 from lightrl.environments.tool_calls import (
     THINK,
     THOUGHT,
@@ -75,9 +75,8 @@ class Renderer:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._tool_format = tool_format
         self._parser: ToolCallParser | None = None
-        self._kwargs = dict(template_kwargs or {})
-        given = self._tokenizer.chat_template or ""
-        self._source = "\n".join(given.values()) if isinstance(given, dict) else str(given)
+        self._kwargs = {**(template_kwargs or {})}
+        self._source = str(self._tokenizer.chat_template or "")  # or all of them
         # roles whose messages can be appended, by `prove`
         self._roles: set[str] = set()
         self._family: Family | None = None
@@ -86,30 +85,30 @@ class Renderer:
 
     def prove(self, tools: Tools, user_turns: bool = True) -> None:
         """Find out what can be appended, before anything else is called. Raises ConfigError, one
-        line that says what to do, if user turns cannot, or tool results although there are tools.
-        `user_turns` = False: the environment adds nothing but tool results."""
+        line that says what to do, if tool results cannot although there are tools, or user turns;
+        `user_turns` = False: the environment has none."""
         if not self._source:
             if tools:
                 raise ConfigError("tools need a chat template, and the model's tokenizer has none")
             return
         try:
             prompt = self._text([USER], tools)
+            ignores_tools = bool(tools) and self._text([USER], []) == prompt
         except CannotAppend as e:
             raise ConfigError(str(e)) from None
-        at = prompt.rfind(THINK)
-        if at >= 0 and not prompt[at + len(THINK) :].strip():
-            self._begun = prompt[at:]
-        self._family = self._find_family(tools)
-        reasons: dict[str, str] = {}
-        for role in ("tool", "user"):
-            if self._family is None or not self._bridges(role, tools):
-                reasons[role] = self._reason(role, tools)
-            if not reasons.get(role):
+        if begun := re.search(rf"{THINK}\s*$", prompt):
+            self._begun = begun[0]
+        for family in families(self._tokenizer, self._kwargs):
+            if roles := {role for role in ("tool", "user") if self._bridges(family, role, tools)}:
+                self._family, self._roles = family, roles
+                break
+        for role, is_needed in (("tool", bool(tools)), ("user", user_turns)):
+            reason = "" if role in self._roles else self._reason(role, tools)
+            if ignores_tools and role == "tool":
+                reason = "has no place for the descriptions of tools"
+            if not reason:
                 self._roles.add(role)
-        if tools and self._text([USER], []) == prompt:
-            reasons["tool"] = "has no place for the descriptions of tools"
-        for role in (["user"] if user_turns else []) + (["tool"] if tools else []):
-            if reason := reasons.get(role):
+            elif is_needed:
                 raise ConfigError(self._refusal(role, reason, tools))
         if tools:
             self._tool_parser()
@@ -139,13 +138,11 @@ class Renderer:
         plain = [plain_message("the observation", m) for m in messages]
         if not self._source:
             return self._ids("".join(m["content"] or "" for m in plain))
-        strange = {str(m["role"]) for m in plain} - self._roles
-        if strange or not plain:
-            raise CannotAppend(
-                "the observation has no messages"
-                if not plain
-                else f"the model's chat template cannot append a message of {sorted(strange)[0]!r}"
-            )
+        if not plain:
+            raise CannotAppend("the observation has no messages")
+        for role in (m["role"] for m in plain):
+            if role not in self._roles:
+                raise CannotAppend(f"the model's chat template cannot append a message of {role!r}")
         sampled = list(held[turn_start:])
         if self._family is not None:
             bridged = self._family.bridge(list(held[:turn_start]), sampled, plain, tools)
@@ -158,13 +155,11 @@ class Renderer:
         """Return the assistant message: role, content, and where there are some reasoning_content
         and tool_calls, whose arguments are a dict. A malformed call stays in the content. Raises
         ConfigError if tools come without a format that is known."""
-        ids = list(sampled)
-        if ids and ids[-1] in self._stops:
-            ids.pop()
         found = None
         if self._family is not None:
             found = self._family.parse(self._ids(self._begun), sampled, tools)
         if found is None:
+            ids = sampled[:-1] if sampled and sampled[-1] in self._stops else sampled
             thinking, content = split_thinking(self._tokenizer.decode(ids), bool(self._begun))
             found = thinking, content, []
             if tools and (parser := self._tool_parser()):
@@ -211,25 +206,18 @@ class Renderer:
         """Return what closes a turn of the base conversation, which ends with the end-of-turn
         token, and what follows when the next are `messages`. Raises CannotAppend."""
         results = [m for m in messages if m["role"] == "tool"]
-        try:
-            return self._tail_after(results, messages, tools)
-        except CannotAppend:
-            if len(results) < 2:
-                raise
-            # as in Llama's templates, which take a single call a turn
-            return self._tail_after(results[:1], messages, tools)
-
-    def _tail_after(
-        self, results: list[Message], messages: list[Message], tools: Tools
-    ) -> tuple[list[int], list[int]]:
         answer = _asks(results) if results else PLAIN
+        num = len(results)
+        if num > 1 and not self._takes([USER, answer, *messages], tools, num):
+            del results[1:]  # as Llama's templates, which take a single call a turn
+            answer = _asks(results)
         parts = self._text([USER, answer, *messages], tools).split(ANSWER, len(results) or 1)
         if len(parts) <= len(results):
             raise CannotAppend("the model's chat template leaves out what the model said")
         # Tokens behind a special token do not depend on the text before it.
         ids = self._ids(ANSWER + parts[-1])
-        ends = (k for k, i in enumerate(ids) if i in self._stops)
-        if (at := next(ends, None)) is None:
+        at = next((k for k, i in enumerate(ids) if i in self._stops), None)
+        if at is None:
             raise CannotAppend("the model's chat template ends no turn with a stop token")
         begin = at if results else len(self._ids(ANSWER))
         return ids[begin : at + 1], ids[at + 1 :]
@@ -247,27 +235,24 @@ class Renderer:
     ) -> Iterator[tuple[list[Message], list[Turn], Tools]]:
         """Conversations of two turns each, of every kind that an episode may have: how they begin,
         their turns, and the tools."""
-        asking = [(_asks(RESULTS[:num]), RESULTS[:num]) for num in (1, 2)]
-        kinds: list[list[Turn]]
+        asking, plain = list[Turn](), list[Turn]()
         if role == "tool":
             tools = tools or [TOOL]
-            kinds = [[turn] * 2 for asks in asking for turn in self._thoughts(*asks, tools)]
-        else:
-            kinds = [[turn] * 2 for turn in self._thoughts(PLAIN, [REPLY], tools)]
-            if tools and "tool" in self._roles:
-                mixed = (turn for asks in asking for turn in self._thoughts(*asks, tools))
-                kinds += [[turn, kinds[0][0]] for turn in mixed]
-        for kind in kinds:
+        if role == "tool" or (tools and "tool" in self._roles):
+            for results in (RESULTS[:1], RESULTS):
+                asking += self._thoughts(_asks(results), results, tools)
+        if role == "user":
+            plain += self._thoughts(PLAIN, [REPLY], tools)
+        for turn in (*plain, *asking):
             for start in ([USER], [SYSTEM, USER]):
-                if start[0] is USER or self._takes([SYSTEM, USER], tools):
-                    yield start, kind, tools
+                if start[0] is USER or self._takes(start, tools):
+                    yield start, [turn, *(plain[:1] if turn in asking and plain else [turn])], tools
 
     def _thoughts(self, answer: Message, messages: list[Message], tools: Tools) -> Iterator[Turn]:
-        """The turns of an assistant message without thinking and with it."""
-        if not self._takes([USER, answer, *messages], tools):
-            if len(messages) == 1:
-                yield answer, messages  # refused there
-            return  # as by Llama's templates, which take a single call a turn
+        """The turns of an assistant message without thinking and with it; none of several calls if
+        the template takes a single one."""
+        if len(messages) > 1 and not self._takes([USER, answer, *messages], tools):
+            return
         if not self._begun:
             yield answer, messages
         apart = {**answer, "reasoning_content": THINKING}
@@ -295,23 +280,22 @@ class Renderer:
             changes = THINKING not in said if thinks else THINK in said and not is_tool
             if changes or ANSWER not in said or not text.startswith(held):
                 return f"{drops} when a {what} follows"
-            if self._ids(text)[-len(tail) - 1 :] != [*close[-1:], *tail]:
-                return f"writes a {what} in another way later in the conversation"
-            if self._tokenizer.decode(tail).count(RESULT) != len(messages):
-                return f"leaves out the content of a {what}"
+            is_whole = self._tokenizer.decode(tail).count(RESULT) == len(messages)
+            if not is_whole or self._ids(text)[-len(tail) - 1 :] != [*close[-1:], *tail]:
+                return f"writes a {what} in another way later, or not at all"
             held = text
         return ""
 
-    def _takes(self, messages: list[Message], tools: Tools) -> bool:
+    def _takes(self, messages: list[Message], tools: Tools, answers: int = 0) -> bool:
         try:
-            return bool(self._text(messages, tools))
+            return self._text(messages, tools).count(ANSWER) >= answers
         except CannotAppend:
             return False
 
     def _refusal(self, role: str, reason: str, tools: Tools) -> str:
-        fix = "pip install lightrl[renderers], which knows many models"
-        if renderers() is not None:
-            fix = "the package renderers does not know this one, either"
+        fix = "the package renderers does not know this one, either"
+        if renderers() is None:
+            fix = "pip install lightrl[renderers], which knows many models"
         kwargs = self._kwargs
         for name, value in KEEPS_THINKING.items():
             self._kwargs = {**kwargs, name: value}
@@ -323,40 +307,21 @@ class Renderer:
             "another template into chat_template.jinja of the model's directory"
         )
 
-    def _find_family(self, tools: Tools) -> Family | None:
-        """Recognise the family by the ids of conversations. Arguments of the template change what
-        its families write of earlier turns, so these are compared without them."""
-        tools, kwargs = list(tools) or [TOOL], self._kwargs
-        starts = [chat for chat in ([USER], [SYSTEM, USER]) if self._takes(chat, tools)]
-        begins = [(chat, tools, self._ids(self._text(chat, tools))) for chat in starts]
-        self._kwargs = {k: v for k, v in kwargs.items() if k == DATE}
-        chats = [
-            [*start, *(m for answer, new in turns for m in (answer, *new))]
-            for role in ("user", "tool")
-            for start, turns, _ in self._rehearsals(role, tools)
-        ]
-        taken = (chat for chat in chats if self._takes(chat, tools))
-        probes = [(chat, tools, self._ids(self._text(chat, tools))) for chat in taken]
-        self._kwargs = kwargs
-        return find_family(self._tokenizer, kwargs, probes, begins)
-
-    def _bridges(self, role: str, tools: Tools) -> bool:
-        """Return whether the family continues each kind of conversation, and whether what it cannot
-        continue has a difference."""
+    def _bridges(self, family: Family, role: str, tools: Tools) -> bool:
+        """Return whether a family begins and continues conversations with what the template writes
+        there, whatever the template makes of earlier turns."""
         thought = f"{THINKING}\n{THOUGHT}\n\n{ANSWER}"
         said = [thought] if self._begun else [ANSWER, f"{THINK}\n{thought}"]
-        for start, turns, given in self._rehearsals(role, tools):
-            messages = turns[0][1]
-            try:
-                prompt, tail = self._ids(self._text(start, given)), self._tail(messages, given)[1]
-            except CannotAppend:
-                return False
-            bridged = (
-                self._family and self._family.bridge(prompt, self._ids(text), messages, given)
-                for text in said
-            )
-            if not all(RESULT in self._tokenizer.decode(ids or []) for ids in (tail, *bridged)):
-                return False
+        try:
+            for start, turns, given in self._rehearsals(role, tools):
+                messages, prompt = turns[0][1], self._ids(self._text(start, given))
+                close, tail = self._tail(messages, given)
+                sampled = [[*self._ids(text), close[-1]] for text in said]
+                bridged = [family.bridge(prompt, ids, messages, given) for ids in sampled]
+                if family.first(start, given) != prompt or any(ids != tail for ids in bridged):
+                    return False
+        except CannotAppend:
+            return False
         return True
 
 

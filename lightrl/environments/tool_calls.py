@@ -34,16 +34,8 @@ FORMATS = (
     (r"ipython", "llama3_json"),
 )
 # Of vLLM's parsers, which raise whatever their text makes them raise.
-PARSER_ERRORS = (
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    OSError,
-)
+PARSER_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
+PARSER_ERRORS += (AssertionError, OSError)
 BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -80,10 +72,9 @@ class ToolCallParser:
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         """Raises ConfigError if there is no such parser here."""
-        self._name = name
-        self._tokenizer = tokenizer
-        # the tools that the parser was made for, as JSON, and the parser with its request
-        self._made: tuple[str, Any, Any] = ("", None, None)
+        self._name, self._tokenizer = name, tokenizer
+        # what the parser was made for, and the parser with its request
+        self._made: tuple[Any, Any, Any] = (None, None, None)
         if name != HERMES:
             self._parsers = _vllm_parsers(name)
             try:
@@ -111,7 +102,9 @@ class ToolCallParser:
         return content, [("", call["name"], call.get("arguments", {})) for call in found]
 
     def _vllm(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[Call]]:
-        parser, request = self._vllm_parser(tools)
+        if tools != self._made[0]:
+            self._made = (tools, *self._vllm_parser(tools))
+        _, parser, request = self._made
         found = parser.extract_tool_calls(text, request)
         if not found.tools_called:
             return text, []
@@ -123,18 +116,14 @@ class ToolCallParser:
         return found.content or "", calls
 
     def _vllm_parser(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-        if (key := json.dumps(tools)) != self._made[0]:
-            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-            request = ChatCompletionRequest.model_validate(
-                {"messages": [], "model": "", "tools": tools or None}
-            )
-            try:
-                parser = self._parsers(self._tokenizer, request.tools)
-            except TypeError:  # parsers of some releases take the tools from the request alone
-                parser = self._parsers(self._tokenizer)
-            self._made = (key, parser, request)
-        return self._made[1:]
+        asked = {"messages": [], "model": "", "tools": tools or None}
+        request = ChatCompletionRequest.model_validate(asked)
+        try:
+            return self._parsers(self._tokenizer, request.tools), request
+        except TypeError:  # parsers of some releases take the tools from the request alone
+            return self._parsers(self._tokenizer), request
 
 
 def is_table(value: Any) -> bool:

@@ -49,11 +49,6 @@ class Sample:
     # of an episode; None = its environment gave none
     environment_reward: float | None = None
 
-    @property
-    def num_prompt_messages(self) -> int:
-        """Messages before the first turn."""
-        return len(self.messages) - sum(1 + len(turn.observation) for turn in self.turns)
-
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:

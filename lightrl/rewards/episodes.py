@@ -1,7 +1,6 @@
 """Episodes as reward functions see them: messages and turns, from what was recorded of them.
 
-Owns what goes to a reward worker, and its reading there. Must not render or tokenise: the texts of
-turns are decoded from their tokens.
+Must not render or tokenise: the texts of turns are decoded from their tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,8 +66,5 @@ def read_messages(record: str) -> Messages:
 
 def chat_text(messages: Sequence[dict[str, Any]]) -> str:
     """For people. Example: "[user] 1+1?\\n[assistant] 2"."""
-    lines: list[str] = []
-    for message in messages:
-        parts = (f"[{message.get('role')}]", message.get("content"), message.get("tool_calls"))
-        lines.append(" ".join(str(part) for part in parts if part))
-    return "\n".join(lines)
+    parts = ((f"[{m.get('role')}]", m.get("content"), m.get("tool_calls")) for m in messages)
+    return "\n".join(" ".join(str(part) for part in each if part) for each in parts)

@@ -215,7 +215,7 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
 def _split(sample: Sample, columns: Columns) -> tuple[Any, Any]:
     """The prompt and the completion in TRL's form: text, or messages."""
     if sample.messages:
-        num = sample.num_prompt_messages
+        num = len(sample.messages) - sum(1 + len(turn.observation) for turn in sample.turns)
         return sample.messages[:num], sample.messages[num:]
     prompt = conversation(sample.prompt, sample.row, columns)
     is_chat = isinstance(prompt, list)

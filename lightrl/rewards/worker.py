@@ -223,9 +223,7 @@ class _Worker:
             messages = list(first) if isinstance(first, list) else []
             for turn in turns if messages else ():
                 messages += turn.message, *turn.observation
-            finish, slowest_s = each.finish_reason, job.slowest_s
-            reward = record.reward if record is not None else None
-            how = (finish, slowest_s, messages, turns, reward)
+            how = each.finish_reason, job.slowest_s, messages, turns, record and record.reward
             samples.append(Sample(prompt, text, answer, row, ids, *how))
         return samples
 

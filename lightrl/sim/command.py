@@ -1,6 +1,6 @@
 """`lightrl simulate`: a config and a few options in, tables or one line of JSON out."""
 
-import math
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from lightrl.system.output import show
 from lightrl.wire import to_json
 
 WIDTH = 110
-MAX_SIGMA = 5.0
+SECONDS = re.compile(r"\d*\.?\d+(,[0-4](\.\d+)?)?")
 STEPS = 20  # enough for four periods of tail batching
 COLOCATED = "note       nodes that are always there sample, then train; with --offload within steps"
 
@@ -46,15 +46,11 @@ class EpisodeOptions:
             name = next(iter(given)).replace("_", "-")
             raise SimError(f"--{name}: the config has no environment; set environment.source")
         if (text := given.pop("environment_s", None)) is not None:
-            try:
-                mean, sigma = (*map(float, text.split(",")), 1.0)[:2]
-            except ValueError:
-                mean, sigma = -1.0, 0.0
-            if not (0 <= mean < math.inf and 0 <= sigma < MAX_SIGMA):
+            if not SECONDS.fullmatch(text):
                 raise SimError(f"--environment-s {text}: is not MEAN or MEAN,SIGMA, of seconds")
-            given |= {"mean_s": mean, "sigma": sigma}
-        slots = config.environment.slots
-        environment = replace(scenario.workload.environment, slots=slots, **given)
+            given["mean_s"], given["sigma"] = (*map(float, text.split(",")), 1.0)[:2]
+        environment, slots = scenario.workload.environment, config.environment.slots
+        environment = replace(environment, slots=slots, **given)
         return replace(scenario, workload=replace(scenario.workload, environment=environment))
 
 
@@ -196,12 +192,8 @@ def _head(
         show([f"note       {note}"])
     if settings.episodes is not None:
         e = scenario.workload.environment
-        show(
-            [
-                f"episodes   {e.turns} turns on average, observations of {e.observation_tokens:,} "
-                f"tokens after {e.mean_s:g} s (lognormal, sigma {e.sigma:g})"
-            ]
-        )
+        each = f"observations of {e.observation_tokens:,} tokens after {e.mean_s:g} s"
+        show([f"episodes   {e.turns} turns on average, {each} (lognormal, sigma {e.sigma:g})"])
     if scenario.is_colocated:
         show([COLOCATED])
     print()

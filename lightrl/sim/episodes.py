@@ -7,6 +7,7 @@ episode, and the length of its turns follows from the workload.
 import math
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeAlias
 
 from lightrl.core.events import Event, MessageArrived, NodeJoined, NodeLeft, NodeLost
 from lightrl.core.state import Response
@@ -17,6 +18,9 @@ from lightrl.sim.fleet.engine import blank
 from lightrl.sim.inputs.workload import SimEnvironment
 from lightrl.sim.responses import Lengths, reward
 from lightrl.sim.simulation import Simulation
+
+# (node, incarnation of the episode, unique number)
+_Step: TypeAlias = tuple[str, int, int]
 
 
 @dataclass(eq=False)
@@ -29,10 +33,8 @@ class SimEpisodes:
     _lengths: Lengths
     # node -> incarnation of its process; lost ones are missing
     _present: dict[str, int] = field(default_factory=dict[str, int])
-    # episode -> (node, incarnation of the episode, unique number) of the step that is awaited
-    _awaited: dict[str, tuple[str, int, int]] = field(
-        default_factory=dict[str, tuple[str, int, int]]
-    )
+    # episode -> the step that is awaited
+    _awaited: dict[str, _Step] = field(default_factory=dict[str, _Step])
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
 
     def start(self) -> None:
@@ -51,12 +53,9 @@ class SimEpisodes:
         world = self._world
         del self._present[name]
         self._awaited = {k: step for k, step in self._awaited.items() if step[0] != name}
-
-        def detect() -> None:
-            world.feed(NodeLost(name, "connection lost"))
-            self._join(name)
-
-        world.at(world.now + world.scenario.transfer.lost_after_s, detect)
+        at = world.now + world.scenario.transfer.lost_after_s
+        world.at(at, lambda: world.feed(NodeLost(name, "connection lost")))
+        world.at(at, lambda: self._join(name))
 
     def deliver(self, node: str, message: Message) -> list[Event]:
         """Deliver a message to an environment node; return what follows immediately."""
@@ -64,9 +63,9 @@ class SimEpisodes:
             return []
         match message:
             case BeginEpisode(response, incarnation, turns=turns):  # again: all turns are stepped
-                return self._begin(node, response, incarnation, range(len(turns) + 1))
+                self._begin(node, response, incarnation, range(len(turns) + 1))
             case StepEpisode(response, incarnation, turn):
-                return self._begin(node, response, incarnation, range(turn + 1, turn + 2))
+                self._begin(node, response, incarnation, range(turn + 1, turn + 2))
             case EndEpisode(episodes):
                 for name, incarnation in episodes:
                     if self._awaited.get(name, ())[:2] == (node, incarnation):
@@ -78,25 +77,17 @@ class SimEpisodes:
                 pass
         return []
 
-    def _begin(self, node: str, name: str, incarnation: int, turns: range) -> list[Event]:
+    def _begin(self, node: str, name: str, incarnation: int, turns: range) -> None:
         """Begin a reset, or the steps that lead to these observations."""
         world, step = self._world, (node, incarnation, next(self._numbers))
         self._awaited[name] = step
         seed = world.core.table.responses[name].seed
         seconds = sum(self._environment.seconds(seed, turn) for turn in turns)
-        if not seconds:
-            return self._answer(name, step, seconds)
+        world.at(world.now + seconds, lambda: self._answer(name, step, seconds))
 
-        def end() -> None:
-            for event in self._answer(name, step, seconds):
-                world.feed(event)
-
-        world.at(world.now + seconds, end)
-        return []
-
-    def _answer(self, name: str, step: tuple[str, int, int], seconds: float) -> list[Event]:
+    def _answer(self, name: str, step: _Step, seconds: float) -> None:
         if self._awaited.get(name) != step:
-            return []
+            return
         del self._awaited[name]
         node, incarnation, _ = step
         response, out = self._world.core.table.responses[name], self._world.outcome
@@ -116,7 +107,7 @@ class SimEpisodes:
             answer = Observed(
                 name, incarnation, turn, offset, tokens, limit, "", "", seconds=seconds
             )
-        return [MessageArrived(node, answer)]
+        self._world.feed(MessageArrived(node, answer))
 
     def _num_turns(self, response: Response) -> int:
         turns = self._environment.num_turns(response.seed)

@@ -59,19 +59,18 @@ class _Episode:
         action = self.read(text_of(message))
         if action is None:
             self.num_illegal += 1
-            metrics = {"illegal_actions": float(self.num_illegal)}
-            return Observation([user(f"That is no legal action. {self.rule}")], metrics=metrics)
-        observation, reward, terminated, truncated, _ = self.environment.step(action)
-        done = bool(terminated or truncated)
-        return Observation([user(self._text(observation))], float(reward), done)
+            told = [user(f"That is no legal action. {self.rule}")]
+            return Observation(told, metrics={"illegal_actions": float(self.num_illegal)})
+        observation, reward, *ends, _ = self.environment.step(action)  # terminated, truncated
+        return Observation([user(self._text(observation))], float(reward), any(map(bool, ends)))
 
     def close(self) -> None:
         self.environment.close()
 
     def _text(self, observation: Any) -> str:
         if self.environment.render_mode == "ansi":
-            frame = COLOURED.sub(r"[\1]", self.environment.render())  # colours show where one is
-            return frame.strip("\n")
+            # colours show where one is
+            return COLOURED.sub(r"[\1]", self.environment.render()).strip("\n")
         return f"Observation: {_plain(observation)}"
 
 
@@ -79,6 +78,4 @@ def _plain(value: Any) -> Any:
     """Without NumPy's types, whose text is long."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

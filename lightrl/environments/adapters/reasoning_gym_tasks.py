@@ -21,7 +21,7 @@ def load(name: str, args: dict[str, Any]) -> Callable[[], Episode]:
     reference = f"reasoning_gym:{name}"
     args = {"seed": SEED, "size": SIZE, "attempts": 1, "prompt": HOW, **args}
     attempts, how = args.pop("attempts"), args.pop("prompt")
-    if not isinstance(attempts, int) or attempts < 1:
+    if attempts < 1:
         raise UserError(f"{reference}: args.attempts is {attempts!r}, and must be at least 1")
     with loading(reference, "reasoning-gym"):
         tasks = importlib.import_module("reasoning_gym").create_dataset(name, **args)
@@ -31,9 +31,8 @@ def load(name: str, args: dict[str, Any]) -> Callable[[], Episode]:
 
 class _Episode:
     def __init__(self, tasks: Any, extract: Callable[[str], Any], attempts: int, how: str) -> None:
-        self.tasks, self.extract, self.attempts, self.how = tasks, extract, attempts, how
-        self.task: dict[str, Any] = {}
-        self.left = attempts
+        self.tasks, self.extract, self.how = tasks, extract, how
+        self.attempts = self.left = attempts
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
         self.task = self.tasks[index_of(row, seed) % len(self.tasks)]
@@ -47,8 +46,7 @@ class _Episode:
             score = 0.0
         self.left -= 1
         if score >= 1 or not self.left:
-            metrics = {"attempts": float(self.attempts - self.left)}
-            return Observation([], score, done=True, metrics=metrics)
+            return Observation([], score, True, {"attempts": float(self.attempts - self.left)})
         told = f"That is not right (score {score:g}). Attempts left: {self.left}."
         return Observation([user(f"{told} {self.how}")])
 

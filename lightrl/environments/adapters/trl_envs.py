@@ -42,7 +42,7 @@ class _Episode:
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
         told = self.environment.reset(**row)
         messages = prompt_of(row) or [user("")]
-        messages[-1]["content"] += told or ""  # as TRL does
+        messages[-1]["content"] += self.environment.reset(**row) or ""  # as TRL does
         return Observation(messages, tools=self.schemas)
 
     def step(self, message: Message) -> Any:
@@ -55,37 +55,27 @@ class _Episode:
     def close(self) -> None:
         pass
 
-    def _reward(self) -> Any:
-        get_reward = getattr(self.environment, "get_reward", None)
-        return get_reward() if get_reward else getattr(self.environment, "reward", None)
-
     def _result(self, name: str, arguments: dict[str, Any]) -> Any:
         try:
             if name not in self.tools:
                 raise ValueError(f"Tool {name} not found.")
             return self.tools[name](**arguments)
         except Exception as e:  # code of the user's
-            return e
+            return {"error": str(e)}  # TRL's words
 
 
-async def _observed_later(calls: list[dict[str, Any]], values: list[Any]) -> Observation:
-    for k, value in enumerate(values):
-        try:
-            values[k] = await value if inspect.isawaitable(value) else value
-        except Exception as e:  # code of the user's
-            values[k] = e
-    return _observed(calls, values)
-
-
-def _observed(calls: list[dict[str, Any]], values: list[Any]) -> Observation:
-    """`values`: results of the calls, or else the reward; exceptions are those that were raised."""
-    if not calls:
-        if isinstance(values[0], Exception):
-            raise values[0]
-        return Observation([], values[0], done=True)
+async def _answered(calls: list[dict[str, Any]], values: list[Any]) -> Observation:
     messages: list[Message] = []
     for call, value in zip(calls, values, strict=True):
-        text = str({"error": str(value)} if isinstance(value, Exception) else value)  # TRL's words
+        try:
+            text = str(await value if inspect.isawaitable(value) else value)
+        except Exception as e:  # code of the user's
+            text = str({"error": str(e)})
         named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
         messages.append({"role": "tool", **named, "content": text})
     return Observation(messages, num_tool_calls=len(calls))
+
+
+async def _ended(reward: Any) -> Observation:
+    reward = await reward if inspect.isawaitable(reward) else reward
+    return Observation([], reward, done=True)

@@ -28,12 +28,9 @@ def load(name: str, args: dict[str, Any]) -> Callable[[], Episode]:
     reference = f"verifiers:{name}"
     with loading(reference, PACKAGE):
         verifiers = importlib.import_module("verifiers")
-        several_turns = getattr(verifiers, "MultiTurnEnv", None)
-        if several_turns is None:
-            raise UserError(f"{reference}: needs a MultiTurnEnv: pip install '{PACKAGE}'")
         installed = functools.partial(verifiers.load_environment, name)
         made = (import_object(name) if ":" in name else installed)(**args)
-        if not isinstance(made, several_turns):
+        if not isinstance(made, verifiers.MultiTurnEnv):
             raise UserError(f"{reference}: {type(made).__name__} is no MultiTurnEnv or ToolEnv")
         _prepare(reference, made.rubric)
         messages = importlib.import_module("verifiers.utils.message_utils")
@@ -88,12 +85,10 @@ class _Episode:
 
     async def step(self, message: Message) -> Observation:
         calls = message.get("tool_calls") or []
-        answer = {k: v for k, v in message.items() if v or k == "content"}
-        if calls:
-            answer["tool_calls"] = [_call(call, json.dumps) for call in calls]
-        answer = self.normalized([answer])
-        turn = {"prompt": self.prompt, "completion": answer, "response": None, "tokens": None}
-        turn |= {"reward": None, "advantage": None, "is_truncated": False, "extras": {}}
+        answer = {**message, "tool_calls": [_call(call, json.dumps) for call in calls]}
+        answer = self.normalized([{k: v for k, v in answer.items() if v or k == "content"}])
+        turn = dict.fromkeys(("response", "tokens", "reward", "advantage"))
+        turn |= {"prompt": self.prompt, "completion": answer, "is_truncated": False, "extras": {}}
         turn["trajectory_id"] = self.state["trajectory_id"]
         await self.environment.add_trajectory_step(self.state, turn)
         if await self.environment.is_completed(self.state):

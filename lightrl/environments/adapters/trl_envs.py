@@ -40,17 +40,16 @@ class _Episode:
         self.tools = _tools(environment)
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        told = self.environment.reset(**row)
         messages = prompt_of(row) or [user("")]
         messages[-1]["content"] += self.environment.reset(**row) or ""  # as TRL does
         return Observation(messages, tools=self.schemas)
 
     def step(self, message: Message) -> Any:
-        """Plain methods are called at once, outside of the event loop, and the others in it."""
-        calls = message.get("tool_calls") or []
-        values = [self._result(**call["function"]) for call in calls] or [self._reward()]
-        are_later = any(map(inspect.isawaitable, values))
-        return _observed_later(calls, values) if are_later else _observed(calls, values)
+        """Plain methods are called here, outside of the event loop; others are awaited later."""
+        if calls := message.get("tool_calls"):
+            return _answered(calls, [self._result(**call["function"]) for call in calls])
+        get_reward = getattr(self.environment, "get_reward", None)
+        return _ended(get_reward() if get_reward else getattr(self.environment, "reward", None))
 
     def close(self) -> None:
         pass

@@ -164,7 +164,7 @@ def main_ends(words: list[str], status: int) -> None:
         ("environment.source=games.py:Half", "/games.py:Half: the class has no method 'step'"),
         ('environment.mcp=[{command = ["true"]}]', "environment.mcp: true: "),
         ('environment.command=["no-python"]', "'no-python': no such program on this machine"),
-        ("environment.tools=games.py:later", "games.py:later: no such name"),
+        ("environment.tools=games.py:later", "games.py:later: has no function later"),
     ],
 )
 def test_up_ends_with_the_reason_of_its_environment_node(tmp_path: Path, override, reason):

@@ -143,6 +143,7 @@ def test_run_with_bad_rows_goes_on_and_counts_them(tmp_path: Path):
         f"environment.source={source}",
         f"environment.args={{does = {json.dumps(list(DOES))}}}",
         f"environment.tasks={num}",
+        "environment.eval_tasks=0",
         "environment.timeout_s=1",
         "environment.workers=1",
         "train.steps=2",

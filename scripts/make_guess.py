@@ -2,9 +2,9 @@
 """Regenerates configs/guess: the tokenizer and the warm-started model of the guessing game.
 
 The game: the environment says `?`, the model guesses a number of two digits, and the environment
-says `>` (the number is larger) or `<`. The warm start imitates a timid player: it mostly counts, from 01
-on and then one up or down, and sometimes takes the middle of what is left. RL makes it take the
-middle. Needs nothing of LightRL. Takes about 2 minutes:
+says `>` (the number is larger) or `<`. The warm start imitates a timid player: it mostly counts,
+from 01 on and then one up or down, and sometimes takes the middle of what is left. RL makes it take
+the middle. Needs nothing of LightRL. Takes about a minute:
 
     .venv/bin/python scripts/make_guess.py --seed 0
 """

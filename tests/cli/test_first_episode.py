@@ -9,7 +9,7 @@ import pytest
 from lightrl.cli import main
 from lightrl.config.run_file import load_config
 from lightrl.errors import LightRLError
-from lightrl.launch.checks.first_episode import try_episode
+from lightrl.launch.checks.first_rows import try_episode
 from tests.support.cli import DEADLINE_S, EMULATED, QUICKSTART, arguments
 
 GUESS = QUICKSTART.parents[1] / "guess" / "run.toml"

@@ -80,13 +80,15 @@ def test_a_resumed_run_does_not_tell_its_first_life_again():
 
 def test_an_evaluation_tells_how_far_it_is():
     progress = ProgressLines()
-    counts = {"round_kind": "eval", "responses_done": 7, "responses_running": 2}
-    going = replace(IDLE, **counts, responses_queued=1, tokens_per_s=1200.0)
+    counts = {"responses_running": 1, "responses_queued": 1, "responses_waiting": 1}
+    going = replace(IDLE, **counts, round_kind="eval", responses_done=7, tokens_per_s=1200.0)
+    status = "eval · 0/0 groups · 1 running, 1 queued, 1 waiting, 7 done"
+    assert f"round     {status}" in status_lines(going)
     line = "evaluating: 7 of 10 responses  1.2k tokens/s  0:01"
     assert list(progress.lines(going, 25.0)) == [line]
     assert list(progress.lines(going, 44.0)) == []
-    done = {"responses_done": 10, "responses_running": 0, "responses_queued": 0}
-    scoring = replace(going, **done, round_accepted=3, round_needed=5)
+    none = dict.fromkeys(counts, 0)
+    scoring = replace(going, **none, responses_done=10, round_accepted=3, round_needed=5)
     line = "evaluating: 10 of 10 responses  3 of 5 prompts are scored  1.2k tokens/s  0:01"
     assert list(progress.lines(scoring, 45.0)) == [line]
 

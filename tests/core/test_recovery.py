@@ -228,6 +228,14 @@ def test_what_was_not_written_is_asked_for_again(driver: Driver):
     assert list(driver.round.groups) == ["p0@0", "p1@0"]
 
 
+def test_time_of_a_step_counts_from_the_restart(driver: Driver):
+    driver.start("a", slots=4)
+    driver.tokens("p0@0#0", 7, 8)
+    again = Coordinator(driver.core.settings, 0.0)
+    recover(again, list(take_snapshot(driver.core)), 5000.0)
+    assert again.steps.step_began == 5000.0
+
+
 @pytest.mark.parametrize("tail", [Tail(), Tail(2.0, 1.5)])
 def test_restated_core_is_the_same_core(tail: Tail):
     d = Driver(tail=tail, num_prompts=7, num_steps=5)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,7 @@ class Bad:
                 os.chdir("/")
         return good
 """
+ANSWERS: Any = (Observed, EpisodeEnded)
 NO_FORM = ", not text, a list of messages or a dict"
 # What an environment does -> how the episode ends, and why it has no score.
 DOES = {
@@ -120,11 +122,11 @@ def test_each_row_ends_as_it_must_and_the_others_go_on(tmp_path: Path):
             ends: dict[int, tuple[str, str, float | None]] = {}
             async with asyncio.timeout(DEADLINE_S):
                 while len(ends) < len(DOES):
-                    message = await head.expect((Observed, EpisodeEnded))
+                    message = await head.expect(ANSWERS)
                     if isinstance(message, Observed):
                         step = StepEpisode(message.response, 1, message.turn, pack_i32([3]), "stop")
                         head.send(step)
-                    else:
+                    elif isinstance(message, EpisodeEnded):
                         what = (message.stop, message.failure, message.reward)
                         ends[int(message.response)] = what
             assert process.returncode is None

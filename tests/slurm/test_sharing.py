@@ -94,6 +94,17 @@ def test_engines_of_all_sizes_are_beside_the_ranks_of_the_first_job(tmp_path):
     assert {row["planner/parallel"] for row in sinks.read(tmp_path / "runs" / "one")} <= {1.0, 2.0}
 
 
+def test_an_environment_node_is_beside_the_head(tmp_path):
+    guess = QUICKSTART.parent.parent / "guess" / "run.toml"
+    settings = ("run.name=one", "train.steps=1", "rollout.nodes=0", "eval.interval=0")
+    with job(tmp_path, "head", str(guess), *settings) as process:
+        lines = until(process, "joined as environment")
+        assert f"head-{process.pid}-environment-0 joined as environment" in lines[-1]
+        everyone = descendants(process.pid)
+        process.terminate()
+        assert all_end(everyone)
+
+
 def test_they_are_there_while_their_trainer_node_is(tmp_path):
     with head(tmp_path, *EMULATED, "rollout.nodes=2", "train.steps=9999") as process:
         until(process, "step 3: ")

@@ -204,8 +204,8 @@ class Episodes:
             response = self._table.responses.get(name)
             if response is None or response.environment is not None or response.resolved:
                 continue
-            # Of the process before, which may have begun it since the last entry of the journal:
-            # where this one begins it again, answers to that process must not count.
+            # Of the process before, which may have begun it again since the journal's last entry:
+            # if this one begins it, answers to that process must not count.
             is_newest = incarnation >= response.incarnation
             response.incarnation = max(response.incarnation, incarnation)
             if keeps and response.turns and is_newest:  # what it saw was durable

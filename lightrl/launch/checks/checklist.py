@@ -270,7 +270,7 @@ def _episode(launch: Launch) -> Iterator[Finding]:
     """Play an episode twice, as an environment node would."""
     config = launch.require_config()
     if config.environment.enabled and (not launch.roles or "coordinator" in launch.roles):
-        from lightrl.launch.checks.first_episode import try_episode
+        from lightrl.launch.checks.first_rows import try_episode
 
         yield from (Finding("episode", each.verdict, each.line) for each in try_episode(config))
 

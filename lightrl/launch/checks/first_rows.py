@@ -1,4 +1,5 @@
-"""Reads the data and tries the reward functions without a run, for `lightrl check` and the dry run.
+"""Reads the data and tries reward functions and environment without a run, for `lightrl check` and
+the dry run.
 
 The rows, the worker process and the conclusions are those of a run.
 """
@@ -6,6 +7,7 @@ The rows, the worker process and the conclusions are those of a run.
 import asyncio
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from lightrl.config.schema import Config
 from lightrl.coordinator.prompts import Prompts
@@ -15,6 +17,7 @@ from lightrl.rewards.protocol import WorkerSetup
 from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.trial import Trials, Tried
 from lightrl.system.temporary import temporary_folder
+from lightrl.wire import from_json, to_json
 
 
 def try_rewards(config: Config) -> tuple[list[Tried], list[str]]:
@@ -27,6 +30,19 @@ def try_rewards(config: Config) -> tuple[list[Tried], list[str]]:
             return asyncio.run(_try_rows(config, prompts, folder)), prompts.notes()
     except DataUnreachable as e:
         return [], [f"{e}: no reward was tried"]
+
+
+def try_episode(config: Config) -> list[Tried]:
+    """The results for the environment, with the first row. Raises as `try_rewards`."""
+    from lightrl.environments.trial import try_row
+
+    try:
+        with closing(Prompts(config)) as prompts, temporary_folder("check") as folder:
+            first = next((prompts.train_sets or prompts.eval_sets)[0].first(1))
+            row = from_json(to_json(first.row), dict[str, Any])
+            return asyncio.run(try_row(config, prompts.tokenizer, row, folder))
+    except DataUnreachable as e:
+        return [Tried("warn", f"{e}: no episode was tried")]
 
 
 async def _try_rows(config: Config, prompts: Prompts, folder: Path) -> list[Tried]:

@@ -1,5 +1,5 @@
-"""The rollout nodes of a job beside its trainer node: those that use its devices in turn with it,
-or engines of several sizes, which take turns with each other.
+"""The nodes of a job beside its trainer node: rollout nodes that use its devices in turn with it,
+or engines of several sizes, which take turns with each other; and the environment node.
 
 They end with the trainer node: when it restarts it needs the memory of their engines. Each is a
 `lightrl daemon` with a log in the run directory.
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # of the address of the coordinator
 KILL_S = 3.0
+ENVIRONMENT = "environment-0"
 RESTARTS = replace(daemons.RESTARTS, settled_s=120.0)
 
 
@@ -41,8 +42,16 @@ async def sharing(
     is_shared = config.rollout.placement == "shared"
     num = engines_of(config, number) if is_shared else 0
     has_sizes = bool(config.rollout.parallel) and number == 0
-    if not num and not has_sizes:
-        return None
+    nodes: dict[str, tuple[str, ...]] = {}
+    if num or has_sizes:
+        nodes = await _over_devices(config, trainer, num)
+    if number == 0 and config.environment.enabled and config.environment.workers:
+        nodes[ENVIRONMENT] = ()
+    return SharingNodes(run_dir, trainer, nodes, config.node.grace_s, address) if nodes else None
+
+
+async def _over_devices(config: Config, trainer: str, num: int) -> dict[str, tuple[str, ...]]:
+    """Return the options of each rollout node, by name. `num`: of those that share devices."""
     find = partial(for_trainer_node, config, num) if num else partial(for_sizes, config)
     gpus = await retry_on_resource_limit(
         lambda: in_thread(find), "the search for devices", logger.warning
@@ -54,7 +63,7 @@ async def sharing(
         part = part_with(config, gpus, k, nodes=1)
         of_part = ("--part", str(part)) if part else ()
         nodes[f"rollout-{k}"] = ("--shares", trainer, *gpus.options(f"rollout-{k}"), *of_part)
-    return SharingNodes(run_dir, trainer, nodes, config.node.grace_s, address)
+    return nodes
 
 
 class SharingNodes:
@@ -97,7 +106,8 @@ class SharingNodes:
         """Start one, and restart it when it crashes."""
         name = f"{self._trainer}-{node}"
         options = (*self._nodes[node], "--join", await self._listening())
-        start = partial(self._daemons.start, name, "rollout", *options)
+        role = "environment" if node == ENVIRONMENT else "rollout"
+        start = partial(self._daemons.start, name, role, *options)
         try:
             daemon = await self._daemons.keep(await start(), start, _has_crashed)
         except OSError as e:

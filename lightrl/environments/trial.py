@@ -1,13 +1,9 @@
-"""Plays one episode twice without a run, for `lightrl check` and the dry run.
-
-Row, worker process and chat template are those of a run. Its turns are fixed texts: no tool is
-called.
+"""Trial of the environment before a run: an episode of a row is played twice, in turns of a fixed
+text, which call no tool. Worker process and chat template are those of a run.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -16,14 +12,11 @@ from typing import Any
 
 from lightrl.config.schema import Config
 from lightrl.config.values import shortened
-from lightrl.coordinator.prompts import Prompts
 from lightrl.data.template import template_kwargs
 from lightrl.environments.pool import EnvironmentRaised, Returned, WorkerLost, WorkerPool
 from lightrl.environments.rendering import Renderer
-from lightrl.errors import ConfigError, DataUnreachable
+from lightrl.errors import ConfigError
 from lightrl.rewards.trial import Tried
-from lightrl.system.temporary import temporary_folder
-from lightrl.wire import from_json, to_json
 
 TURNS = 5  # most turns of a trial
 TEXTS = ("12", "1", "Yes.")  # of each turn; the one that is answered most often is replayed
@@ -38,21 +31,9 @@ class _Played:
     fault: str = ""
 
 
-def try_episode(config: Config) -> list[Tried]:
-    """Return lines on resumption, tools, chat template and length. Raises LightRLError, one line,
-    if no episode would begin."""
-    try:
-        with closing(Prompts(config)) as prompts, temporary_folder("check") as folder:
-            first = next(iter(prompts.train_sets or prompts.eval_sets)).first(1)
-            row = from_json(to_json(next(iter(first)).row), dict[str, Any])
-            return asyncio.run(_try_row(config, prompts.tokenizer, row, folder))
-    except DataUnreachable as e:
-        return [Tried("warn", f"{e}: no episode was tried")]
-
-
-async def _try_row(
-    config: Config, tokenizer: Any, row: dict[str, Any], folder: Path
-) -> list[Tried]:
+async def try_row(config: Config, tokenizer: Any, row: dict[str, Any], folder: Path) -> list[Tried]:
+    """Return lines on resumption, tools, chat template and length. `folder`: of the worker's log.
+    Raises LightRLError, one line, if no episode would begin."""
     settings = config.environment.model_copy(update={"workers": 1})
     pool = WorkerPool(settings, folder, lambda _: None, config.data.prompt_key)
     kwargs = template_kwargs(config.data)

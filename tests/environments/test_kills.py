@@ -31,7 +31,7 @@ PASS = "RoundOpened 1 pass"
 VICTIMS = ["rollout", "worker", "environment", "head", "all"]
 
 ENVIRONMENT = """
-import os, time
+import os, random
 
 class Five:
     def reset(self, row, seed):
@@ -50,6 +50,17 @@ class Five:
 class Drifting(Five):
     def say(self, text):
         return f"{super().say(text)} {os.getpid()}"
+
+class Flaky(Five):
+    def reset(self, row, seed):
+        if random.random() < 0.13:
+            raise ConnectionError("no sandbox")
+        return super().reset(row, seed)
+
+    def step(self, text):
+        if random.random() < 0.004:
+            os._exit(1)
+        return super().step(text)
 
 def count(n: int) -> int:
     with open(os.environ["CALLS"], "a") as file:
@@ -260,6 +271,20 @@ def test_tools_that_may_be_repeated_are_called_again_only_in_a_turn_that_was_los
     assert max(again.values(), default=0) <= num_kills
     # of at most one turn of each of the two episodes, which has ten calls, or a few more
     assert again.total() <= num_kills * 2 * MAX_CALLS
+
+
+def test_episodes_that_infrastructure_killed_leave_the_mean_reward_as_it_was(tmp_path: Path):
+    args = "{mean_length=3.0,t0_ms=1.0,restart_change=0.0}"
+    more = ("train.steps=8", "train.prompts_per_step=4", "rollout.group_size=8", "rollout.slots=32")
+    many = (*more, f"rollout.engine_args={args}", "environment.workers=2")
+    whole = play(tmp_path / "whole", *NATIVE[:1], *many)
+    flaky = play(tmp_path / "flaky", "environment.source=env.py:Flaky", *many)
+    num = 8 * 4 * 8
+    assert flaky.digests != whole.digests
+    assert 0.05 * num < flaky.figure("episodes/unscored") < 0.3 * num
+    assert flaky.summary["trained_responses"] == num - flaky.figure("episodes/unscored")
+    means = [p.figure("reward/mean") / 8 for p in (whole, flaky)]
+    assert abs(means[0] - means[1]) < 0.1  # a score of 0 for each would be 0.35
 
 
 def test_an_environment_that_says_something_else_in_its_replay_is_not_scored(tmp_path: Path):

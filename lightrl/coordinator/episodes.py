@@ -60,5 +60,11 @@ class EpisodeMessages:
     def _send_in_order(self, node: str, message: Ordered) -> None:
         if self._settings.resume == "replay":
             self._send(node, message)
-        else:
-            self._journaling.when_durable(lambda: self._send(node, message))
+            return
+        at = self._core.fleet.nodes.get(node)
+
+        def send() -> None:  # unless another process has the name by then
+            if self._core.fleet.nodes.get(node) is at:
+                self._send(node, message)
+
+        self._journaling.when_durable(send)

@@ -187,6 +187,7 @@ class _Recovery:
         core.outbox.report(
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
+        core.episodes.claims_until = self._now + core.settings.lease_s
         core.lifecycle.forgive()
         core.scaling.forget_open()
         core.scaling.announce()
@@ -368,7 +369,7 @@ def _episode(held: _HeldTokens) -> Iterator[LogEntry]:
     response, incarnation = held.response, held.response.incarnation
     ids, logprobs = encode(response.tokens), encode(response.logprobs)
     ends = [turn.start for turn in held.turns[1:]] + [held.num_tokens]
-    for number, (turn, end) in enumerate(zip(held.turns, ends, strict=True)):
+    for number, (turn, end) in enumerate(zip(held.turns, ends, strict=False)):
         observation = ids[4 * turn.start : 4 * turn.end]
         yield ObservationTaken(response.id, incarnation, turn, observation)
         finish = held.finishes[number] if number < len(held.finishes) else None

@@ -206,7 +206,7 @@ class EnvironmentAgent:
             except WorkerLost as lost:
                 episode.is_live = False
                 if lost.in_call:
-                    episode.num_lost += 1
+                    episode.num_lost += lost.is_suspect
                     if self._resume == "once":
                         raise Stopped("failed", f"{lost}; environment.resume = once") from None
                     if episode.num_lost > MAX_LOST:
@@ -234,6 +234,8 @@ class EnvironmentAgent:
             episode.require_digest(0, (await self._reset(episode)).digest)
             for k in range(1, len(episode.turns)):
                 message = await self._parse(episode, k - 1)
+                if self._pool.answers(message):
+                    continue  # tools of the run are recorded; the class has not seen this turn
                 returned = await self._pool.step(episode.handle, message)
                 episode.require_digest(k, returned.digest)
         episode.is_live = True

@@ -69,9 +69,9 @@ class StepTimedOut(LightRLError):
 class WorkerLost(LightRLError):
     """The worker of an episode died. `in_call`: during a call of the episode, the likely cause."""
 
-    def __init__(self, text: str, in_call: bool = False) -> None:
+    def __init__(self, text: str, in_call: bool = False, is_suspect: bool = False) -> None:
         super().__init__(text)
-        self.in_call = in_call
+        self.in_call, self.is_suspect = in_call, is_suspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,14 @@ class _Worker:
     async def receive(self) -> None:
         """Take an event. Raises one of BROKEN."""
         assert self.child is not None
-        frame = await self.child.receive()
+        waiting = {*self.calls}
+        try:
+            async with asyncio.timeout(2 * self.limit_s + GRACE_S):
+                frame = await self.child.receive()
+        except TimeoutError:
+            if waiting & self.calls.keys():
+                raise ChildDied(f"{self.name} hangs outside of a call") from None
+            return
         call = self.calls[frame["id"]]
         match frame["event"]:
             case "started":
@@ -140,6 +147,8 @@ class _Worker:
         del self.calls[frame["id"]]
 
     def _overrun(self, call: _Call) -> None:
+        if call is not [c for c in self.calls.values() if c.timer is not None][-1]:
+            return  # the newest one stands in its way
         assert self.child is not None
         call.end_late(self.limit_s)
         self.overran, self.is_ready = True, False
@@ -149,8 +158,9 @@ class _Worker:
         """Kill the process. Its calls raise WorkerLost, and its episodes are forgotten. A call that
         took too long is to blame for the others; else each that had begun may be."""
         for call in self.calls.values():
-            in_call = call.timer is not None and not self.overran
-            call.end(WorkerLost(f"{call.label}: its worker was lost: {why}", in_call))
+            begun = call.timer is not None
+            text = f"{call.label}: its worker was lost: {why}"
+            call.end(WorkerLost(text, begun, begun and not self.overran))
         self.calls, self.episodes, self.overran, self.is_ready = {}, {}, False, False
         if self.child is not None:
             self.child.kill()  # it has nothing to save, and may hang
@@ -167,9 +177,8 @@ class WorkerPool:
         log_dir: Path,
         report: Callable[[str], None],
         prompt_key: str = "prompt",
-        system_prompt: str = "",
     ) -> None:
-        """`report` gets a line about each worker that has ended. `prompt_key`, `system_prompt`: of
+        """`report` gets a line about each worker that has ended. `prompt_key`: of
         the data, for runs with tools and without a class."""
         self.tools: list[dict[str, Any]] = []
         self.is_stateless = False
@@ -181,7 +190,6 @@ class WorkerPool:
             **settings.model_dump(mode="json", include=SETUP),
             "named": self._named,
             "prompt_key": prompt_key,
-            "system_prompt": system_prompt,
         }
         self._workers = [
             _Worker(f"environment-{k}", settings.timeout_s)
@@ -224,6 +232,11 @@ class WorkerPool:
         if w is None:
             raise WorkerLost(f"{self._named}: episode {episode}: its worker was lost")
         return _returned(await self._post(w, episode, {"call": "step", "message": message}))
+
+    def answers(self, message: dict[str, Any]) -> bool:
+        """Return whether tools of the run answer a message, as `WithTools` decides."""
+        ours = {tool["function"]["name"] for tool in self.tools}
+        return any(call["function"]["name"] in ours for call in message.get("tool_calls", ()))
 
     def close(self, episode: str) -> None:
         """Forget an episode, whatever it is doing."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightrl.config.schema import Config
 from lightrl.config.values import shortened
+from lightrl.core.rounds.rounds import sample_seed
 from lightrl.data.template import template_kwargs
 from lightrl.environments.pool import EnvironmentRaised, Returned, WorkerLost, WorkerPool
 from lightrl.environments.rendering import Renderer
@@ -66,7 +67,8 @@ async def _play(
 ) -> _Played:
     """Play an episode of turns of `text`; with `recorded` as many, as it is resumed. Raises
     LightRLError if it does not begin, or takes too long."""
-    seed, settings = config.run.seed, config.environment
+    seed = sample_seed(config.run.seed, "trial") >> 31  # as large as those of a run
+    settings = config.environment
     turn = {"role": "assistant", "content": text}
     num = min(settings.max_turns, TURNS) if recorded is None else len(recorded) - 1
     returned = [await pool.reset(text, row, seed)]

@@ -145,7 +145,7 @@ class Drafter:
     def start(self, response: str, prompt: Sequence[int], prefix: Sequence[int]) -> None:
         """Add a response that starts, or continues after `prefix`, its earlier turns included."""
         known = self._group(group_of(response))
-        if response in known.names:
+        if prefix and response in known.names:
             self._remove(known, known.names.index(response))
         known.prompt = list(prompt[-LONGEST:])
         known.num_running += 1

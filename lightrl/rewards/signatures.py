@@ -216,7 +216,8 @@ def _split(sample: Sample, columns: Columns) -> tuple[Any, Any]:
     """The prompt and the completion in TRL's form: text, or messages."""
     if sample.messages:
         num = len(sample.messages) - sum(1 + len(turn.observation) for turn in sample.turns)
-        return sample.messages[:num], sample.messages[num:]
+        chat = [dict(message) for message in sample.messages]  # a function may change its own
+        return chat[:num], chat[num:]
     prompt = conversation(sample.prompt, sample.row, columns)
     is_chat = isinstance(prompt, list)
     said = [{"role": "assistant", "content": sample.response}] if is_chat else sample.response

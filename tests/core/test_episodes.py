@@ -513,3 +513,65 @@ def test_begin_carries_all_that_is_recorded():
     assert again
     assert [len(t.sampled) // 4 for t in again[0].turns][:2] == [TURN, TURN]
     assert sent([], Generate) == []
+
+
+def test_a_snapshot_has_an_episode_that_ended_before_its_first_observation():
+    driver = Episodes(skips_unscored=True, group_size=3)
+    begun = sent_begun(driver)
+    failed = EpisodeEnded(begun.response, 1, 0, "failed", None, failure="broken")
+    driver.event(MessageArrived("e0", failed))
+    driver.lose_coordinator()
+    outcome = driver.held(begun.response).outcome
+    assert outcome is not None
+    assert outcome.failure == "broken"
+
+
+def test_an_episode_without_room_holds_up_no_other(undisturbed: dict[str, TrainResponse]):
+    driver = Episodes(environments=0)
+    for name in ("e0", "e1"):
+        driver.at[name] = Environment()
+        driver.clock += 1
+        driver.take(driver.join(name, "environment", slots=2, incarnation=driver.clock))
+    assert len(driver.core.table.open_episodes) == 4
+    driver.queue = deque(m for m in driver.queue if m[0] != "e0")
+    del driver.at["e0"]
+    driver.event(NodeLost("e0", "killed"))
+    driver.play()
+    assert driver.trained == undisturbed
+
+
+def test_a_rollout_node_cannot_sample_before_the_first_observation():
+    driver = Episodes()
+    name = sent_begun(driver).response
+    item = ResponseTokens(name, 1, 0, ids(1, 2), array("f", [-0.5] * 2).tobytes(), "stop")
+    other = next(r.id for r in driver.core.table.responses.values() if r.id != name)
+    driver.event(MessageArrived("r0", TokenChunk(0, "digest-0", (item,))))
+    driver.take(driver.join("r1", incarnation=99, serves=0, running={other: 1}))
+    assert not driver.held(name).tokens
+    assert driver.held(other).state is not ResponseState.RUNNING
+    assert "e0" in driver.core.fleet.nodes
+
+
+def test_an_episode_that_failed_takes_no_place_in_a_race():
+    driver = Episodes(tail=Tail(eta_responses=1.5), group_size=4, skips_unscored=True)
+    begun = sent_begun(driver)
+    failed = EpisodeEnded(begun.response, 1, 0, "failed", None, failure="broken")
+    driver.event(MessageArrived("e0", failed))
+    driver.play()
+    assert len(driver.trained) == 8
+
+
+def test_only_the_newest_saved_state_is_kept():
+    driver = Episodes(rollouts=1)
+    observe = driver.at["e0"].observe
+    driver.at["e0"].observe = lambda name: (
+        replace(made, state=b"s")
+        if isinstance(  # type: ignore
+            made := observe(name), Observed
+        )
+        else made
+    )
+    while not any(len(r.turns) == 2 for r in driver.core.table.responses.values()):
+        driver.deliver(*driver.queue.popleft()) if driver.queue else driver.sample("r0")
+    response = next(r for r in driver.core.table.responses.values() if len(r.turns) == 2)
+    assert [turn.state for turn in response.turns] == [b"", b"s"]

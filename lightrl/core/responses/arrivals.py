@@ -116,6 +116,8 @@ class Arrivals:
         has_ended = item.finish_reason in {"stop", "length"}
         if response.state is not ResponseState.QUEUED or not has_ended:
             return False
+        if self._settings.episodes is not None and not response.turns:
+            return False  # it is not begun
         if not can_exist(response, item.attempt):
             return False
         staleness = response.group.round.step - version

@@ -7,13 +7,14 @@ recorded turns. `group_lifecycle` decides the outcome, `responses` owns the plac
 """
 
 import math
+from dataclasses import replace
 
 from lightrl.core.arrays import decode, encode
 from lightrl.core.commands import Outbox
 from lightrl.core.log_entries import EpisodeOver, ObservationTaken
 from lightrl.core.nodes.fleet import Fleet
 from lightrl.core.responses.arrivals import append
-from lightrl.core.responses.responses import MeanTime, ResponseTable
+from lightrl.core.responses.responses import MAX_UNRECORDED, MeanTime, ResponseTable
 from lightrl.core.rounds.group_lifecycle import GroupLifecycle
 from lightrl.core.rounds.rounds import sample_seed
 from lightrl.core.settings import Settings
@@ -29,6 +30,7 @@ from lightrl.messages.episodes import (
 
 MARGIN = 1.25  # of open episodes beyond those that keep all slots busy on average
 UNMEASURED = 2.0  # open episodes for each slot, until times are measured
+UNSCORED = {"failed", "diverged"}  # endings
 MIN_MEASURED = 16  # turns from which times are known
 
 
@@ -44,6 +46,7 @@ class Episodes:
         lifecycle: GroupLifecycle,
         outbox: Outbox,
     ) -> None:
+        self.claims_until = 0.0  # of environments that were here before a restart
         self.step_s = MeanTime()  # of an observation, as the coordinator waits for it
         self._settings = settings
         self._fleet = fleet
@@ -68,14 +71,17 @@ class Episodes:
 
     def dispatch(self) -> None:
         """Send the turns that wait for an environment, and begin episodes while there is room."""
+        unplaced: list[Response] = []
         while self._table.to_step:
             _, response = self._table.to_step.popitem(last=False)
-            if response.environment is None and not self._begin(response):
-                self._table.to_step[response.id] = response
-                self._table.to_step.move_to_end(response.id, last=False)
-                return
-            if response.environment is not None and response.turns and not response.was_stepped:
+            is_lost = response.environment is None
+            if is_lost and (self._may_claim(response) or not self._begin(response)):
+                unplaced.append(response)
+            elif response.turns and not response.was_stepped:
                 self._step(response)
+        self._table.to_step.update((r.id, r) for r in unplaced)
+        if unplaced:
+            return
         wanted = self.num_wanted - len(self._table.open_episodes)
         while wanted > 0 and self._node() is not None:
             if not (chosen := self._lifecycle.pop_waiting(1, self._table.unbegun)):
@@ -84,6 +90,13 @@ class Episodes:
             self._table.open_episodes.add(chosen[0].id)
             self._begin(chosen[0])
             wanted -= 1
+
+    def _may_claim(self, response: Response) -> bool:
+        """Return whether the node that had an episode before a restart of the coordinator may still
+        return with its environment."""
+        of = self._settings.episodes
+        keeps = of is not None and of.resume != "replay" and bool(response.turns)
+        return keeps and self._fleet.now < self.claims_until
 
     def _node(self) -> Node | None:
         """Return the node with most room, or None."""
@@ -98,7 +111,8 @@ class Episodes:
         response.incarnation += 1
         self._bind(response, node)
         group, turns = response.group, response.turns
-        seed = sample_seed(self._settings.run_seed, f"environment {group.key}")
+        # 32 bits, since numpy takes no more
+        seed = sample_seed(self._settings.run_seed, f"environment {group.key}") >> 31
         self._outbox.send(
             node.name,
             BeginEpisode(
@@ -135,7 +149,9 @@ class Episodes:
         if response is None or message.turn != len(response.turns):
             return None  # sent twice, or not wanted any more
         tokens = message.token_ids
-        if not tokens or len(tokens) % 4 or message.offset != len(response.tokens):
+        is_whole = tokens and len(tokens) % 4 == 0 and message.offset == len(response.tokens)
+        left = response.group.max_response_tokens - response.num_sampled
+        if not is_whole or message.max_new_tokens < 1 or left < 1:
             return "sent a malformed observation"
         if max(decode("I", tokens)) >= self._settings.vocabulary:
             return f"sent a token outside the vocabulary of {self._settings.vocabulary}"
@@ -165,7 +181,7 @@ class Episodes:
             message.stop,
             message.reward,
             message.turn_reward,
-            message.failure,
+            message.failure or (message.stop if message.stop in UNSCORED else ""),
             message.record,
             message.metrics,
             message.seconds,
@@ -188,6 +204,8 @@ class Episodes:
 
     def _insert(self, response: Response, turn: Turn, token_ids: bytes) -> None:
         """Append an observation and queue its episode; every inserted token comes from here."""
+        if response.turns and response.turns[-1].state:  # only the newest one is used
+            response.turns[-1] = replace(response.turns[-1], state=b"")
         response.turns.append(turn)
         response.num_inserted += turn.num_inserted
         response.was_stepped = False
@@ -204,6 +222,8 @@ class Episodes:
             response = self._table.responses.get(name)
             if response is None or response.environment is not None or response.resolved:
                 continue
+            if incarnation > response.incarnation + MAX_UNRECORDED:
+                continue  # invented: its successors must fit into messages
             # Of the process before, which may have begun it again since the journal's last entry:
             # if this one begins it, answers to that process must not count.
             is_newest = incarnation >= response.incarnation

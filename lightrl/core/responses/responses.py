@@ -253,7 +253,8 @@ class ResponseTable:
                 continue
             fits = is_ready and node.free > 0
             waits = fits and response is not None and response.state is ResponseState.QUEUED
-            if response and waits and is_current(response, attempt):
+            is_begun = self.settings.episodes is None or (response is not None and response.turns)
+            if response and waits and is_begun and is_current(response, attempt):
                 self.run(response, node, attempt)
             else:
                 unwanted.append((name, attempt))

@@ -35,6 +35,8 @@ def has_lost(response: Response) -> bool:
 def finish_of_response(settings: Settings, response: Response) -> tuple[int, int]:
     """Return (finishing time, index in its group) of a scored response that `round.num_scores`, the
     time in a race by the clock, includes."""
+    if response.outcome is not None and response.outcome.failure:
+        return UNBOUNDED - 1, response.index  # its few tokens must not win a place
     round = response.group.round
     by_clock = round.races and settings.tail.race == "clock"
     return (round.num_scores if by_clock else response.num_sampled, response.index)

@@ -55,7 +55,7 @@ async def add_tools(
     box = await tools.load_tools(setup["tools"], setup["mcp"], TOOL_SHARE * setup["timeout_s"])
 
     def with_tools() -> Any:
-        answering = tools.ToolEpisode(box, setup["prompt_key"], setup["system_prompt"])
+        answering = tools.ToolEpisode(box, setup["prompt_key"])
         return answering if make is None else WithTools(make(), answering)
 
     return with_tools, box.schemas

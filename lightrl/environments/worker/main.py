@@ -48,6 +48,7 @@ class _Worker:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._episodes: dict[str, Episode] = {}
+        self._blocked_s = 0.0  # in calls, while the loop stood still
         self._tasks: set[asyncio.Task[None]] = set()  # asynchronous calls, named as their episodes
         os.register_at_fork(after_in_child=self._forked)
 
@@ -57,11 +58,12 @@ class _Worker:
         self._limit_s: float = setup["timeout_s"]
         self._saves: bool = setup["resume"] == "snapshot"
         self._load(setup)
-        self._loop.add_reader(self._sock, self._loop.stop)
         while True:
             # a task that raises SystemExit raises it here, too
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.add_reader(self._sock, self._loop.stop)
                 self._loop.run_forever()  # until something arrives
+                self._loop.remove_reader(self._sock)  # user code may run the loop, too
                 self._begin(frames.receive(self._sock))
 
     def _load(self, setup: dict[str, Any]) -> None:
@@ -96,6 +98,7 @@ class _Worker:
                 self._returned(frame, value, began)
         except BaseException as e:  # user code may raise anything, or exit
             self._raised(frame, e)
+        self._blocked_s += time.perf_counter() - began
 
     def _call(self, name: str, frame: dict[str, Any]) -> Any:
         match frame["call"]:
@@ -116,7 +119,10 @@ class _Worker:
         """Wait for an asynchronous call, and cancel it at the limit."""
         work = asyncio.ensure_future(value)
         try:
-            await asyncio.wait({work}, timeout=self._limit_s)
+            blocked_s, left_s = self._blocked_s, self._limit_s
+            while left_s > 0 and not work.done():
+                await asyncio.wait({work}, timeout=left_s)
+                blocked_s, left_s = self._blocked_s, self._blocked_s - blocked_s
             if work.done():
                 self._returned(frame, work.result(), began)
             else:
@@ -131,6 +137,8 @@ class _Worker:
         answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "state": ""}
         if frame["call"] in ("reset", "step"):
             answer |= frames.to_fields(value, frame["call"])
+            if self._saves and answer["tools"]:
+                raise UserError('tools of an episode need environment.resume = "replay"')
             if self._saves and not answer["done"]:
                 state = _saved(self._episodes[frame["episode"]])
                 answer["state"] = base64.b64encode(state).decode()

@@ -3,6 +3,7 @@
 Owns what the methods of such a class take and return; see README.md.
 """
 
+import copy
 import inspect
 import random
 import sys
@@ -27,7 +28,7 @@ def load_class(target: Any, args: dict[str, Any], name: str) -> Callable[[], Epi
         raise UserError(f"{name}: environment.args does not fit: {e}") from None
     except ValueError:  # a class in C
         pass
-    return lambda: NativeEpisode(target(**args))
+    return lambda: NativeEpisode(target(**copy.deepcopy(args)))
 
 
 class NativeEpisode:
@@ -64,7 +65,14 @@ class Seeded:
         self._seed = seed
         return self._begun().reset(row, seed)
 
+    @property
+    def save(self) -> Callable[[], bytes]:
+        save = self._episode.save  # AttributeError: it has none
+        return lambda: b"%d %d " % (self._seed, self._num_calls) + save()
+
     def load(self, state: bytes) -> Any:
+        seed, num_calls, state = state.split(b" ", 2)
+        self._seed, self._num_calls = int(seed), int(num_calls) - 1
         return self._begun().load(state)
 
     def step(self, message: Message) -> Any:

@@ -144,10 +144,9 @@ class ToolEpisode:
     """An episode without an environment of its own: the model calls tools until it answers
     without a call. Reward functions score it."""
 
-    def __init__(self, tools: ToolBox, prompt_key: str = "prompt", system_prompt: str = "") -> None:
+    def __init__(self, tools: ToolBox, prompt_key: str = "prompt") -> None:
         self.tools = tools.for_episode()
         self._prompt_key = prompt_key
-        self._system_prompt = system_prompt
         self._num_errors = 0
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
@@ -157,8 +156,6 @@ class ToolEpisode:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not prompt or not isinstance(messages, list):
             raise UserError(f"its column {self._prompt_key!r} has neither text nor messages")
-        if self._system_prompt and all(each.get("role") != "system" for each in messages):
-            messages = [{"role": "system", "content": self._system_prompt}, *messages]
         return Observation(messages)
 
     def step(self, message: Message) -> Observation | Awaitable[Observation]:

@@ -1,6 +1,6 @@
 """Environments of other frameworks, as published: a config of at most 15 lines trains 5 steps.
 
-The model is tiny and random. Its head prefers digits, ends of turns, and tokens that each are a whole
+The model is tiny and random. Its head prefers digits, ends of turns, and tokens that are a whole
 action, answer or tool call, so that games go on and rewards differ.
 """
 

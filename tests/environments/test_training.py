@@ -32,19 +32,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(WORDS)
     tokenizer.save(str(folder / "tokenizer.json"))
-    make_weights(folder, [*"0123", *WORDS, "<|im_end|>"], max_positions=4096)
+    make_weights(folder, [*"0123", *WORDS, "<|im_end|>"], max_positions=2048)
     return folder
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_published_environment_trains_5_steps(file: Path, model: Path, tmp_path: Path):
     python = interpreter("verifiers" if file.stem.startswith("verifiers") else "games")
-    environment = [f'environment.command=["{python}", "-P"]', "environment.max_length=4000"]
     run = ["run.name=one", f"run.dir={tmp_path}", "run.bind=tcp://127.0.0.1:*"]
-    small = [f"model.path={model}", "model.dtype=float32", "rollout.engine=torch"]
+    run += [f"model.path={model}", f'environment.command=["{python}", "-P"]']
+    small = ["model.dtype=float32", "rollout.engine=torch"]
     small += ["rollout.nodes=1", "rollout.group_size=2", "train.prompts_per_step=2"]
     done = subprocess.run(
-        arguments("up", str(file), "--no-tui", *environment, *run, *small),
+        arguments("up", str(file), "--no-tui", *run, *small),
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_S,

@@ -22,7 +22,7 @@ from lightrl.journal.read import LOG, read_segment, segments
 from lightrl.messages.training import TrainResponse
 from lightrl.weights.canary import tolerance
 from lightrl.wire import unpack_i32
-from tests.support.chat_models import make_model
+from tests.support.chat_models import make_model, make_weights
 from tests.support.cli import DEADLINE_S, arguments
 
 pytestmark = pytest.mark.e2e
@@ -63,41 +63,6 @@ max_length = 200
 max_turn_length = 12
 tasks = 8
 """
-
-
-def make_weights(folder: Path) -> None:
-    """Random weights, of which the head prefers "a", "b" and the end of a turn."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    known: dict[str, int] = tokenizer["model"]["vocab"]
-    ends = {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "dtype": "float32",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "vocab_size": max(*known.values(), *ends.values()) + 1,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.1,
-        "eos_token_id": ends["<|im_end|>"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        model.model.embed_tokens.weight += 1.0
-        model.lm_head.weight -= 0.15
-        model.lm_head.weight[[known["a"], known["b"], ends["<|im_end|>"]]] += 0.3
-    generation = (folder / "generation_config.json").read_text()
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(generation)
 
 
 @dataclass(frozen=True)
@@ -144,7 +109,7 @@ class Played:
 )
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
     folder = tmp_path_factory.mktemp(request.param)
-    make_weights(make_model(folder / "model", CHATML))
+    make_weights(make_model(folder / "model", CHATML), ["a", "b", "<|im_end|>"])
     (folder / "abc.py").write_text(ENVIRONMENT)
     (folder / "run.toml").write_text(CONFIG.format(folder=folder, engine=request.param))
     done = subprocess.run(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -72,3 +73,38 @@ def make_model(folder: Path, template: str | None, name: str = "") -> Path:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+def make_weights(folder: Path, preferred: Sequence[str], max_positions: int = 512) -> None:
+    """Random weights, of which the head prefers some tokens."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    known: dict[str, int] = dict(tokenizer["model"]["vocab"])
+    known |= {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "float32",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_positions,
+        "vocab_size": max(known.values()) + 1,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "eos_token_id": known["<|im_end|>"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 1.0
+        model.lm_head.weight -= 0.15
+        model.lm_head.weight[[known[token] for token in preferred]] += 0.3
+    generation = (folder / "generation_config.json").read_text()
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(generation)

@@ -357,7 +357,7 @@ def test_episode_whose_worker_died_goes_on_as_if_nothing_had_been(
 def test_call_in_which_the_worker_dies_is_repeated_twice(tmp_path: Path, num_deaths: int):
     async def story(at: Node) -> None:
         await at.begin()
-        died = WorkerLost("its worker was lost", in_call=True)
+        died = WorkerLost("its worker was lost", in_call=True, is_suspect=True)
         at.pool.faults = [died, *[None, died] * (num_deaths - 1)]
         answer = await at.step(0, "up")
         if num_deaths == 2:

@@ -208,13 +208,13 @@ def test_digests_are_equal_if_and_only_if_the_observations_are(plain):
 
 def test_an_episode_is_loaded_from_what_save_returned(plain):
     states = [r.state for r in plain.play("a", "b")]
-    assert states == [b"0", b"1", b"2"]
+    assert states == [b"9 1 0", b"9 2 1", b"9 3 2"]  # with the seed and the calls so far
 
     async def scenario() -> Returned:
         await plain.pool.load("other", {}, 9, states[1])
         return await plain.pool.step("other", turn("c"))
 
-    assert plain.run(scenario()).state == b"2"
+    assert plain.run(scenario()).state == b"9 3 2"
 
 
 @pytest.mark.parametrize(

@@ -334,9 +334,7 @@ def test_an_episode_begins_with_the_rows_prompt(file):
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "2+2?"}
     assert ToolEpisode(tools).reset({"prompt": "2+2?"}, 1).messages == [user]
-    assert ToolEpisode(tools, "q", "Be brief.").reset({"q": [user]}, 1).messages == [system, user]
-    own = [{"role": "system", "content": "Own."}, user]
-    assert ToolEpisode(tools, "q", "Be brief.").reset({"q": own}, 1).messages == own
+    assert ToolEpisode(tools, "q").reset({"q": [system, user]}, 1).messages == [system, user]
     for row in ({}, {"prompt": ""}, {"prompt": []}, {"prompt": 3}):
         with pytest.raises(UserError, match="column 'prompt' has neither text nor messages"):
             ToolEpisode(tools).reset(row, 1)

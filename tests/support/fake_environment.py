@@ -64,6 +64,9 @@ class FakePool:
         self._worlds[episode] = seed, steps + 1
         return self._returned(f"{said} {steps + 1}", self.reward, said == "quit", steps + 1)
 
+    def answers(self, message: Message) -> bool:
+        return bool(self.tools and message.get("tool_calls"))
+
     def close(self, episode: str) -> None:
         self._worlds.pop(episode, None)
 

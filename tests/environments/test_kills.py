@@ -22,7 +22,7 @@ from lightrl.wire import unpack_i32
 from tests.support.chat_models import make_model
 from tests.support.cli import QUICKSTART, linux_only
 
-pytestmark = [pytest.mark.e2e, linux_only, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, linux_only, pytest.mark.timeout(1200)]
 
 HOOK = Path(__file__).parents[1] / "support" / "kills"
 STEPS = 36

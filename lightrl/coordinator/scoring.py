@@ -17,12 +17,12 @@ from typing import Any
 from lightrl.config.reward import is_own_function
 from lightrl.config.schema import Config
 from lightrl.coordinator.prompts import Prompts
-from lightrl.coordinator.samples import SamplesLog, texts_of
+from lightrl.coordinator.samples import SamplesLog, messages_of, texts_of
 from lightrl.core import waits
 from lightrl.core.commands import ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import ResponseScored
-from lightrl.core.state import Group, Response, ResponseState, Round, RoundState
+from lightrl.core.state import Group, Response, ResponseState, Round, RoundState, sampled_spans
 from lightrl.data.prompts import Prompt
 from lightrl.errors import RewardError
 from lightrl.metrics.round_figures import sample_of
@@ -130,8 +130,8 @@ class ResponseScoring:
             self._hand_over(group.responses)
 
     def _hand_over(self, responses: Sequence[Response]) -> None:
-        """Pass responses of one prompt to the pool, but those of which the environment has said all
-        to `_score_episodes`: this may be called while the core carries out an event."""
+        """Pass responses of one prompt to the pool, and those that the environment alone scores to
+        `_score_episodes`: this may be called while the core carries out an event."""
         group = responses[0].group
         index = self._prompts.scored_as(group.prompt.id, group.round.is_eval)
         has_functions = bool(self._prompts.scored_alike[index].functions)
@@ -193,8 +193,9 @@ class ResponseScoring:
         if response is not None and done and response.attempt == result.attempt:
             figures = (response.outcome.metrics if response.outcome else {}) | result.metrics
             self._records.scored(response, figures, result.failure, result.duration_s)
-            self.samples.write(response, prompt, result)
-            prompt, text = texts_of(response, prompt, result)
+            chat = messages_of(response)
+            self.samples.write(response, prompt, result, chat)
+            prompt, text = texts_of(chat, prompt, result)
             text += "".join(f"\n[{k}: {v}]" for k, v in result.extras.items())
             self._records.sample(sample_of(response, prompt, text, result.reward))
         r = result
@@ -222,9 +223,8 @@ def record_of(response: Response) -> EpisodeRecord | None:
     turns, outcome = response.turns, response.outcome
     if outcome is None:
         return None
-    ends = [*(turn.start for turn in turns[1:]), len(response.tokens)]
     return EpisodeRecord(
-        tuple((turn.end, end) for turn, end in zip(turns, ends, strict=False)),
+        tuple(sampled_spans(turns, len(response.tokens))),
         (*(turn.record for turn in turns), outcome.record),
         (*(turn.reward for turn in turns[1:]), *((outcome.turn_reward,) * bool(turns))),
         outcome.reward,

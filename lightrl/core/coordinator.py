@@ -46,7 +46,7 @@ from lightrl.core.sharing.colocation import Colocation
 from lightrl.core.sharing.device_turns import DeviceTurns
 from lightrl.core.sharing.engine_sizes import EngineSizes
 from lightrl.core.sharing.sharing_policy import SharingPolicy
-from lightrl.core.state import Node, NodeState, Response, RunState
+from lightrl.core.state import Node, NodeState, RunState
 from lightrl.core.training.trainer_feed import TrainerFeed
 from lightrl.core.training.versions import Versions
 from lightrl.messages.broadcasts import BroadcastStatus
@@ -61,8 +61,6 @@ from lightrl.messages.weights import (
     WeightsFailed,
     WeightsReady,
 )
-
-MIN_HIT_RATE = 0.5  # of the KV of episodes, below which a node has no preference for them
 
 
 class Coordinator:
@@ -245,42 +243,14 @@ class Coordinator:
         if nodes := self.table.nodes_with_room():
             room = sum(n.free for n in nodes)
             most = min(room, self._num_unreserved(nodes))
-            most -= self._dispatch_home(nodes, most)
             if self.settings.episodes is not None:
-                self._leave_homes(most - self.table.queue.num_homeless)
+                most -= self.episodes.send_home(nodes, most)
             waiting = self.lifecycle.pop_waiting(most)
             placed = placement.assign(waiting, nodes, self._expect)
             self.table.dispatch(placed)
             if self.settings.episodes is not None and self.table.queue:
                 for node in nodes:
                     self.table.mark_free(node)  # more turns may leave their homes later
-
-    def _dispatch_home(self, nodes: list[Node], most: int) -> int:
-        """Send up to `most` turns of episodes to the nodes that have their KV; return their number.
-        A node that mostly had dropped it gets no preference."""
-        if self.settings.episodes is None:
-            return 0
-        placed: list[tuple[Response, Node]] = []
-        for node in nodes:
-            if node.hit_rate >= MIN_HIT_RATE:
-                num = min(node.free, most - len(placed))
-                placed += [(r, node) for r in self.lifecycle.pop_home(node, num)]
-        self.table.dispatch(placed)
-        return len(placed)
-
-    def _leave_homes(self, most: int) -> None:
-        """Let up to `most` turns that wait for the node that has their KV wait for any node, if
-        they wait longer there than another node would prefill them."""
-        queue, turn_s = self.table.queue, self.table.turn_s.seconds
-        for name, num in queue.homes() if most > 0 else ():
-            home = self.fleet.ready.get(name)
-            if home is not None and home.hit_rate < MIN_HIT_RATE:
-                home = None  # it mostly has no KV
-            while most > 0 and (first := queue.first_home(name)) is not None:
-                if home and not placement.leaves(first, home, num * turn_s / home.slots):
-                    break
-                queue.leave_home(name)
-                num, most = num - 1, most - 1
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Return the number of waiting responses beyond the share of nodes that still load."""

@@ -15,7 +15,8 @@ from lightrl.core.nodes.line_fit import LineFit
 from lightrl.core.responses.length_predictor import Memory
 from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.sharing.planner import PlannerMemory
-from lightrl.core.state import DrawnPrompt, EpisodeOutcome, RoundKind, Turn
+from lightrl.core.state import DrawnPrompt, RoundKind, Turn
+from lightrl.messages.episodes import EpisodeEnded
 from lightrl.messages.responses import ResponseTokens
 from lightrl.messages.training import StepDone, TrainShard
 from lightrl.messages.weights import Canary, WeightsBase
@@ -175,15 +176,6 @@ class ObservationTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeOver:
-    """An episode has ended; its score follows."""
-
-    response: str
-    incarnation: int
-    outcome: EpisodeOutcome
-
-
-@dataclass(frozen=True, slots=True)
 class VersionPublished:
     """The trainer published a version; the fields are those of PublishWeights."""
 
@@ -245,7 +237,7 @@ LogEntry: TypeAlias = (
     | PromptsDrawn
     | TokensTaken
     | ObservationTaken
-    | EpisodeOver
+    | EpisodeEnded
     | ResponseScored
     | VersionPublished
     | VersionRetrained

@@ -8,8 +8,7 @@ the response, or a node continues the response from its tokens.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import itemgetter
+from itertools import pairwise, zip_longest
 from typing import NamedTuple, assert_never
 
 from lightrl.core.arrays import encode
@@ -17,7 +16,6 @@ from lightrl.core.commands import CloseRound, Command, DrawPrompts
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
-    EpisodeOver,
     LogEntry,
     ObservationTaken,
     RoundOpened,
@@ -33,7 +31,6 @@ from lightrl.core.log_entries import (
 from lightrl.core.rounds import rounds
 from lightrl.core.rounds.backlog import Deferred
 from lightrl.core.state import (
-    EpisodeOutcome,
     Group,
     Response,
     ResponseState,
@@ -41,8 +38,10 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
     Turn,
+    sampled_spans,
 )
 from lightrl.errors import InvariantViolation, JournalError
+from lightrl.messages.episodes import EpisodeEnded
 from lightrl.messages.responses import FinishReason, ResponseTokens
 from lightrl.messages.training import StepDone
 from lightrl.messages.weights import PublishWeights
@@ -138,7 +137,7 @@ class _Recovery:
                 core.steps.fill(prompts)
             case TokensTaken(version, items):
                 self._take(version, items)
-            case ObservationTaken() | EpisodeOver():
+            case ObservationTaken() | EpisodeEnded():
                 core.episodes.replay(entry)
             case ResponseScored():
                 self._score(entry)
@@ -281,7 +280,7 @@ class _HeldTokens(NamedTuple):
     # of an episode
     turns: tuple[Turn, ...] = ()
     finishes: tuple[FinishReason, ...] = ()
-    outcome: EpisodeOutcome | None = None
+    outcome: EpisodeEnded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,26 +365,22 @@ def _spans(held: _HeldTokens) -> Iterator[tuple[int, ResponseTokens]]:
 
 def _episode(held: _HeldTokens) -> Iterator[LogEntry]:
     """Yield the observations of an episode and the tokens of its turns, in order."""
-    response, incarnation = held.response, held.response.incarnation
+    response = held.response
     ids, logprobs = encode(response.tokens), encode(response.logprobs)
-    ends = [turn.start for turn in held.turns[1:]] + [held.num_tokens]
-    for number, (turn, end) in enumerate(zip(held.turns, ends, strict=False)):
-        observation = ids[4 * turn.start : 4 * turn.end]
-        yield ObservationTaken(response.id, incarnation, turn, observation)
-        finish = held.finishes[number] if number < len(held.finishes) else None
-        cuts = [start for _, start in held.starts if turn.end < start < end]
-        for a, z in pairwise([turn.end, *cuts, end]):
-            version = max((v for v in held.starts if v[1] <= a), key=itemgetter(1), default=(0, 0))[
-                0
-            ]
+    spans = sampled_spans(held.turns, held.num_tokens)
+    for turn, (begin, end), finish in zip_longest(held.turns, spans, held.finishes):
+        observation = ids[4 * turn.start : 4 * begin]
+        yield ObservationTaken(response.id, response.incarnation, turn, observation)
+        cuts = [start for _, start in held.starts if begin < start < end]
+        for a, z in pairwise([begin, *cuts, end]):
+            versions = [version for version, start in held.starts if start <= a]
             part, last = slice(4 * a, 4 * z), finish if z == end else None
             if z > a or last is not None:
-                tokens = ResponseTokens(
-                    response.id, held.attempt, a, ids[part], logprobs[part], last
-                )
-                yield TokensTaken(version, (tokens,))
+                what = held.attempt, a, ids[part], logprobs[part], last
+                tokens = ResponseTokens(response.id, *what)
+                yield TokensTaken(versions[-1] if versions else 0, (tokens,))
     if held.outcome is not None:
-        yield EpisodeOver(response.id, incarnation, held.outcome)
+        yield held.outcome
 
 
 def _scores(round: Round) -> Iterator[LogEntry]:

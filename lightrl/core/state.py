@@ -2,13 +2,14 @@
 
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
 from lightrl.core.nodes.speed import Speed
 from lightrl.errors import InvariantViolation
-from lightrl.messages.episodes import EpisodeStop
+from lightrl.messages.episodes import EpisodeEnded
 from lightrl.messages.load import Load
 from lightrl.messages.nodes import Role
 from lightrl.messages.responses import FinishReason, Sampling
@@ -166,21 +167,11 @@ class Turn:
         return self.start + self.num_inserted
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeOutcome:
-    """How an episode ended. Example: EpisodeOutcome("done", 1.0)"""
-
-    stop: EpisodeStop
-    # by the environment; None = it gave none
-    reward: float | None = None
-    turn_reward: float | None = None
-    # one line; such an episode has no score
-    failure: str = ""
-    # of its last turn and the observation that ended it, as JSON
-    record: str = ""
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    seconds: float = 0.0
-    num_tool_calls: int = 0
+def sampled_spans(turns: Sequence[Turn], num_tokens: int) -> list[tuple[int, int]]:
+    """Return (start, end) of the tokens that were sampled after each observation. `num_tokens`: of
+    the whole response."""
+    ends = [*(turn.start for turn in turns[1:]), num_tokens]
+    return [(turn.end, end) for turn, end in zip(turns, ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +190,7 @@ class HeldResponse:
     # of an episode, as in Response
     turns: tuple[Turn, ...] = ()
     finishes: tuple[FinishReason, ...] = ()
-    outcome: EpisodeOutcome | None = None
+    outcome: EpisodeEnded | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -242,8 +233,8 @@ class Response:
     turns: list[Turn] = field(default_factory=list[Turn])
     # of all turns
     num_inserted: int = 0
-    # None: it goes on
-    outcome: EpisodeOutcome | None = None
+    # how it ended; None until then
+    outcome: EpisodeEnded | None = None
     # the environment node that has it; None = it must be begun, or begun again
     environment: "Node | None" = field(default=None, repr=False)
     # how often it was begun; messages about an older one are ignored
@@ -277,13 +268,9 @@ class Response:
         if not self.turns:
             return self.logprobs[self.carried :]
         sampled: array[float] = array("f")
-        for turn, end in zip(self.turns, self._ends_of_turns, strict=True):
-            sampled += self.logprobs[turn.end : end]
+        for start, end in sampled_spans(self.turns, len(self.tokens)):
+            sampled += self.logprobs[start:end]
         return sampled[self.carried :]
-
-    @property
-    def _ends_of_turns(self) -> list[int]:
-        return [turn.start for turn in self.turns[1:]] + [len(self.tokens)]
 
     @property
     def num_sampled(self) -> int:
@@ -297,17 +284,13 @@ class Response:
         return not self.finish_reason and self.state is not ResponseState.WAITING
 
     @property
-    def sampled_of_turn(self) -> int:
-        """Number of sampled tokens after the last observation."""
-        return len(self.tokens) - (self.turns[-1].end if self.turns else 0)
-
-    @property
     def max_new_tokens(self) -> int:
         """Number of tokens that may still be sampled, of an episode in this turn."""
         left = self.group.max_response_tokens - self.num_sampled
-        return (
-            min(left, self.turns[-1].max_new_tokens - self.sampled_of_turn) if self.turns else left
-        )
+        if self.turns:
+            turn = self.turns[-1]
+            left = min(left, turn.max_new_tokens - (len(self.tokens) - turn.end))
+        return left
 
     @property
     def carried(self) -> int:

@@ -229,7 +229,7 @@ class EnvironmentAgent:
             if not (state := episode.turns[-1].state):
                 raise Stopped("failed", "its environment was lost, and has no saved state")
             self._rename(episode)
-            await self._pool.load(episode.handle, episode.row, episode.begun.seed, state)
+            await self._pool.load(episode.handle, episode.row, state)
         else:
             episode.require_digest(0, (await self._reset(episode)).digest)
             for k in range(1, len(episode.turns)):

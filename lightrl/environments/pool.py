@@ -178,8 +178,8 @@ class WorkerPool:
         report: Callable[[str], None],
         prompt_key: str = "prompt",
     ) -> None:
-        """`report` gets a line about each worker that has ended. `prompt_key`: of
-        the data, for runs with tools and without a class."""
+        """`report` gets a line about each worker that has ended. `prompt_key`: of the data, for
+        runs with tools and without a class."""
         self.tools: list[dict[str, Any]] = []
         self.is_stateless = False
         self._command = settings.command or (sys.executable,)
@@ -221,10 +221,10 @@ class WorkerPool:
         """Raises EnvironmentRaised, StepTimedOut, WorkerLost, EnvironmentUnusable."""
         return _returned(await self._begin(episode, row, {"call": "reset", "seed": seed}))
 
-    async def load(self, episode: str, row: dict[str, Any], seed: int, state: bytes) -> None:
+    async def load(self, episode: str, row: dict[str, Any], state: bytes) -> None:
         """Begin an episode from what `save` returned. Raises as `reset`."""
         encoded = base64.b64encode(state).decode()
-        await self._begin(episode, row, {"call": "load", "seed": seed, "state": encoded})
+        await self._begin(episode, row, {"call": "load", "state": encoded})
 
     async def step(self, episode: str, message: dict[str, Any]) -> Returned:
         """Raises as `reset`; WorkerLost(in_call=False) if the episode was lost before."""

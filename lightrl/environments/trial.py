@@ -75,7 +75,7 @@ async def _play(
     try:
         while not pool.is_stateless and len(returned) <= num and not returned[-1].done:
             if recorded is not None and settings.resume == "snapshot":
-                await pool.load(text, row, seed, recorded[len(returned) - 1].state)
+                await pool.load(text, row, recorded[len(returned) - 1].state)
             returned.append(await pool.step(text, turn))
     except (EnvironmentRaised, WorkerLost) as e:
         return _Played(text, returned, str(e))

@@ -36,14 +36,12 @@ State: TypeAlias = Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)]
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
     """An observation, and the tokens that were sampled after it. Example: RecordedTurn(<9 int32>,
-    "5f0c", "[...]", <4 int32>, "stop")."""
+    "5f0c", <4 int32>, "stop")."""
 
     # int32, inserted
     observation: Tokens
     # of what the environment returned
     digest: Word
-    # its messages as JSON
-    record: LongText
     # int32, sampled
     sampled: Tokens
     finish_reason: FinishReason

@@ -18,7 +18,7 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import ResponseScored
 from lightrl.core.log_entries import LogEntry, ShardSent
 from lightrl.core.recovery import recover
-from lightrl.core.state import Response, Round
+from lightrl.core.state import Response, Round, sampled_spans
 from lightrl.core_settings import settings_of
 from lightrl.errors import InvariantViolation, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER
@@ -187,10 +187,10 @@ class Replay:
 
 def _turns(r: Response) -> list[TurnReport]:
     """Return the turns of an episode; the last one has no tokens, if it is what ended it."""
-    ends = [turn.start for turn in r.turns[1:]] + [len(r.tokens)]
+    spans = sampled_spans(r.turns, len(r.tokens))
     turns = [
-        TurnReport(turn.num_inserted, turn.record, turn.reward, turn.end, end)
-        for turn, end in zip(r.turns, ends, strict=True)
+        TurnReport(turn.num_inserted, turn.record, turn.reward, *span)
+        for turn, span in zip(r.turns, spans, strict=True)
     ]
     if (last := r.outcome) is not None and last.record:
         turns.append(TurnReport(0, last.record, last.turn_reward, len(r.tokens), len(r.tokens)))

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from lightrl.messages.training import StepDone, TrainResponse, TrainShard
+from lightrl.messages.training import StepDone, TrainShard
 from lightrl.sim.simulation import Simulation
+from lightrl.wire import num_trained
 
 TRAINER = "trainer"  # its node
 
@@ -54,7 +55,9 @@ class SimTrainer:
         for group in shard.groups:
             num, sampled = len(group.responses), sum(len(r.token_ids) for r in group.responses) // 4
             tokens = len(group.prompt) // 4 * num + sampled
-            self._world.outcome.trained_tokens += sum(map(_num_trained, group.responses))
+            self._world.outcome.trained_tokens += sum(
+                num_trained(r.token_ids, r.loss_mask) for r in group.responses
+            )
             self._held_s += share * training.seconds(num, tokens)
             self._held_tokens += round(share * tokens)
         self.advance()
@@ -113,10 +116,3 @@ class SimTrainer:
         job = self.jobs.popleft()
         metrics = {"timing_s/forward_backward": job.all_s}
         self._trained(StepDone(job.step, job.step + 1, metrics))
-
-
-def _num_trained(response: TrainResponse) -> int:
-    """Return its sampled tokens; those of its observations are not trained."""
-    if response.loss_mask:
-        return int.from_bytes(response.loss_mask).bit_count()
-    return len(response.token_ids) // 4

@@ -15,7 +15,8 @@ from lightrl.coordinator.samples import FILE_NAME, as_line
 from lightrl.coordinator.scoring import NO_REWARD, ResponseScoring, environment_result, record_of
 from lightrl.core.commands import ScoreResponse
 from lightrl.core.events import ResponseScored
-from lightrl.core.state import DrawnPrompt, EpisodeOutcome, Response, Turn
+from lightrl.core.state import DrawnPrompt, Response, Turn
+from lightrl.messages.episodes import EpisodeEnded
 from lightrl.rewards.protocol import RewardResult
 from tests.core.conftest import Driver, ids, of_kind
 from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
@@ -33,7 +34,7 @@ def config_of(folder: Path, functions: list[str] | None = None, **changes: Any) 
     return make_config(folder, **sections | GAME | changes)
 
 
-def give_turns(r: Response, outcome: EpisodeOutcome) -> None:
+def give_turns(r: Response, outcome: EpisodeEnded) -> None:
     """Two turns: two inserted tokens, two sampled ones, one inserted, one sampled."""
     r.tokens, r.logprobs = array("i", [9] * 6), array("f", [0.0] * 6)
     r.turns[:] = [
@@ -43,8 +44,10 @@ def give_turns(r: Response, outcome: EpisodeOutcome) -> None:
     r.num_inserted, r.outcome = 3, outcome
 
 
-def outcome(**fields: Any) -> EpisodeOutcome:
-    return EpisodeOutcome(**{"stop": "done", "reward": 1.0, "record": json.dumps([END])} | fields)
+def outcome(**fields: Any) -> EpisodeEnded:
+    return EpisodeEnded(
+        "r", 1, 2, **{"stop": "done", "reward": 1.0, "record": json.dumps([END])} | fields
+    )
 
 
 class Tasks(Driver):
@@ -85,7 +88,7 @@ def test_prompts_of_an_environment_have_no_tokens_and_their_rows_are_found(tmp_p
     later.close()
 
 
-def finished(driver: Driver, *outcomes: EpisodeOutcome) -> list[ScoreResponse]:
+def finished(driver: Driver, *outcomes: EpisodeEnded) -> list[ScoreResponse]:
     """The end of the first responses, in order, with these outcomes."""
     commands = []
     names = [r.id for g in driver.round.groups.values() for r in g.responses]

@@ -108,7 +108,7 @@ def played(tmp_path: Path, story: Any, pool: FakePool | None = None, **settings:
 
 def recorded(observations: list[Observed], *texts: str) -> tuple[RecordedTurn, ...]:
     return tuple(
-        RecordedTurn(o.token_ids, o.digest, o.record, ids_of(t), "stop", o.reward, o.state)
+        RecordedTurn(o.token_ids, o.digest, ids_of(t), "stop", o.reward, o.state)
         for o, t in zip(observations, texts, strict=True)
     )
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightrl.core.log_entries import EpisodeOver, LogEntry, ObservationTaken, ShardSent, TokensTaken
+from lightrl.core.log_entries import LogEntry, ObservationTaken, ShardSent, TokensTaken
 from lightrl.environments.rendering import Renderer
 from lightrl.journal.read import LOG, read_segment, segments
+from lightrl.messages.episodes import EpisodeEnded
 from lightrl.messages.training import TrainResponse
 from lightrl.weights.canary import tolerance
 from lightrl.wire import unpack_i32
@@ -149,7 +150,7 @@ def test_environments_heard_what_was_sampled_and_said_what_was_inserted(played: 
     renderer = Renderer(played.folder / "model")
     renderer.prove([])
     heard = set((played.folder / "heard.jsonl").read_text().splitlines())
-    over = {e.response: e.outcome for e in played.entries if isinstance(e, EpisodeOver)}
+    over = {e.response: e for e in played.entries if isinstance(e, EpisodeEnded)}
     for name in played.trained:
         held: list[int] = []
         said: list[str] = []

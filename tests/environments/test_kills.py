@@ -233,7 +233,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Played:
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_at_each_entry_changes_no_bit(tmp_path: Path, native: Played, victim: str):
     plan = entries(native)
-    assert {"ObservationTaken 10", "EpisodeOver 2", "ShardSent 1", "StepDone 1"} <= {*plan}
+    assert {"ObservationTaken 10", "EpisodeEnded 2", "ShardSent 1", "StepDone 1"} <= {*plan}
     assert len(native.lines("calls")) == STEPS * 2 * (1 + TURNS)
     played = play(tmp_path, *NATIVE, f"train.steps={STEPS}", victim=victim, plan=plan)
     assert played.lines("done") == list(plan), played.out

@@ -211,7 +211,7 @@ def test_an_episode_is_loaded_from_what_save_returned(plain):
     assert states == [b"9 1 0", b"9 2 1", b"9 3 2"]  # with the seed and the calls so far
 
     async def scenario() -> Returned:
-        await plain.pool.load("other", {}, 9, states[1])
+        await plain.pool.load("other", {}, states[1])
         return await plain.pool.step("other", turn("c"))
 
     assert plain.run(scenario()).state == b"9 3 2"

@@ -175,7 +175,7 @@ def schema_of(file: Path, name: str) -> dict:
 
 
 def call(file: Path, name: str, limit_s: float = 30.0, **arguments) -> str:
-    return asyncio.run(load(file, name, limit_s=limit_s).call(name, arguments, "c1"))
+    return asyncio.run(load(file, name, limit_s=limit_s).call(name, arguments))
 
 
 def test_a_google_docstring_describes_the_parameters(file):
@@ -294,7 +294,7 @@ def test_arguments_become_what_the_function_takes(file):
     ],
 )
 def test_arguments_that_do_not_fit_are_told_to_the_model(file, arguments, reason):
-    text = asyncio.run(load(file, "search").call("search", arguments, "c1"))
+    text = asyncio.run(load(file, "search").call("search", arguments))
     assert text.startswith(f"error: ArgumentError: {reason}")
 
 
@@ -303,7 +303,7 @@ def test_what_a_function_raises_is_told_to_the_model(file):
     assert call(file, "fails", how="exit") == "error: SystemExit: 3"
     assert call(file, "fails", how="stop").startswith("error: ")
     assert call(file, "fails", how="late").startswith("error: TypeError: fails returned an await")
-    assert asyncio.run(load(file, "search").call("find", {}, "c1")) == (
+    assert asyncio.run(load(file, "search").call("find", {})) == (
         "error: no tool 'find'; there are: search"
     )
 

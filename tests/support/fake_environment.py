@@ -28,7 +28,7 @@ class FakePool:
         self.metrics: dict[str, float] = {}
         self.may_reset = asyncio.Event()
         self.may_reset.set()
-        self._worlds: dict[str, tuple[int, int]] = {}  # handle -> seed, steps
+        self._worlds: dict[str, int] = {}  # handle -> steps
 
     @property
     def num_open(self) -> int:
@@ -47,22 +47,21 @@ class FakePool:
 
     async def reset(self, episode: str, row: dict[str, Any], seed: int) -> Returned:
         self._call("reset")
-        self._worlds[episode] = seed, 0
+        self._worlds[episode] = 0
         await self.may_reset.wait()
         return self._returned(f"seed {seed}", None, False, 0)
 
-    async def load(self, episode: str, row: dict[str, Any], seed: int, state: bytes) -> None:
+    async def load(self, episode: str, row: dict[str, Any], state: bytes) -> None:
         self._call(f"load {state.decode()}")
-        self._worlds[episode] = seed, int(state)
+        self._worlds[episode] = int(state)
 
     async def step(self, episode: str, message: Message) -> Returned:
         said = message["content"]
         if episode not in self._worlds:
             raise WorkerLost("its worker was lost")
         self._call(f"step {said}")
-        seed, steps = self._worlds[episode]
-        self._worlds[episode] = seed, steps + 1
-        return self._returned(f"{said} {steps + 1}", self.reward, said == "quit", steps + 1)
+        self._worlds[episode] = steps = self._worlds[episode] + 1
+        return self._returned(f"{said} {steps}", self.reward, said == "quit", steps)
 
     def answers(self, message: Message) -> bool:
         return bool(self.tools and message.get("tool_calls"))

@@ -142,7 +142,7 @@ EXAMPLES: list[Message] = [
         9,
         512,
         row='{"n": 5}',
-        turns=(RecordedTurn(b"\x01\0\0\0", "5f0c", "[]", b"\x02\0\0\0", "stop", 0.5, b"s"),),
+        turns=(RecordedTurn(b"\x01\0\0\0", "5f0c", b"\x02\0\0\0", "stop", 0.5, b"s"),),
         repeats=True,
     ),
     StepEpisode("p7@0#3", 1, 0, b"\x02\0\0\0", "stop"),

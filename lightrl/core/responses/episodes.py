@@ -11,14 +11,17 @@ from dataclasses import replace
 
 from lightrl.core.arrays import decode, encode
 from lightrl.core.commands import Outbox
-from lightrl.core.log_entries import EpisodeOver, ObservationTaken
+from lightrl.core.log_entries import ObservationTaken
 from lightrl.core.nodes.fleet import Fleet
+from lightrl.core.responses import placement
 from lightrl.core.responses.arrivals import append
+from lightrl.core.responses.placement import is_home
 from lightrl.core.responses.responses import MAX_UNRECORDED, MeanTime, ResponseTable
+from lightrl.core.rounds import race
 from lightrl.core.rounds.group_lifecycle import GroupLifecycle
 from lightrl.core.rounds.rounds import sample_seed
 from lightrl.core.settings import Settings
-from lightrl.core.state import EpisodeOutcome, Node, NodeState, Response, ResponseState, Turn
+from lightrl.core.state import Node, NodeState, Response, ResponseState, Turn
 from lightrl.messages.episodes import (
     BeginEpisode,
     EndEpisode,
@@ -31,6 +34,7 @@ from lightrl.messages.episodes import (
 MARGIN = 1.25  # of open episodes beyond those that keep all slots busy on average
 UNMEASURED = 2.0  # open episodes for each slot, until times are measured
 UNSCORED = {"failed", "diverged"}  # endings
+MIN_HIT_RATE = 0.5  # of the KV of turns, below which their node gets no preference
 MIN_MEASURED = 16  # turns from which times are known
 
 
@@ -90,6 +94,47 @@ class Episodes:
             self._table.open_episodes.add(chosen[0].id)
             self._begin(chosen[0])
             wanted -= 1
+
+    def send_home(self, nodes: list[Node], most: int) -> int:
+        """Send up to `most` turns to the nodes that have their KV, and return their number; let
+        others wait for any node, if there is more room. A node that mostly had dropped its KV gets
+        no preference."""
+        placed: list[tuple[Response, Node]] = []
+        for node in nodes:
+            if node.hit_rate >= MIN_HIT_RATE:
+                num = min(node.free, most - len(placed))
+                placed += [(r, node) for r in self._pop_home(node, num)]
+        self._table.dispatch(placed)
+        self._leave_homes(most - len(placed) - self._table.queue.num_homeless)
+        return len(placed)
+
+    def _pop_home(self, node: Node, most: int) -> list[Response]:
+        """Remove and return up to `most` turns that wait for this node, while it may still have
+        their KV."""
+        taken: list[Response] = []
+        while len(taken) < most and (response := self._table.queue.pop_home(node.name)) is not None:
+            if race.has_lost(response):
+                self._lifecycle.give_up(response)
+            elif is_home(response, node):
+                taken.append(response)
+            else:
+                response.last_node = ""
+                self._table.queue.push(response, resumed=True)
+        return taken
+
+    def _leave_homes(self, most: int) -> None:
+        """Let up to `most` turns that wait for the node that has their KV wait for any node, if
+        they wait longer there than another node would prefill them."""
+        queue, turn_s = self._table.queue, self._table.turn_s.seconds
+        for name, num in queue.homes() if most > 0 else ():
+            home = self._fleet.ready.get(name)
+            if home is not None and home.hit_rate < MIN_HIT_RATE:
+                home = None
+            while most > 0 and (first := queue.first_home(name)) is not None:
+                if home and not placement.leaves(first, home, num * turn_s / home.slots):
+                    break
+                queue.leave_home(name)
+                num, most = num - 1, most - 1
 
     def _may_claim(self, response: Response) -> bool:
         """Return whether the node that had an episode before a restart of the coordinator may still
@@ -177,18 +222,10 @@ class Episodes:
         if response is None or message.turn != len(response.turns):
             return  # not wanted any more: an EndEpisode was sent
         self._measure(response)
-        outcome = EpisodeOutcome(
-            message.stop,
-            message.reward,
-            message.turn_reward,
-            message.failure or (message.stop if message.stop in UNSCORED else ""),
-            message.record,
-            message.metrics,
-            message.seconds,
-            message.num_tool_calls,
-        )
-        self._outbox.record(EpisodeOver(response.id, message.incarnation, outcome))
-        self._lifecycle.end_episode(response, outcome)
+        if message.stop in UNSCORED and not message.failure:
+            message = replace(message, failure=message.stop)
+        self._outbox.record(message)
+        self._lifecycle.end_episode(response, message)
 
     def _measure(self, response: Response) -> None:
         waited_s = self._fleet.now - response.since
@@ -256,7 +293,7 @@ class Episodes:
 
     # From the journal
 
-    def replay(self, entry: ObservationTaken | EpisodeOver) -> None:
+    def replay(self, entry: ObservationTaken | EpisodeEnded) -> None:
         """Apply an entry that was recorded before the coordinator was restarted."""
         response = self._table.responses.get(entry.response)
         if response is None or response.resolved:
@@ -266,8 +303,8 @@ class Episodes:
             response.transition(ResponseState.WAITING)  # the journal does not store what was begun
             self._table.open_episodes.add(response.id)
         self._table.to_step.pop(response.id, None)
-        if isinstance(entry, EpisodeOver):
-            self._lifecycle.end_episode(response, entry.outcome)
+        if isinstance(entry, EpisodeEnded):
+            self._lifecycle.end_episode(response, entry)
         elif len(response.turns) == 0 or entry.turn.start == len(response.tokens):
             self._insert(response, entry.turn, entry.token_ids)
 
@@ -279,7 +316,6 @@ def _recorded(response: Response, number: int) -> RecordedTurn:
     return RecordedTurn(
         encode(response.tokens[turn.start : turn.end]),
         turn.digest,
-        turn.record,
         encode(response.tokens[turn.end : end]),
         response.finishes[number],
         turn.reward,

@@ -9,21 +9,19 @@ import bisect
 
 from lightrl.core.commands import Outbox
 from lightrl.core.events import ResponseScored
-from lightrl.core.responses.placement import is_home
 from lightrl.core.responses.queue import WorkQueue
 from lightrl.core.responses.responses import ResponseTable
 from lightrl.core.rounds import race, rounds
 from lightrl.core.rounds.backlog import Backlog, Deferred
 from lightrl.core.settings import Settings
 from lightrl.core.state import (
-    EpisodeOutcome,
     Group,
     GroupState,
-    Node,
     Response,
     ResponseState,
     Round,
 )
+from lightrl.messages.episodes import EpisodeEnded
 from lightrl.messages.responses import FinishReason
 
 MAX_SLOWEST = 100_000  # prompts
@@ -64,20 +62,6 @@ class GroupLifecycle:
                 taken.append(response)
         return taken
 
-    def pop_home(self, node: Node, most: int) -> list[Response]:
-        """Remove and return up to `most` episodes whose last turn this node ran, while it may still
-        have their KV."""
-        taken: list[Response] = []
-        while len(taken) < most and (response := self._table.queue.pop_home(node.name)) is not None:
-            if race.has_lost(response):
-                self.give_up(response)
-            elif is_home(response, node):
-                taken.append(response)
-            else:
-                response.last_node = ""
-                self._table.queue.push(response, resumed=True)
-        return taken
-
     def finish(self, response: Response, reason: FinishReason) -> None:
         """Mark a response as finished and request its score, unless it has lost the race. An
         episode has finished a turn, and waits for its environment."""
@@ -88,7 +72,7 @@ class GroupLifecycle:
         else:
             self._finish(response, reason)
 
-    def end_episode(self, response: Response, outcome: EpisodeOutcome) -> None:
+    def end_episode(self, response: Response, outcome: EpisodeEnded) -> None:
         """End an episode that waits for its environment."""
         response.outcome = outcome
         self._table.forget_environment(response)

@@ -82,9 +82,6 @@ class Seeded:
     def close(self) -> Any:
         return None if self._episode is None else self._episode.close()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._episode, name)  # save, if it has it
-
     def _begun(self) -> Any:
         self._draw_anew()
         self._episode = self._make()
@@ -99,8 +96,8 @@ class Seeded:
 
 
 class WithTools:
-    """An episode with the tools of the run beside it: they answer a turn that calls one of them.
-    They are called again when the episode is replayed."""
+    """An episode with the tools of the run beside it: they answer a turn that calls one of them. A
+    replay skips such turns: their results are recorded."""
 
     def __init__(self, episode: Any, tools: Any) -> None:
         """`tools`: a ToolEpisode."""

@@ -79,7 +79,7 @@ class ToolBox:
         """Return whether `call` needs no event loop."""
         return name not in self.sources or self.sources[name].is_plain
 
-    async def call(self, name: str, arguments: dict[str, Any], call_id: str = "") -> str:
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the result as text, at most MAX_RESULT characters.
 
         Raises UserError, one line, if a server cannot be started again.
@@ -150,8 +150,7 @@ class ToolEpisode:
         self._num_errors = 0
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        """Return the row's prompt, messages or text, after a system prompt unless it has one.
-        Raises UserError."""
+        """Return the row's prompt, messages or text. Raises UserError."""
         prompt = row.get(self._prompt_key)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not prompt or not isinstance(messages, list):

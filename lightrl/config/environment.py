@@ -21,7 +21,7 @@ class McpSection(Section):
 
 class Environment(Section):
     source: str = ""
-    """FILE.py:CLASS or package.module:CLASS with reset and step, or one that an adapter knows:
+    """FILE.py:CLASS or package.module:CLASS with reset and step, or a name for an adapter:
     gym:ID, textarena:ID, reasoning_gym:TASK, skyrl:CLASS, trl:CLASS, verifiers:ENVIRONMENT; empty
     = single turns, unless there are tools"""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -41,7 +41,7 @@ class Environment(Section):
     slots: Positive = Field(default=512, le=1 << 16)
     """episodes that an environment node holds at most"""
     episodes: Count = 0
-    """open at once; 0 = as many as keep the engines busy, from measured times"""
+    """open at once; 0 = computed from the measured times of turns and environments"""
     timeout_s: Seconds = 60.0
     """of one reset or step; the worker is then killed"""
     max_turns: Positive = 16

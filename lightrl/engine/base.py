@@ -215,8 +215,8 @@ class Engine(Protocol):
         ...
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
-        """Accept a response, which continues behind its prefix, whoever wrote that. Raises
-        EngineError if it cannot be run."""
+        """Accept a response, which continues after its prefix; tokens of the prefix may be inserted
+        ones. Raises EngineError if it cannot be run."""
         ...
 
     def abort(self, response: str) -> None:

@@ -2,7 +2,7 @@
 
 Owns the episodes of this node and the answers that the coordinator may lack. The environments run
 in the processes of `pool.py`; `episode.py` has the bookkeeping. An environment that is lost with
-its worker begins again here, as `environment.resume` says.
+its worker begins again here, by `environment.resume`.
 """
 
 import asyncio

@@ -150,7 +150,7 @@ class HeldEpisode:
         self.metrics = dict(islice((self.metrics | named).items(), MAX_METRICS))
 
     def stop_after(self, returned: "Returned") -> EpisodeStop | None:
-        """Return how an episode ends with what was returned; None: it goes on. Raises Stopped
+        """Return how an episode ends with what was returned; None: it continues. Raises Stopped
         if nothing was sampled."""
         if not self.turns:
             if returned.done:

@@ -1,6 +1,6 @@
-"""Families of models that the package `renderers` knows, an optional extra.
+"""Families of models that the package `renderers` supports, an optional extra.
 
-A model's name says little about its chat template, so a family is recognised by what it writes. It
+A model's name does not determine its chat template, so a family is recognised by what it writes. It
 keeps earlier thinking, whatever the template does. Raises nothing of the package's: what it cannot
 do is None.
 """
@@ -37,7 +37,7 @@ class Family:
     def bridge(
         self, prompt: list[int], sampled: list[int], messages: Messages, tools: Messages
     ) -> list[int] | None:
-        """Return the ids that follow prompt + sampled; None if the family cannot tell, as after a
+        """Return the ids that follow prompt + sampled; None if the family cannot append, as after a
         turn that ended within a thought."""
         act, held = self._renderer.bridge_to_next_turn, prompt + sampled
         ids = self._ids(act, prompt, sampled, messages, tools=list(tools) or None)

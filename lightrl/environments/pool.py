@@ -31,10 +31,10 @@ START_LIMIT_S = 300.0  # importing user code may load a model, a server may down
 GRACE_S = 0.5  # an asynchronous call is cancelled inside its worker before the kill
 RESTARTS = RestartPolicy(max_restarts=2)  # after deaths without a call between them
 DEFAULT_WORKERS = 2  # of a node whose config starts none with `lightrl up`
-SETUP = {"source", "args", "tools", "mcp", "resume", "timeout_s"}  # what a worker has to know
+SETUP = {"source", "args", "tools", "mcp", "resume", "timeout_s"}  # keys that a worker receives
 
 PACKAGE = Path(__file__).parents[1]
-# The interpreter need not have what `import lightrl` needs, nor know the option -P.
+# The interpreter may lack what `import lightrl` needs, and the option -P.
 BOOT = """
 import sys, types
 if sys.version_info < (3, 10):
@@ -148,7 +148,7 @@ class _Worker:
 
     def _overrun(self, call: _Call) -> None:
         if call is not [c for c in self.calls.values() if c.timer is not None][-1]:
-            return  # the newest one stands in its way
+            return  # the newest call blocks it
         assert self.child is not None
         call.end_late(self.limit_s)
         self.overran, self.is_ready = True, False

@@ -1,9 +1,9 @@
 """Messages of an episode as token ids, appended to the ids that are held.
 
 What the model sampled stays as it was sampled: nothing is rendered or tokenised a second time. New
-messages become ids with the package `renderers`, where it knows the model; else as the difference
-of two renderings of a base conversation, which `prove` rehearses with this template and tokenizer.
-Without a chat template, the contents of the messages are concatenated as they are.
+messages become ids with the package `renderers`, where it supports the model; else as the
+difference of two renderings of a base conversation, which `prove` rehearses with this template and
+tokenizer. Without a chat template, the contents of the messages are concatenated as they are.
 """
 
 import re
@@ -53,7 +53,7 @@ KEEPS_THINKING = {
 
 
 class CannotAppend(LightRLError):
-    """Messages that cannot be made ids; one line that says why."""
+    """Messages that cannot be converted to ids; the reason in one line."""
 
 
 class Renderer:
@@ -85,7 +85,7 @@ class Renderer:
 
     def prove(self, tools: Tools, user_turns: bool = True) -> None:
         """Find out what can be appended, before anything else is called. Raises ConfigError, one
-        line that says what to do, if tool results cannot although there are tools, or user turns;
+        line with what to do, if tool results cannot although there are tools, or user turns;
         `user_turns` = False: the environment has none."""
         if not self._source:
             if tools:

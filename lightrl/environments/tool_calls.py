@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from lightrl.errors import ConfigError, first_line
 
 HERMES = "hermes"
-# What a chat template writes, and the format that this tells. The first that is found counts.
+# Text of a chat template, and the format of tool calls that follows. The first match counts.
 FORMATS = (
     (r"<function=", "qwen3_coder"),
     (r"<arg_key>", "glm45"),
@@ -56,7 +56,7 @@ def split_thinking(text: str, begins_inside: bool) -> tuple[str | None, str]:
 
 
 def format_of(template: str) -> str:
-    """Return the format of tool calls that a chat template tells the model to use. Raises
+    """Return the format of tool calls that a chat template prescribes. Raises
     ConfigError if there is none that is known."""
     for pattern, name in FORMATS:
         if re.search(pattern, template):

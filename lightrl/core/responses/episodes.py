@@ -62,8 +62,8 @@ class Episodes:
 
     @property
     def num_wanted(self) -> int:
-        """Return how many episodes are to be open: as many as keep the slots of all engines busy
-        while others wait for their environments."""
+        """Return the number of episodes to have open, so that all slots of the engines are in use
+        while other episodes wait for their environments."""
         of = self._settings.episodes
         if of is not None and of.max_open:
             return of.max_open

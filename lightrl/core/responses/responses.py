@@ -113,7 +113,7 @@ class ResponseTable:
         self.to_step[response.id] = response
 
     def forget_environment(self, response: Response) -> None:
-        """Tell the environment node of an episode, if it has one, that it is over."""
+        """Send the environment node of an episode, if it has one, an EndEpisode."""
         self.to_step.pop(response.id, None)
         self.open_episodes.discard(response.id)
         if (node := response.environment) is not None:

@@ -2,7 +2,7 @@
 
 Runs user code, so in a worker only. A source is FILE.py:CLASS, package.module:CLASS, or PREFIX:NAME
 of an adapter: a module with `load(name: str, args: dict) -> Callable[[], Episode]`, which is
-imported only when it is asked for.
+imported only when it is used.
 """
 
 import importlib

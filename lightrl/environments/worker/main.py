@@ -4,7 +4,7 @@ User code runs here and only here: it may raise, hang, fork, print or end the pr
 measures the time from "started" on and kills the process; only asynchronous calls are cancelled
 here. Runs in the interpreter of `environment.command`, so standard library only.
 
-Plain functions are called in the main thread while the event loop stands still, one at a time, so
+Plain functions are called in the main thread while the event loop does not run, one at a time, so
 that they can use `asyncio.run` and signals; coroutines overlap.
 """
 
@@ -48,7 +48,7 @@ class _Worker:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._episodes: dict[str, Episode] = {}
-        self._blocked_s = 0.0  # in calls, while the loop stood still
+        self._blocked_s = 0.0  # in calls, while the loop did not run
         self._tasks: set[asyncio.Task[None]] = set()  # asynchronous calls, named as their episodes
         os.register_at_fork(after_in_child=self._forked)
 

@@ -20,7 +20,7 @@ from lightrl.environments.worker.base import ToolSchema, UserError
 START_S = 120.0  # of the first start: a command may download its program
 # MCPError has these codes where the connection or the session is lost; others refuse one call.
 _LOST = (-32000, -32600)
-# `mcp` does not tell the process id, which is also that of the group.
+# `mcp` does not return the process id, which is also that of the group.
 _SHELL = ["-c", 'echo $$ > "$0"; exec "$@"']
 _LACKS = "needs the package mcp, release 2 or later; install it: {} -m pip install 'mcp>=2'"
 

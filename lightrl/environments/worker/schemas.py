@@ -69,8 +69,8 @@ def describe(function: Callable[..., Any], name: str, where: str) -> tuple[ToolS
 
 
 def _words_on(name: str, sections: str) -> str:
-    """Return what a docstring says of a parameter in its sections, as Google, numpy or Sphinx have
-    them."""
+    """Return the description of a parameter in the sections of a docstring, in the form of Google,
+    numpy or Sphinx."""
     if not (item := re.search(_ITEM.format(re.escape(name)), sections)):
         return ""
     words = item[2].partition("\n")[2] if _NUMPY.search(sections) else item[2]

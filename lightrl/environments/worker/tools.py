@@ -3,7 +3,7 @@
 Owns what a call answers. Whatever a tool does wrong is a text for the model, "error: ..."; only a
 server that cannot be started again raises, since that is no answer.
 
-Plain functions are called one at a time while the event loop stands still, so that they can use
+Plain functions are called one at a time while the event loop does not run, so that they can use
 `asyncio.run`, signals and `redirect_stdout`; asynchronous ones and servers overlap.
 """
 

@@ -262,14 +262,14 @@ ROWS: dict[tuple[str, str], list[Row]] = {
         ("Arrivals._extend", "compare 1", plus(-1), "tokens one version too old are accepted"),
         ("Arrivals._extend", "if 3", never, "a hole in the tokens is accepted"),
         ("Arrivals._extend", "if 5", never, "tokens that come twice count twice"),
-        ("Arrivals._comes_back", "if 3", without(2), "tokens of any version come back with a node"),
+        ("Arrivals._comes_back", "if 4", without(2), "tokens of any version come back with a node"),
     ],
     ("core.responses.responses", "core/test_responses.py"): [
         ("can_exist", "return", always, "a node may claim an attempt that was never placed"),
     ],
     # Who wins a round, and what follows
     ("core.rounds.race", "core/test_race.py core/test_tail.py"): [
-        ("finish_of_response", "boolean", only(1), "winners are those whose score arrives first"),
+        ("finish_of_response", "boolean 2", only(1), "winners are those whose score arrives first"),
         ("has_lost", "return 2 compare 1", plus(1), "a sibling is stopped one token too early"),
         ("decided_groups", "compare 2", operator("<="), "one group too many is certain"),
         ("decided_groups", "if 2", never, "a deterministic run has another order each time"),

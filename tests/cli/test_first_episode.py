@@ -14,7 +14,7 @@ from tests.support.cli import DEADLINE_S, EMULATED, QUICKSTART, arguments
 
 GUESS = QUICKSTART.parents[1] / "guess" / "run.toml"
 GAMES = """
-import random, time
+import random, secrets, time
 
 class Seeded:
     def reset(self, row, seed):
@@ -26,7 +26,7 @@ class Seeded:
 
 class Drawn(Seeded):
     def step(self, text):
-        return str(random.randrange(10**9)), 0.0, False
+        return secrets.token_hex(), 0.0, False
 
 class Saved(Drawn):
     def save(self):

@@ -121,6 +121,15 @@ TAKEN = {"policy_version": 1, "wants_delta": True}
 GROUP = {"group": "g", "prompt": TICK}
 HISTORY = {"group": "g", "responses": (), "rewards": ()}
 GENERATE = {"policy_version": 1, "sampling": {}, "requests": ()}
+EPISODE = {"response": "r", "incarnation": 1}
+BEGIN = {**EPISODE, "seed": BIG, "max_tokens": BIG}
+PLAYED = {"observation": TICK, "digest": "d", "sampled": TICK, "finish_reason": "stop"}
+OBSERVED = {
+    **EPISODE,
+    **dict.fromkeys(("turn", "offset", "max_new_tokens"), BIG),
+    "token_ids": TICK,
+    "digest": "d",
+}
 R = fields.MAX_RESPONSES
 TABLE = [
     of("Hello", HELLO, "running", R, ("r", BIG)),
@@ -175,6 +184,11 @@ TABLE = [
         fields.MAX_WORD,
         lambda n: {**PUBLISH, "group": {**PLACE, "name": "\U0001f600" * n}},
     ),
+    of("BeginEpisode", BEGIN, "turns", R, PLAYED),
+    text("BeginEpisode", BEGIN, "row", fields.MAX_LONG_TEXT),
+    of("EndEpisode", {}, "episodes", R, ("r", BIG)),
+    text("Observed", OBSERVED, "record", fields.MAX_LONG_TEXT),
+    named("EpisodeEnded", {**EPISODE, "turn": 1, "stop": "done"}, "metrics"),
     of("TrainerSet", {"leader": "t"}, "followers", fields.MAX_TRAINERS, ("u", BIG)),
     Largest(
         "TrainerRelay",
@@ -197,7 +211,7 @@ TABLE = [
 ]
 # numbers alone
 FIXED = {
-    *("Checkpointed", "ShardsTaken", "Watch"),
+    *("Checkpointed", "ShardsTaken", "StepEpisode", "Watch"),
     "DevicesReleased",
 }
 

@@ -159,6 +159,15 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def vocabulary_size(model_path: str) -> int:
+    """Return the number of token ids that the model has. Raises ConfigError."""
+    table = _read_json(model_path, _model_folder(model_path) / "config.json")
+    size = (table.get("text_config") or table).get("vocab_size")
+    if not isinstance(size, int):
+        raise refused(model_path, "config.json has no vocab_size")
+    return size
+
+
 def model_files(model_path: str) -> dict[str, bytes]:
     """Map names to the contents of the small files that an engine and a reward worker need. Raises
     ConfigError if there is no config.json or a file is too large to be sent."""

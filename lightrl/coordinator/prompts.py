@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lightrl.config.data import ANSWER_KEY, DataSet, SomeSet
 from lightrl.config.reward import VERIFIERS
 from lightrl.config.schema import Config
-from lightrl.coordinator.settings import core_settings, require_context, vocabulary
+from lightrl.coordinator.settings import core_settings, require_context
 from lightrl.core.commands import DrawPrompts
 from lightrl.core.events import PromptsDrawn
 from lightrl.core.settings import Settings
@@ -21,7 +21,7 @@ from lightrl.data.check import check_large, check_small
 from lightrl.data.draws import Draws
 from lightrl.data.prompts import Prompt, PromptSet, load_prompts
 from lightrl.errors import DataError
-from lightrl.model_files import load_tokenizer, model_files, stop_token_ids
+from lightrl.model_files import load_tokenizer, model_files, stop_token_ids, vocabulary_size
 from lightrl.rewards.protocol import RewardSet
 from lightrl.rewards.rubrics import Split, rows_file
 from lightrl.rewards.trial import FirstRow, first_rows
@@ -52,7 +52,7 @@ class Prompts:
         self.model_files = model_files(config.model.path)
         require_context(self.model_files, config)
         tokenizer = load_tokenizer(config.model.path)
-        self._vocabulary = vocabulary(self.model_files, config)
+        self._vocabulary = vocabulary_size(config.model.path)
 
         def opened(sets: Sequence[DataSet]) -> tuple[PromptSet, ...]:
             how = config.data, tokenizer, self._vocabulary, config.environment

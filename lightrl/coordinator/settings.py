@@ -79,14 +79,6 @@ def require_context(files: Mapping[str, bytes], config: Config) -> None:
     )
 
 
-def vocabulary(files: dict[str, bytes], config: Config) -> int:
-    """Return the vocabulary size of the model, from its config.json."""
-    size = _text_config(files).get("vocab_size")
-    if not isinstance(size, int):
-        raise ConfigError(f"{config.model.path}: config.json has no vocab_size")
-    return size
-
-
 def _text_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     tree = from_json(files["config.json"], dict)
     return tree.get("text_config") or tree  # of models that read more than text

@@ -11,10 +11,11 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from lightrl.config.schema import Config
-from lightrl.environments.episode import Answer, EpisodeLimits, HeldEpisode, Stopped
+from lightrl.environments.episode import Answer, EpisodeLimits, HeldEpisode, Stopped, total
 from lightrl.environments.pool import (
     EnvironmentRaised,
     Returned,
@@ -177,21 +178,41 @@ class EnvironmentAgent:
     async def _next(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Answer:
         """Return the next answer. `messages` gets the model's, and those of the environment. Raises
         Stopped."""
-        if episode.turns and episode.turns[-1].finish_reason == "length":
+        is_cut = bool(episode.turns) and episode.turns[-1].finish_reason == "length"
+        if is_cut and self._pool.is_stateless:
             messages.append(await self._parse(episode, len(episode.turns) - 1))
             raise Stopped("length")
-        returned = await self._returned(episode, messages)
+        returned = await self._returned(episode, messages, is_cut)
+        if is_cut:
+            episode.note(returned)
+            return episode.end("length", json.dumps(messages), returned)
         messages += returned.messages
         episode.note(returned)
         if (stop := episode.stop_after(returned)) is None:
             ids = await self._render(episode, returned.messages)
             if episode.fits(ids):
                 return episode.observe(returned, ids, json.dumps(messages))
+        if stop != "done" and returned.has_end:
+            returned = await self._finally(episode, returned)
         return episode.end(stop or "context", json.dumps(messages), returned)
 
-    async def _returned(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Returned:
-        """Return what `reset` returned, or `step` of the model's message, which `messages` gets. An
-        environment that is lost with its worker begins again. Raises Stopped."""
+    async def _finally(self, episode: HeldEpisode, returned: Returned) -> Returned:
+        """Return what was returned, with the reward that the environment gives since a limit ended
+        the episode. Raises Stopped."""
+        try:
+            end = await self._pool.end(episode.handle, None)
+        except (EnvironmentRaised, StepTimedOut, WorkerLost) as e:
+            raise Stopped("failed", str(e)) from None
+        episode.note(end)
+        return replace(returned, reward=total([returned.reward, end.reward]))
+
+    async def _returned(
+        self, episode: HeldEpisode, messages: list[dict[str, Any]], is_cut: bool
+    ) -> Returned:
+        """Return what `reset` returned, or `step` of the model's message, which `messages` gets; of
+        one that was cut, `end`. An environment that is lost with its worker begins again. Raises
+        Stopped."""
+        act = self._pool.end if is_cut else self._pool.step
         while True:
             try:
                 if not episode.turns:
@@ -200,7 +221,7 @@ class EnvironmentAgent:
                     await self._restore(episode)
                 messages[:] = [await self._parse(episode, len(episode.turns) - 1)]
                 try:
-                    return await self._pool.step(episode.handle, messages[0])
+                    return await act(episode.handle, messages[0])
                 except StepTimedOut:
                     raise Stopped("timeout") from None
             except WorkerLost as lost:

@@ -196,12 +196,12 @@ class HeldEpisode:
         """Return the end of an episode, without a score if there is a `failure`. `returned`: by the
         last step, if it came to one."""
         last = returned.reward if returned is not None else None
-        total = _sum([*(turn.reward for turn in self.turns), last])
+        reward = total([*(turn.reward for turn in self.turns), last])
         if failure:
-            total = None
-        elif total is None and stop != "done":
-            total = 0.0
-        what = (len(self.turns), stop, total, last, failure[:MAX_TEXT], record, self.metrics)
+            reward = None
+        elif reward is None and stop != "done":
+            reward = 0.0
+        what = (len(self.turns), stop, reward, last, failure[:MAX_TEXT], record, self.metrics)
         seconds, num_tool_calls = 0.0, 0
         if returned is not None:
             seconds, num_tool_calls = returned.seconds, returned.num_tool_calls
@@ -212,7 +212,7 @@ class HeldEpisode:
         return self.begun.response, self.begun.incarnation
 
 
-def _sum(rewards: Iterable[float | None]) -> float | None:
+def total(rewards: Iterable[float | None]) -> float | None:
     """Return the sum of the rewards that were given; None if none was."""
     given = [reward for reward in rewards if reward is not None]
     return sum(given) if given else None

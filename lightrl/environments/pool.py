@@ -84,6 +84,7 @@ class Returned:
     metrics: dict[str, float]
     tools: list[dict[str, Any]]
     num_tool_calls: int
+    has_end: bool  # the environment gives a reward when a limit ends the episode
     state: bytes  # what `save` returned, if environment.resume is "snapshot"
     seconds: float  # of the call
     digest: str  # of messages, reward and done
@@ -228,10 +229,12 @@ class WorkerPool:
 
     async def step(self, episode: str, message: dict[str, Any]) -> Returned:
         """Raises as `reset`; WorkerLost(in_call=False) if the episode was lost before."""
-        w = self._home(episode)
-        if w is None:
-            raise WorkerLost(f"{self._named}: episode {episode}: its worker was lost")
-        return _returned(await self._post(w, episode, {"call": "step", "message": message}))
+        return _returned(await self._ask(episode, {"call": "step", "message": message}))
+
+    async def end(self, episode: str, cut: dict[str, Any] | None) -> Returned:
+        """A limit ended an episode: return the reward that the environment gives now, if it does.
+        `cut`: the turn that was cut. Raises as `step`."""
+        return _returned(await self._ask(episode, {"call": "end", "message": cut}))
 
     def answers(self, message: dict[str, Any]) -> bool:
         """Return whether tools of the run answer a message, as `WithTools` decides."""
@@ -255,6 +258,11 @@ class WorkerPool:
             except WorkerLost as lost:
                 if lost.in_call:
                     raise
+
+    async def _ask(self, episode: str, fields: Frame) -> Frame:
+        if (w := self._home(episode)) is None:
+            raise WorkerLost(f"{self._named}: episode {episode}: its worker was lost")
+        return await self._post(w, episode, fields)
 
     def _home(self, episode: str) -> _Worker | None:
         return next((w for w in self._workers if episode in w.episodes), None)

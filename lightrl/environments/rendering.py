@@ -21,7 +21,7 @@ from lightrl.environments.tool_calls import (
     split_thinking,
 )
 from lightrl.errors import ConfigError, LightRLError, first_line
-from lightrl.model_files import load_tokenizer, stop_token_ids
+from lightrl.model_files import load_tokenizer, stop_token_ids, vocabulary_size
 
 Message: TypeAlias = dict[str, Any]
 Tools: TypeAlias = Sequence[dict[str, Any]]
@@ -71,6 +71,7 @@ class Renderer:
         """`template_kwargs`: see lightrl.data.template.template_kwargs. Raises ConfigError."""
         self._tokenizer = load_tokenizer(str(model_dir))
         self._stops = frozenset(stop_token_ids(str(model_dir), self._tokenizer))
+        self._vocabulary = vocabulary_size(str(model_dir))
         special = (t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._tool_format = tool_format
@@ -147,7 +148,7 @@ class Renderer:
         if self._family is not None:
             bridged = self._family.bridge(list(held[:turn_start]), sampled, plain, tools)
             if bridged is not None:
-                return bridged
+                return self._known(bridged)
         close, tail = self._tail(plain, tools)
         return tail if sampled[-1:] == close[-1:] else close + tail
 
@@ -184,7 +185,12 @@ class Renderer:
         return self._parser
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        if (most := max(ids, default=0)) >= self._vocabulary:
+            raise CannotAppend(f"the model has no token {self._tokenizer.decode([most])!r}")
+        return list(ids)
 
     def _text(self, messages: Sequence[Message], tools: Tools) -> str:
         """Raises CannotAppend."""

@@ -20,7 +20,10 @@ async def played(make, task, is_disturbed):
     observations = []
     for turn in [None, *task["turns"]]:
         for k, episode in enumerate(episodes):
-            called = episode.step(turn) if turn else episode.reset(task["row"], task["seed"] + k)
+            if turn is None:
+                called = episode.reset(task["row"], task["seed"] + k)
+            else:
+                called = episode.end(turn["cut"]) if "cut" in turn else episode.step(turn)
             observed = await called if inspect.isawaitable(called) else called
             if k == 0:
                 observations.append(dataclasses.asdict(observed))

@@ -40,7 +40,7 @@ def play(
 ) -> dict[str, Any]:
     """What play.py prints. `python`: of the packages; without one the stand-ins are imported."""
     said = [turn if isinstance(turn, dict) else {"content": turn} for turn in turns]
-    messages = [{"role": "assistant", **each} for each in said]
+    messages = [each if "cut" in each else {"role": "assistant", **each} for each in said]
     task = {"source": source, "args": args or {}, "row": row or {}, "seed": 7, "turns": messages}
     env = {**os.environ, "PYTHONHASHSEED": "0"}
     env |= {} if python else {"PYTHONPATH": str(HERE / "fakes")}
@@ -159,6 +159,14 @@ def test_trl_rewards_may_be_asynchronous_and_numbers_are_drawn_from_the_seed():
     assert observed(f"{TRL}:Scored", *turns, "Done.")[-1]["reward"] == 0.2
 
 
+def test_trl_episode_that_a_limit_ends_has_its_reward():
+    turn = {"tool_calls": [call("guess", number=3)]}
+    row = {"prompt": "Guess.", "number": 4}
+    for name, reward in (("HigherLower", 0.1), ("Scored", 0.2)):
+        ended = observed(f"{TRL}:{name}", turn, {"cut": None}, row=row)[-1]
+        assert (ended["reward"], ended["done"], ended["messages"]) == (reward, True, [])
+
+
 def check_tools(python: str) -> None:
     calls = [call("multiply", a=1, b=8)]
     turn = {"content": "", "tool_calls": calls}
@@ -185,6 +193,8 @@ def test_verifiers_turns_end_by_stop_conditions_and_are_scored_by_the_rubric():
     assert (seen[-1]["reward"], seen[-1]["done"]) == (0.5, True)
     seen = observed(source, "8", "stop")
     assert (texts(seen)[-1], seen[-1]["reward"]) == ("Bye.", 0.5)
+    for cut, reward in ((None, 0.5), ({"role": "assistant", "content": "1"}, 0.5)):
+        assert observed(source, "8", {"cut": cut})[-1]["reward"] == reward
 
 
 def test_verifiers_failures_are_no_score():

@@ -145,13 +145,15 @@ def test_episode_goes_from_observation_to_observation_to_its_end(tmp_path: Path)
         ({"max_turns": 1}, "turns", (0.25, 0.25)),
         ({"max_length": 12}, "context", (0.25, 0.25)),
         ({"max_turns": 1, "reward": None}, "turns", (0.0, None)),
+        ({"max_turns": 1, "final": 2.0}, "turns", (2.25, 2.25)),
+        ({"max_length": 12, "reward": None, "final": 2.0}, "context", (2.0, 2.0)),
     ],
 )
 def test_limits_end_an_episode_with_the_reward_so_far(
     tmp_path: Path, settings: dict[str, Any], stop: str, rewards: tuple[float, float | None]
 ):
     pool = FakePool()
-    pool.reward = settings.pop("reward", 0.25)
+    pool.reward, pool.final = settings.pop("reward", 0.25), settings.pop("final", None)
 
     async def story(at: Node) -> None:
         await at.begin()
@@ -184,17 +186,32 @@ def test_next_turn_has_the_tokens_that_every_limit_leaves(tmp_path: Path):
     played(tmp_path, story, max_turn_length=5)
 
 
-def test_turn_that_was_cut_ends_the_episode_and_is_not_stepped(tmp_path: Path):
+@pytest.mark.parametrize("reward", [None, 0.75])
+def test_turn_that_was_cut_ends_the_episode_and_is_not_stepped(
+    tmp_path: Path, reward: float | None
+):
     async def story(at: Node) -> None:
         await at.begin()
         at.agent.handle(stepped(0, "half a wo", finish="length"))
         end = await at.answer()
         assert isinstance(end, EpisodeEnded)
-        assert (end.stop, end.reward) == ("length", 0.0)
+        assert (end.stop, end.reward) == ("length", reward or 0.0)
         assert json.loads(end.record) == [{"role": "assistant", "content": "half a wo"}]
-        assert at.pool.calls == ["reset"]
+        assert at.pool.calls == ["reset", "end half a wo"]
 
-    played(tmp_path, story)
+    pool = FakePool()
+    pool.final = reward
+    played(tmp_path, story, pool)
+
+
+def test_environment_that_is_lost_before_it_gives_its_last_reward_gives_no_score(tmp_path: Path):
+    async def story(at: Node) -> None:
+        await at.begin()
+        at.pool.final, at.pool.faults = 1.0, [None, WorkerLost("its worker was lost", True)]
+        end = await at.ended(0, "up")
+        assert (end.stop, end.reward) == ("failed", None)
+
+    played(tmp_path, story, max_turns=1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,40 @@ def named_but_text(message: str):
 def test_step_gets_the_message_by_annotation_or_name_and_else_the_text():
     taken = [wants_message(f) for f in (by_text, by_name, by_annotation, named_but_text)]
     assert taken == [False, True, True, False]
+
+
+class Counted:
+    num_steps = 0
+
+    def reset(self):
+        return "?"
+
+    def step(self, text):
+        self.num_steps += 1
+        return "!"
+
+    def get_reward(self):
+        return self.num_steps
+
+
+class CountedLater(Counted):
+    async def get_reward(self):
+        return self.num_steps
+
+
+@pytest.mark.parametrize("target", [Counted, CountedLater])
+def test_get_reward_is_asked_when_a_limit_ends_an_episode(target):
+    episode = NativeEpisode(target())
+    episode.step({"role": "assistant", "content": "12"})
+    assert asyncio.run(episode.end(None)) == Observation([], 1, done=True)
+    assert not hasattr(NativeEpisode(WithoutReward()), "end")
+
+
+class WithoutReward:
+    get_reward = 0.0  # no method
+
+    def step(self, text):
+        return text
 
 
 @pytest.mark.parametrize(

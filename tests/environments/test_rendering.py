@@ -1,5 +1,6 @@
 """What is appended to the ids of an episode, against the renderings of real chat templates."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -266,6 +267,14 @@ def test_contents_are_concatenated_without_a_chat_template():
     assert added == plain._ids("4=")
     with pytest.raises(ConfigError, match="tools need a chat template"):
         plain.prove([ADD])
+
+
+def test_token_that_the_model_does_not_have_is_refused(tmp_path):
+    folder = make_model(tmp_path / "model", TEMPLATES["llama3"])
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**table, "vocab_size": 40}))
+    with pytest.raises(ConfigError, match="the model has no token '"):
+        Renderer(folder).prove([])
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

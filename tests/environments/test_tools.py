@@ -113,9 +113,9 @@ async def meet(name: str) -> list:
     """Return when two are here."""
     meeting.append(name)
     async with asyncio.timeout(20):
-        while len(meeting) < 2:
+        while len(meeting) % 2:
             await asyncio.sleep(0)
-    return sorted(meeting)
+    return sorted(meeting[-2:])
 
 
 @functools.wraps(wait)
@@ -367,3 +367,15 @@ def test_asynchronous_functions_of_a_turn_overlap(file):
 
     texts = [message["content"] for message in asyncio.run(run()).messages]
     assert texts == ['["a", "b"]', '["q", 5, null]', '["a", "b"]']
+
+
+def test_plain_functions_beside_asynchronous_ones_need_no_event_loop_either(file):
+    tools = load(file, "runs_a_loop", "meet")
+    calls = [("meet", {"name": "a"}), ("runs_a_loop", {}), ("meet", {"name": "b"})]
+    work = ToolEpisode(tools).step(turn(*calls))
+
+    async def awaited():
+        return await work
+
+    texts = [message["content"] for message in asyncio.run(awaited()).messages]
+    assert texts == ['["a", "b"]', "ran", '["a", "b"]']

@@ -69,7 +69,8 @@ def make_model(folder: Path, template: str | None, name: str = "") -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     ids = [tokenizer.token_to_id(s) for s in stops]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    (folder / "config.json").write_text("{}")
+    size = {"vocab_size": tokenizer.get_vocab_size()}
+    (folder / "config.json").write_text(json.dumps(size))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder

@@ -25,6 +25,7 @@ class FakePool:
         self.unusable: LightRLError | None = None
         self.drift = ""  # in all that is said
         self.reward: float | None = 0.25  # of each step
+        self.final: float | None = None  # of `end`
         self.metrics: dict[str, float] = {}
         self.may_reset = asyncio.Event()
         self.may_reset.set()
@@ -63,6 +64,12 @@ class FakePool:
         self._worlds[episode] = steps = self._worlds[episode] + 1
         return self._returned(f"{said} {steps}", self.reward, said == "quit", steps)
 
+    async def end(self, episode: str, cut: Message | None) -> Returned:
+        if episode not in self._worlds:
+            raise WorkerLost("its worker was lost")
+        self._call("end" if cut is None else f"end {cut['content']}")
+        return self._returned("", self.final, True, self._worlds[episode])
+
     def answers(self, message: Message) -> bool:
         return bool(self.tools and message.get("tool_calls"))
 
@@ -78,7 +85,18 @@ class FakePool:
         messages = [{"role": "user", "content": said + self.drift}]
         digest = hashlib.blake2b(repr((messages, reward, done)).encode(), digest_size=16)
         state = b"" if self.is_stateless else str(steps).encode()
-        what = (messages, reward, done, self.metrics, [], 0, state, 0.5, digest.hexdigest())
+        what = (
+            messages,
+            reward,
+            done,
+            self.metrics,
+            [],
+            0,
+            self.final is not None,
+            state,
+            0.5,
+            digest.hexdigest(),
+        )
         return Returned(*what)
 
 

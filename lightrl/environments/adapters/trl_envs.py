@@ -12,6 +12,7 @@ from typing import Any
 from lightrl.environments.adapters.source import loading, prompt_of, user
 from lightrl.environments.worker.base import Episode, Message, Observation, ToolSchema, UserError
 from lightrl.environments.worker.load import import_object
+from lightrl.environments.worker.native import rewarded
 from lightrl.environments.worker.schemas import describe
 
 
@@ -48,8 +49,11 @@ class _Episode:
         """Plain methods are called here, outside of the event loop; others are awaited later."""
         if calls := message.get("tool_calls"):
             return _answered(calls, [self._result(**call["function"]) for call in calls])
+        return self.end(None)
+
+    def end(self, cut: Message | None) -> Any:
         get_reward = getattr(self.environment, "get_reward", None)
-        return _ended(get_reward() if get_reward else getattr(self.environment, "reward", None))
+        return rewarded(get_reward() if get_reward else getattr(self.environment, "reward", None))
 
     def close(self) -> None:
         pass
@@ -73,8 +77,3 @@ async def _answered(calls: list[dict[str, Any]], values: list[Any]) -> Observati
         named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
         messages.append({"role": "tool", **named, "content": text})
     return Observation(messages, num_tool_calls=len(calls))
-
-
-async def _ended(reward: Any) -> Observation:
-    reward = await reward if inspect.isawaitable(reward) else reward
-    return Observation([], reward, done=True)

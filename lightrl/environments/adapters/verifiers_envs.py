@@ -83,14 +83,14 @@ class _Episode:
         tools = self.state.get("tool_defs") or self.state.get("oai_tools") or []
         return Observation(_plain(self.prompt), tools=[_schema(tool) for tool in tools])
 
+    async def end(self, cut: Message | None) -> Observation:
+        if cut is not None:
+            await self._take(cut, is_truncated=True)
+        return await self._end([])
+
     async def step(self, message: Message) -> Observation:
         calls = message.get("tool_calls") or []
-        answer = {**message, "tool_calls": [_call(call, json.dumps) for call in calls]}
-        answer = self.normalized([{k: v for k, v in answer.items() if v or k == "content"}])
-        turn = dict.fromkeys(("response", "tokens", "reward", "advantage"))
-        turn |= {"prompt": self.prompt, "completion": answer, "is_truncated": False, "extras": {}}
-        turn["trajectory_id"] = self.state["trajectory_id"]
-        await self.environment.add_trajectory_step(self.state, turn)
+        answer = await self._take(message)
         if await self.environment.is_completed(self.state):
             return await self._end([], len(calls))
         held = _plain([*self.prompt, *answer])
@@ -102,6 +102,17 @@ class _Episode:
         if messages[: len(held)] != held:
             raise ValueError("changes earlier messages; an episode can only append")
         return Observation(messages[len(held) :], num_tool_calls=len(calls))
+
+    async def _take(self, message: Message, is_truncated: bool = False) -> Any:
+        """Add a turn to the trajectory, and return it as the environment's messages."""
+        calls = [_call(call, json.dumps) for call in message.get("tool_calls") or []]
+        answer = {**message, "tool_calls": calls}
+        answer = self.normalized([{k: v for k, v in answer.items() if v or k == "content"}])
+        turn = dict.fromkeys(("response", "tokens", "reward", "advantage"))
+        turn |= {"prompt": self.prompt, "completion": answer, "is_truncated": is_truncated}
+        turn |= {"trajectory_id": self.state["trajectory_id"], "extras": {}}
+        await self.environment.add_trajectory_step(self.state, turn)
+        return answer
 
     async def close(self) -> None:
         if self.state is not None and not self.is_over:

@@ -38,7 +38,9 @@ class Observation:
 
 class Episode(Protocol):
     """One episode of an environment. These methods may be plain or asynchronous. An environment
-    that can be saved also has `save() -> bytes`, plain, and `load(state: bytes) -> None`."""
+    that can be saved also has `save() -> bytes`, plain, and `load(state: bytes) -> None`. One that
+    gives its reward at the end also has `end(cut: Message | None) -> Observation`: a limit ended
+    the episode, perhaps within the turn `cut`, which `step` does not get."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation | Awaitable[Observation]:
         """Begin. `row`: of the data; `seed`: the same for all responses to a row."""

@@ -21,7 +21,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from lightrl.environments.worker import frames
-from lightrl.environments.worker.base import Episode, UserError
+from lightrl.environments.worker.base import Episode, Observation, UserError
 from lightrl.environments.worker.load import add_tools, load_source
 
 MAX_STATE_BYTES = 1 << 24  # what `save` returns; lightrl/messages/episodes.py has the same
@@ -104,6 +104,9 @@ class _Worker:
         match frame["call"]:
             case "step":
                 return self._episodes[name].step(frame["message"])
+            case "end":
+                end = getattr(self._episodes[name], "end", None)
+                return Observation([], done=True) if end is None else end(frame["message"])
             case "close":
                 for task in self._tasks:
                     if task.get_name() == name:
@@ -135,8 +138,9 @@ class _Worker:
     def _returned(self, frame: dict[str, Any], value: Any, began: float) -> None:
         """Send what a call returned. Raises UserError if it cannot be used."""
         answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "state": ""}
-        if frame["call"] in ("reset", "step"):
+        if frame["call"] in ("reset", "step", "end"):
             answer |= frames.to_fields(value, frame["call"])
+            answer["has_end"] = hasattr(self._episodes[frame["episode"]], "end")
             if self._saves and answer["tools"]:
                 raise UserError('tools of an episode need environment.resume = "replay"')
             if self._saves and not answer["done"]:

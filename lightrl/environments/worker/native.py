@@ -39,6 +39,8 @@ class NativeEpisode:
         self._wants_message = wants_message(target.step)
         if hasattr(target, "save") and hasattr(target, "load"):
             self.save, self.load = target.save, target.load
+        if callable(getattr(target, "get_reward", None)):
+            self.end = lambda cut: rewarded(target.get_reward())
 
     def reset(self, row: dict[str, Any], seed: int) -> Any:
         return _observed(_call_reset(self._target.reset, row, seed), "reset")
@@ -79,6 +81,10 @@ class Seeded:
         self._draw_anew()
         return self._episode.step(message)
 
+    @property
+    def end(self) -> Callable[[Message | None], Any]:
+        return self._episode.end  # AttributeError: it has none
+
     def close(self) -> Any:
         return None if self._episode is None else self._episode.close()
 
@@ -115,7 +121,7 @@ class WithTools:
                 await closed
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._episode, name)  # reset, save and load
+        return getattr(self._episode, name)  # reset, end, save and load
 
 
 def wants_message(step: Callable[..., Any]) -> bool:
@@ -161,6 +167,11 @@ def _observed(value: Any, call: str) -> Any:
         return to_observation(await value, call)
 
     return later() if inspect.isawaitable(value) else to_observation(value, call)
+
+
+async def rewarded(reward: Any) -> Observation:
+    """Return the end of an episode; `reward` may be awaitable."""
+    return Observation([], await reward if inspect.isawaitable(reward) else reward, done=True)
 
 
 def _call_reset(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> Any:

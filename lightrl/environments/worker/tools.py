@@ -10,7 +10,7 @@ Plain functions are called one at a time while the event loop does not run, so t
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -158,24 +158,21 @@ class ToolEpisode:
         return Observation(messages)
 
     def step(self, message: Message) -> Observation | Awaitable[Observation]:
-        """Call the tools of a turn, all at once unless they are plain functions. A turn without
-        calls ends the episode."""
+        """Call the tools of a turn: plain functions now, the others then all at once. A turn
+        without calls ends the episode."""
         calls = message.get("tool_calls") or []
         if not calls:
             return Observation([], done=True)
-        are_plain = all(self.tools.is_plain(call["function"]["name"]) for call in calls)
-        observed = self._observed(calls, are_plain)
-        if not are_plain:
-            return observed
-        try:
-            observed.send(None)
-        except StopIteration as returned:
-            return returned.value
-        raise AssertionError("a plain function waits")
+        answers = [self._answer(call) for call in calls]
+        are_plain = [self.tools.is_plain(call["function"]["name"]) for call in calls]
+        begun: list[Any] = [_result(a) if p else a for a, p in zip(answers, are_plain, strict=True)]
+        return self._observed(begun) if all(are_plain) else self._awaited(begun)
 
-    async def _observed(self, calls: list[dict[str, Any]], are_plain: bool) -> Observation:
-        work = [self._answer(call) for call in calls]
-        answers = [await each for each in work] if are_plain else await asyncio.gather(*work)
+    async def _awaited(self, begun: list[Any]) -> Observation:
+        later = iter(await asyncio.gather(*filter(inspect.isawaitable, begun)))
+        return self._observed([next(later) if inspect.isawaitable(a) else a for a in begun])
+
+    def _observed(self, answers: list[Message]) -> Observation:
         self._num_errors += sum(each["content"].startswith(_ERROR) for each in answers)
         metrics = {"tool_errors": float(self._num_errors)}
         return Observation(answers, metrics=metrics, num_tool_calls=len(answers))
@@ -187,3 +184,12 @@ class ToolEpisode:
 
     async def close(self) -> None:
         await self.tools.close()
+
+
+def _result(work: Coroutine[Any, Any, Message]) -> Message:
+    """Run a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as returned:
+        return returned.value
+    raise AssertionError("a plain function waits")

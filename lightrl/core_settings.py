@@ -70,7 +70,9 @@ def settings_of(
 def _episodes(config: Config) -> EpisodeSettings | None:
     """None: single turns."""
     given = config.environment
-    return EpisodeSettings(given.episodes, given.resume, given.slots) if given.enabled else None
+    if not given.enabled:
+        return None
+    return EpisodeSettings(given.episodes, given.resume, given.slots, given.has_agents)
 
 
 def _eval_sets(

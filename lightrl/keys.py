@@ -69,7 +69,10 @@ def join_key(key: str) -> str:
 
 
 def environment_key(key: str) -> str:
-    """Return the text of `environment` for a `key`. Example: "environment-77c0..."."""
+    """Return the text of `environment` for a `key`, or that text itself. Example:
+    "environment-77c0..."."""
+    if key.startswith(f"{ENVIRONMENT_FILE}-"):
+        return key
     return f"environment-{_for_node(key, _ENVIRONMENT)}"
 
 

@@ -7,6 +7,8 @@ from pydantic import Field
 from lightrl.config.sections import Count, Names, Positive, Seconds, Section
 from lightrl.config.values import TASKS
 
+PROGRAMS = 16  # processes of agents on a node
+
 
 class McpSection(Section):
     """A table of `environment.mcp`."""
@@ -31,15 +33,22 @@ class Environment(Section):
     and docstrings describe them"""
     mcp: tuple[McpSection, ...] = ()
     """servers whose tools the model may call"""
+    program: str = ""
+    """command line of an agent, started for each episode, which talks to the endpoint of its
+    environment node; {column} is what the row has there"""
+    sessions: bool = False
+    """agents run elsewhere, and open a session for each episode with the environment key"""
+    endpoint: str = "127.0.0.1:*"
+    """where agents reach an environment node: host and port; * = any port"""
     tool_format: str = "auto"
     """how the model writes tool calls: a name of vLLM's parsers; auto = by the chat template"""
     command: Names = ()
     """interpreter of the workers, with options: environments may need packages that conflict with
-    LightRL's; default: this one"""
+    LightRL's; default: this one. `program` finds its folder in PATH"""
     workers: Count = 2
     """worker processes of the node that `lightrl up` starts here; 0 = environment nodes join"""
     slots: Positive = Field(default=512, le=1 << 16)
-    """episodes that an environment node holds at most"""
+    """episodes that an environment node holds at most; 16 by default if each is a program"""
     episodes: Count = 0
     """open at once; 0 = computed from the measured times of turns and environments"""
     timeout_s: Seconds = 60.0
@@ -62,7 +71,23 @@ class Environment(Section):
 
     @property
     def enabled(self) -> bool:
-        return bool(self.source or self.tools or self.mcp)
+        return bool(self.has_first_messages or self.tools or self.mcp)
+
+    @property
+    def named(self) -> str:
+        """What it is called in messages."""
+        which = self.source or self.program or ", ".join(self.tools)
+        return which or ("environment.sessions" if self.sessions else "environment.mcp")
+
+    @property
+    def has_first_messages(self) -> bool:
+        """An episode does not begin with the prompt of its row."""
+        return bool(self.source) or self.has_agents
+
+    @property
+    def has_agents(self) -> bool:
+        """Programs talk to the endpoint, and call no environment."""
+        return bool(self.program) or self.sessions
 
 
 def completed(tree: dict[str, Any]) -> dict[str, Any]:
@@ -72,19 +97,31 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(table, dict) for table in tables):
         return tree  # validation refuses it
     environment, reward, data, evaluation = cast("list[dict[str, Any]]", tables)
-    if not any(environment.get(key) for key in ("source", "tools", "mcp")):
+    if not any(environment.get(key) for key in ("source", "tools", "mcp", "program", "sessions")):
         return tree
+    if environment.get("program"):
+        tree = {**tree, "environment": {"slots": PROGRAMS, **environment}}
     tree = {**tree, "reward": {"functions": [], **reward}}
     fields = Environment.model_fields
     num, more = (environment.get(key, fields[key].default) for key in ("tasks", "eval_tasks"))
     are_numbers = isinstance(num, int) and isinstance(more, int)
-    if are_numbers and environment.get("source") and _has_no_data(data):
+    makes_rows = any(environment.get(key) for key in ("source", "program", "sessions"))
+    if are_numbers and makes_rows and _has_no_data(data):
         if not evaluation.get("checkpoint"):
             tree["data"] = {**data, "path": f"{TASKS}0-{num - 1}"}
         if _has_no_data(evaluation):
             path = f"{TASKS}{num}-{num + more - 1}" if more else ""
             tree["eval"] = {**evaluation, "path": path}
     return tree
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int] | None:
+    """Return host and port of `environment.endpoint`, 0 = any port; None if it is malformed."""
+    host, colon, port = endpoint.rpartition(":")
+    port = "0" if port == "*" else port
+    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+        return None
+    return host.strip("[]"), int(port)
 
 
 def _has_no_data(section: dict[str, Any]) -> bool:

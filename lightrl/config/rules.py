@@ -5,11 +5,12 @@ A rule yields the key to change and the reason. Must stay importable without tor
 """
 
 import json
+import shlex
 from collections.abc import Iterator
 
 from lightrl.config.algorithm import UNGROUPED
 from lightrl.config.data import Data
-from lightrl.config.environment import Environment
+from lightrl.config.environment import Environment, split_endpoint
 from lightrl.config.evaluation import Eval
 from lightrl.config.reward import LONGEST_TEST_S, OF_OWN_FUNCTIONS, Reward, is_own_function
 from lightrl.config.scale import ScaleSection
@@ -256,8 +257,24 @@ def _environment(c: Config) -> Conflicts:
     given = {key for key, value in environment if value != getattr(Environment(), key)}
     if not environment.enabled:
         for key in sorted(given):
-            yield f"environment.{key}", "cannot act without environment.source, tools or mcp"
+            yield f"environment.{key}", "cannot act without environment.source, program or tools"
         return
+    if environment.has_agents:
+        for key in ("source", "tools", "mcp", "args"):
+            if key in given:
+                yield f"environment.{key}", "agents bring their own; leave it out, or the program"
+        if environment.program and environment.sessions:
+            yield "environment.sessions", "is for agents that are not environment.program"
+        if environment.resume == "snapshot":
+            yield "environment.resume", "an agent cannot be saved; it can be replayed"
+        try:
+            shlex.split(environment.program)
+        except ValueError as e:
+            yield "environment.program", f"cannot be split into words: {e}"
+    elif "endpoint" in given:
+        yield "environment.endpoint", "cannot act without environment.program or sessions"
+    if split_endpoint(environment.endpoint) is None:
+        yield "environment.endpoint", "must look like 127.0.0.1:8000 or 127.0.0.1:*"
     for key, names in (("source", (environment.source,)), ("tools", environment.tools)):
         for name in filter(None, names):
             if not all(part.strip() for part in name.rpartition(":")):
@@ -277,9 +294,13 @@ def _environment(c: Config) -> Conflicts:
     for key, sets in (("tasks", c.data.all_sets), ("eval_tasks", c.eval_sets)):
         is_made = any(one.path.startswith(TASKS) for one in sets)
         if key in given and not is_made and not (c.eval.checkpoint and key == "tasks"):
-            made = "rows are made for environment.source only, and beside no other data"
+            made = "rows are made for a class or a program only, and beside no other data"
             yield f"environment.{key}", f"{made}; leave it out"
-    for key in ("continue_final", "too_long", *(("system_prompt",) * bool(environment.source))):
+    for key in (
+        "continue_final",
+        "too_long",
+        *(("system_prompt",) * environment.has_first_messages),
+    ):
         if getattr(c.data, key) != getattr(Data(), key):
             yield f"data.{key}", "cannot act: the environment makes the first messages"
 

@@ -57,6 +57,8 @@ class EpisodeSettings:
     resume: Literal["replay", "snapshot", "once"] = "replay"
     # of an environment node that does not report its own
     slots: int = 512
+    # environments receive the logprobs of turns
+    has_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

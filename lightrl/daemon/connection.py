@@ -83,7 +83,7 @@ class NodeConnection:
         )
         callbacks = (self._send, self._restarted, self._relay, self.drain, self._rejoin)
         place = (name, self._role_names, address, options.run_dir)
-        self._roles = Roles(*place, *callbacks, shares, parallel, options.workers)
+        self._roles = Roles(*place, *callbacks, shares, parallel, options.workers, options.key)
         self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
         self._state = ConnectionState.DISCONNECTED
@@ -405,7 +405,7 @@ def describe_service(config: Config, address: str, hello: Hello) -> str:
         does.append(f"rollout of {config.model.path}")
         does.append(f"{hello.slots or slots_of(config, hello.parallel)} slots")
     if "environment" in hello.roles:
-        does.append(f"environment {config.environment.source or 'of tools'}")
+        does.append(f"environment {config.environment.named}")
         does.append(f"{hello.slots or config.environment.slots} episodes")
     does += ["preemptible"] * hello.is_preemptible
     does += [f"on the devices of {hello.shares}"] if hello.shares else []

@@ -26,7 +26,9 @@ from lightrl.data.template import template_kwargs
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.environments.agent import EnvironmentAgent
 from lightrl.environments.pool import WorkerPool
+from lightrl.environments.programs import Programs, limits_of
 from lightrl.environments.rendering import Renderer
+from lightrl.keys import environment_key
 from lightrl.messages.broadcasts import VersionTaken
 from lightrl.messages.episodes import BeginEpisode, EndEpisode, StepEpisode
 from lightrl.messages.load import Load
@@ -54,7 +56,8 @@ class Roles:
 
     `coordinator` is its address; `send`, `on_restart`, `relay` and `rejoin` are as
     `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares` and
-    `parallel` are those of the hello; `workers` are environment workers, 0 = as the config has it.
+    `parallel` are those of the hello; `workers` are environment workers, 0 = as the config has it;
+    `key` is the text of the node's key.
     """
 
     _node: str
@@ -69,6 +72,7 @@ class Roles:
     _shares: str = ""
     _parallel: int = 0
     _workers: int = 0
+    _key: str = ""
     _environment: EnvironmentAgent | None = field(default=None, init=False)
     _rollout: RolloutAgent | None = field(default=None, init=False)
     _trainer: Trainer | TrainerNode | None = field(default=None, init=False)
@@ -173,7 +177,10 @@ class Roles:
             settings = settings.model_copy(update={"workers": self._workers})
         logs = (self._run_dir or _run_dir_here(config)) / "logs" / self._node
         logs.mkdir(exist_ok=True)
-        pool = WorkerPool(settings, logs, logger.warning, config.data.prompt_key)
+        if settings.has_agents:
+            pool = Programs(settings, limits_of(config), environment_key(self._key), logs)
+        else:
+            pool = WorkerPool(settings, logs, logger.warning, config.data.prompt_key)
         kwargs = template_kwargs(config.data)
         new_renderer = partial(Renderer, model_dir, settings.tool_format, kwargs)
         return EnvironmentAgent(config, pool, new_renderer, self._send)

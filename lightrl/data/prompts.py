@@ -194,14 +194,16 @@ class PromptSet:
 
     def _prompt_of(self, where: str, row: dict[str, Any]) -> Any:
         """Return text or messages; the row itself where an environment needs none."""
-        if self._environment.source and not isinstance(row.get(self._column), str | list):
+        if self._environment.has_first_messages and not isinstance(
+            row.get(self._column), str | list
+        ):
             return row
         return prompt_of(where, row, self.settings.prompt_key)
 
     def _of_environment(self, index: int, where: str, row: dict[str, Any], prompt: Any) -> Prompt:
         own = self._id_of(where, index, row, prompt)
         self.states[index] = KEPT
-        if not self._environment.source:
+        if not self._environment.has_first_messages:
             chat = chat_of(where, prompt, self._data.system_prompt)
             row = {**row, self._data.prompt_key: chat}
         return Prompt(index, own, "", array("i"), row)

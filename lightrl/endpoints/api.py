@@ -77,6 +77,8 @@ class EpisodeReport:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     # the session ends now; else with its program
     is_over: bool = False
+    # why the episode gets no score
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,11 @@ class Backend(Protocol):
         disconnects."""
         ...
 
-    def episode(self, key: str) -> dict[str, Any]:
+    async def episode(self, key: str) -> dict[str, Any]:
         """Return what a program may know of its episode: row, seed, max_length."""
         ...
 
-    def report(self, key: str, report: EpisodeReport) -> None: ...
+    async def report(self, key: str, report: EpisodeReport) -> None: ...
 
     async def open(self, key: str) -> dict[str, Any]:
         """Open a session with the environment key; return api_key, row, seed, max_length."""

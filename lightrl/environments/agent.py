@@ -9,20 +9,20 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from lightrl.config.schema import Config
-from lightrl.environments.episode import Answer, EpisodeLimits, HeldEpisode, Stopped, total
-from lightrl.environments.pool import (
+from lightrl.environments.calls import (
     EnvironmentRaised,
+    Environments,
     Returned,
     StepTimedOut,
     WorkerLost,
-    WorkerPool,
 )
+from lightrl.environments.episode import Answer, EpisodeLimits, HeldEpisode, Stopped, total
 from lightrl.environments.rendering import Renderer
 from lightrl.errors import LightRLError
 from lightrl.messages.episodes import BeginEpisode, EndEpisode, EpisodeEnded, StepEpisode
@@ -43,7 +43,7 @@ class EnvironmentAgent:
     def __init__(
         self,
         config: Config,
-        pool: WorkerPool,
+        pool: Environments,
         new_renderer: Callable[[], Renderer],
         send: Callable[[Message], None],
     ) -> None:
@@ -54,7 +54,7 @@ class EnvironmentAgent:
         self._new_renderer = new_renderer
         self._send = send
         self._resume = settings.resume
-        self._name = settings.source or ", ".join(settings.tools) or "environment.mcp"
+        self._name = settings.named
         self._limits = EpisodeLimits(
             settings.max_turns, config.max_trained_length, settings.max_turn_length
         )
@@ -178,18 +178,17 @@ class EnvironmentAgent:
     async def _next(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Answer:
         """Return the next answer. `messages` gets the model's, and those of the environment. Raises
         Stopped."""
-        is_cut = bool(episode.turns) and episode.turns[-1].finish_reason == "length"
-        if is_cut and self._pool.is_stateless:
+        if episode.is_cut and self._pool.is_stateless:
             messages.append(await self._parse(episode, len(episode.turns) - 1))
             raise Stopped("length")
-        returned = await self._returned(episode, messages, is_cut)
-        if is_cut:
+        returned = await self._returned(episode, messages)
+        if episode.is_cut:
             episode.note(returned)
             return episode.end("length", json.dumps(messages), returned)
         messages += returned.messages
         episode.note(returned)
         if (stop := episode.stop_after(returned)) is None:
-            ids = await self._render(episode, returned.messages)
+            ids = await self._render(episode, returned)
             if episode.fits(ids):
                 return episode.observe(returned, ids, json.dumps(messages))
         if stop != "done" and returned.has_end:
@@ -200,28 +199,27 @@ class EnvironmentAgent:
         """Return what was returned, with the reward that the environment gives since a limit ended
         the episode. Raises Stopped."""
         try:
-            end = await self._pool.end(episode.handle, None)
+            end = await self._pool.end(episode.handle, None, None)
         except (EnvironmentRaised, StepTimedOut, WorkerLost) as e:
             raise Stopped("failed", str(e)) from None
         episode.note(end)
         return replace(returned, reward=total([returned.reward, end.reward]))
 
-    async def _returned(
-        self, episode: HeldEpisode, messages: list[dict[str, Any]], is_cut: bool
-    ) -> Returned:
+    async def _returned(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Returned:
         """Return what `reset` returned, or `step` of the model's message, which `messages` gets; of
         one that was cut, `end`. An environment that is lost with its worker begins again. Raises
         Stopped."""
-        act = self._pool.end if is_cut else self._pool.step
+        act = self._pool.end if episode.is_cut else self._pool.step
         while True:
             try:
                 if not episode.turns:
                     return await self._reset(episode)
                 if not episode.is_live:
                     await self._restore(episode)
-                messages[:] = [await self._parse(episode, len(episode.turns) - 1)]
+                newest = len(episode.turns) - 1
+                messages[:] = [await self._parse(episode, newest)]
                 try:
-                    return await act(episode.handle, messages[0])
+                    return await act(episode.handle, messages[0], episode.tokens_of(newest))
                 except StepTimedOut:
                     raise Stopped("timeout") from None
             except WorkerLost as lost:
@@ -257,13 +255,17 @@ class EnvironmentAgent:
                 message = await self._parse(episode, k - 1)
                 if self._pool.answers(message):
                     continue  # tools of the run are recorded; the class has not seen this turn
-                returned = await self._pool.step(episode.handle, message)
+                tokens = episode.tokens_of(k - 1)
+                expected = episode.turns[k].digest
+                returned = await self._pool.step(episode.handle, message, tokens, expected)
                 episode.require_digest(k, returned.digest)
         episode.is_live = True
 
     async def _reset(self, episode: HeldEpisode) -> Returned:
         self._rename(episode)
-        returned = await self._pool.reset(episode.handle, episode.row, episode.begun.seed)
+        expected = episode.turns[0].digest if episode.turns else ""
+        seed = episode.begun.seed
+        returned = await self._pool.reset(episode.handle, episode.row, seed, expected)
         episode.tools, episode.is_live = returned.tools, True
         return returned
 
@@ -279,9 +281,11 @@ class EnvironmentAgent:
             self._renderer.parse, episode.sampled_ids(turn), self._tools(episode)
         )
 
-    async def _render(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> list[int]:
+    async def _render(self, episode: HeldEpisode, returned: Returned) -> Sequence[int]:
         """Return the tokens to append."""
-        tools = self._tools(episode)
+        tools, messages = self._tools(episode), returned.messages
+        if returned.token_ids is not None:
+            return returned.token_ids[len(episode.ids) :]
         if not episode.turns:
             return await self._rendered(self._renderer.first, messages, tools)
         held, start = episode.ids, episode.turns[-1].end

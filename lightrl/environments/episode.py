@@ -11,20 +11,22 @@ from itertools import islice
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from lightrl.environments.calls import TurnTokens
 from lightrl.errors import LightRLError
 from lightrl.messages.episodes import (
     BeginEpisode,
     EpisodeEnded,
     EpisodeStop,
     Observed,
+    RecordedTurn,
     StepEpisode,
 )
 from lightrl.messages.fields import MAX_METRICS, MAX_TEXT
 from lightrl.messages.responses import FinishReason
-from lightrl.wire import pack_i32, unpack_i32
+from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 
 if TYPE_CHECKING:
-    from lightrl.environments.pool import Returned
+    from lightrl.environments.calls import Returned
 
 Answer: TypeAlias = Observed | EpisodeEnded
 
@@ -63,6 +65,9 @@ class HeldTurn:
     # int32; None: it is being sampled
     sampled: bytes | None = None
     finish_reason: FinishReason = "stop"
+    # float32; for agents only
+    logprobs: bytes = b""
+    policy_version: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +99,7 @@ class HeldEpisode:
         for turn in begun.turns:
             episode.ids.extend(unpack_i32(turn.observation))
             episode._append(HeldTurn(len(episode.ids), turn.digest, turn.reward, turn.state))
-            episode._sampled(turn.sampled, turn.finish_reason)
+            episode._sampled(turn)
         return episode
 
     def _append(self, turn: HeldTurn) -> None:
@@ -102,9 +107,12 @@ class HeldEpisode:
             self.turns[-1].state = b""
         self.turns.append(turn)
 
-    def _sampled(self, token_ids: bytes, finish_reason: FinishReason) -> None:
-        self.turns[-1].sampled, self.turns[-1].finish_reason = token_ids, finish_reason
-        self.ids.extend(unpack_i32(token_ids))
+    def _sampled(self, given: RecordedTurn | StepEpisode) -> None:
+        turn = self.turns[-1]
+        turn.sampled = given.sampled if isinstance(given, RecordedTurn) else given.token_ids
+        turn.finish_reason, turn.logprobs = given.finish_reason, given.logprobs
+        turn.policy_version = given.policy_version
+        self.ids.extend(unpack_i32(turn.sampled))
 
     @property
     def num_sampled(self) -> int:
@@ -122,7 +130,7 @@ class HeldEpisode:
             ids = self.ids[: turns[-1].end]
             episode = HeldEpisode(self.begun, self.limits, self.row, ids, turns, self.tools)
         episode.last = None
-        episode._sampled(step.token_ids, step.finish_reason)
+        episode._sampled(step)
         return episode
 
     def has_taken(self, step: StepEpisode) -> bool:
@@ -133,6 +141,29 @@ class HeldEpisode:
     def sampled_ids(self, turn: int) -> "array[int]":
         """Return the tokens that were sampled after an observation."""
         return array("i", unpack_i32(self.turns[turn].sampled or b""))
+
+    def tokens_of(self, turn: int) -> TurnTokens:
+        """Return what was sampled after an observation, for its agent."""
+        at, sampled = self.turns[turn], self.sampled_ids(turn)
+        logprobs = array("f", unpack_f32(at.logprobs))
+        prompt = self.ids[: at.end]
+        return TurnTokens(prompt, sampled, logprobs, at.finish_reason, at.policy_version)
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether a limit of the episode has cut its newest turn. An agent that asked for
+        fewer tokens has its answer."""
+        if not self.turns or self.turns[-1].finish_reason != "length":
+            return False
+        turn = self.turns[-1]
+        num = len(turn.sampled or b"") // 4
+        return num >= self._most(self.num_sampled - num, turn.end)
+
+    def _most(self, num_sampled: int, length: int) -> int:
+        """Return how many tokens the limits allow for a turn, after so many."""
+        left = self.begun.max_tokens - num_sampled
+        most = min(left, self.limits.max_length - length)
+        return min(most, self.limits.max_turn_length or left)
 
     def require_digest(self, turn: int, digest: str) -> None:
         """Raise Stopped if a replay has given another observation than was recorded."""
@@ -179,9 +210,8 @@ class HeldEpisode:
         turn, offset = len(self.turns), len(self.ids)
         self.ids.extend(ids)
         self._append(HeldTurn(len(self.ids), returned.digest, returned.reward, returned.state))
-        left = self.begun.max_tokens - self.num_sampled
-        most = min(left, self.limits.max_length - len(self.ids))
-        most = min(most, self.limits.max_turn_length or left)
+        most = self._most(self.num_sampled, len(self.ids))
+        most = min(most, returned.max_tokens or most)
         what = (turn, offset, pack_i32(ids), most, returned.digest, record)
         gave = (returned.reward, returned.state, returned.seconds, returned.num_tool_calls)
         return Observed(*self._key, *what, *gave)

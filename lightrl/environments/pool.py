@@ -22,6 +22,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightrl.config.environment import Environment
+from lightrl.environments.calls import (
+    EnvironmentRaised,
+    EnvironmentUnusable,
+    Returned,
+    StepTimedOut,
+    TurnTokens,
+    WorkerLost,
+)
 from lightrl.errors import LightRLError
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
@@ -52,42 +60,6 @@ Frame = dict[str, Any]
 FRAMES: Any = SimpleNamespace(encode=lambda frame: json.dumps(frame).encode(), decode=json.loads)
 # of a worker: a program that cannot be run, its end, or what user code has written to its socket
 BROKEN = (OSError, ChildDied, LookupError, ValueError, TypeError)
-
-
-class EnvironmentUnusable(LightRLError):
-    """The source, a tool or the interpreter cannot be used, or workers cannot be kept alive."""
-
-
-class EnvironmentRaised(LightRLError):
-    """User code raised, or returned what is no observation; one line."""
-
-
-class StepTimedOut(LightRLError):
-    """A call took longer than `environment.timeout_s`; its episode is lost."""
-
-
-class WorkerLost(LightRLError):
-    """The worker of an episode died. `in_call`: during a call of the episode, the likely cause."""
-
-    def __init__(self, text: str, in_call: bool = False, is_suspect: bool = False) -> None:
-        super().__init__(text)
-        self.in_call, self.is_suspect = in_call, is_suspect
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """What `reset` or `step` returned: worker/base.py has the meaning of the first fields."""
-
-    messages: list[dict[str, Any]]
-    reward: float | None
-    done: bool
-    metrics: dict[str, float]
-    tools: list[dict[str, Any]]
-    num_tool_calls: int
-    has_end: bool  # the environment gives a reward when a limit ends the episode
-    state: bytes  # what `save` returned, if environment.resume is "snapshot"
-    seconds: float  # of the call
-    digest: str  # of messages, reward and done
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +156,7 @@ class WorkerPool:
         self.tools: list[dict[str, Any]] = []
         self.is_stateless = False
         self._command = settings.command or (sys.executable,)
-        self._named = settings.source or ", ".join(settings.tools) or "environment.mcp"
+        self._named = settings.named
         self._log_dir = log_dir
         self._report = report
         self._setup = {
@@ -218,7 +190,9 @@ class WorkerPool:
         self._notify()
         await asyncio.gather(*(w.end("it was stopped") for w in self._workers))
 
-    async def reset(self, episode: str, row: dict[str, Any], seed: int) -> Returned:
+    async def reset(
+        self, episode: str, row: dict[str, Any], seed: int, expected: str = ""
+    ) -> Returned:
         """Raises EnvironmentRaised, StepTimedOut, WorkerLost, EnvironmentUnusable."""
         return _returned(await self._begin(episode, row, {"call": "reset", "seed": seed}))
 
@@ -227,11 +201,19 @@ class WorkerPool:
         encoded = base64.b64encode(state).decode()
         await self._begin(episode, row, {"call": "load", "state": encoded})
 
-    async def step(self, episode: str, message: dict[str, Any]) -> Returned:
+    async def step(
+        self,
+        episode: str,
+        message: dict[str, Any],
+        tokens: TurnTokens | None = None,
+        expected: str = "",
+    ) -> Returned:
         """Raises as `reset`; WorkerLost(in_call=False) if the episode was lost before."""
         return _returned(await self._ask(episode, {"call": "step", "message": message}))
 
-    async def end(self, episode: str, cut: dict[str, Any] | None) -> Returned:
+    async def end(
+        self, episode: str, cut: dict[str, Any] | None, tokens: TurnTokens | None = None
+    ) -> Returned:
         """A limit ended an episode: return the reward that the environment gives now, if it does.
         `cut`: the turn that was cut. Raises as `step`."""
         return _returned(await self._ask(episode, {"call": "end", "message": cut}))
@@ -338,5 +320,5 @@ class WorkerPool:
 
 
 def _returned(frame: Frame) -> Returned:
-    fields = {name: frame[name] for name in Returned.__slots__}
+    fields = {name: frame[name] for name in Returned.__slots__ if name in frame}
     return Returned(**{**fields, "state": base64.b64decode(frame["state"])})

@@ -14,7 +14,8 @@ from lightrl.config.schema import Config
 from lightrl.config.values import shortened
 from lightrl.core.rounds.rounds import sample_seed
 from lightrl.data.template import template_kwargs
-from lightrl.environments.pool import EnvironmentRaised, Returned, WorkerLost, WorkerPool
+from lightrl.environments.calls import EnvironmentRaised, Returned, WorkerLost
+from lightrl.environments.pool import WorkerPool
 from lightrl.environments.rendering import Renderer
 from lightrl.errors import ConfigError
 from lightrl.rewards.trial import Tried

@@ -19,6 +19,7 @@ from lightrl.messages.fields import (
     Name,
     Reason,
     Tokens,
+    Version,
     Word,
 )
 from lightrl.messages.responses import FinishReason
@@ -49,6 +50,10 @@ class RecordedTurn:
     reward: float | None = None
     # of the environment after it, where `save` exists
     state: State = b""
+    # float32, of `sampled`; for programs only
+    logprobs: Tokens = b""
+    # that sampled the last of them
+    policy_version: Version = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,10 @@ class StepEpisode:
     # int32
     token_ids: Tokens
     finish_reason: FinishReason
+    # float32; for programs only
+    logprobs: Tokens = b""
+    # that sampled the last token
+    policy_version: Version = 0
 
 
 @dataclass(frozen=True, slots=True)

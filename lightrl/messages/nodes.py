@@ -26,7 +26,7 @@ from lightrl.messages.fields import (
 from lightrl.messages.load import Load
 from lightrl.messages.weights import WeightsProgress
 
-PROTOCOL = 19
+PROTOCOL = 20
 # the refusal of a node whose lease has expired: it may send another Hello
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # the refusal of a node that comes too late

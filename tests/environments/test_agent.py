@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightrl.environments.agent import EnvironmentAgent
-from lightrl.environments.pool import EnvironmentRaised, StepTimedOut, WorkerLost
+from lightrl.environments.calls import EnvironmentRaised, StepTimedOut, WorkerLost
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.messages.episodes import (
     BeginEpisode,
@@ -191,7 +191,7 @@ def test_turn_that_was_cut_ends_the_episode_and_is_not_stepped(
     tmp_path: Path, reward: float | None
 ):
     async def story(at: Node) -> None:
-        await at.begin()
+        await at.begin(BeginEpisode(NAME, 1, seed=9, max_tokens=9))
         at.agent.handle(stepped(0, "half a wo", finish="length"))
         end = await at.answer()
         assert isinstance(end, EpisodeEnded)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from lightrl.config.environment import Environment
-from lightrl.environments.pool import (
+from lightrl.environments.calls import (
     EnvironmentRaised,
     EnvironmentUnusable,
     Returned,
     StepTimedOut,
     WorkerLost,
-    WorkerPool,
 )
+from lightrl.environments.pool import WorkerPool
 
 LIMIT_S = 100.0  # of a whole scenario; generous, since test machines are slow
 

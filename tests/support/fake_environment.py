@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from lightrl.environments.pool import Returned, WorkerLost
+from lightrl.environments.calls import Returned, WorkerLost
 from lightrl.errors import LightRLError
 
 Message = dict[str, Any]
@@ -46,7 +46,9 @@ class FakePool:
     async def stop(self) -> None:
         self.calls.append("stop")
 
-    async def reset(self, episode: str, row: dict[str, Any], seed: int) -> Returned:
+    async def reset(
+        self, episode: str, row: dict[str, Any], seed: int, expected: str = ""
+    ) -> Returned:
         self._call("reset")
         self._worlds[episode] = 0
         await self.may_reset.wait()
@@ -56,7 +58,9 @@ class FakePool:
         self._call(f"load {state.decode()}")
         self._worlds[episode] = int(state)
 
-    async def step(self, episode: str, message: Message) -> Returned:
+    async def step(
+        self, episode: str, message: Message, tokens: Any, expected: str = ""
+    ) -> Returned:
         said = message["content"]
         if episode not in self._worlds:
             raise WorkerLost("its worker was lost")
@@ -64,7 +68,7 @@ class FakePool:
         self._worlds[episode] = steps = self._worlds[episode] + 1
         return self._returned(f"{said} {steps}", self.reward, said == "quit", steps)
 
-    async def end(self, episode: str, cut: Message | None) -> Returned:
+    async def end(self, episode: str, cut: Message | None, tokens: Any) -> Returned:
         if episode not in self._worlds:
             raise WorkerLost("its worker was lost")
         self._call("end" if cut is None else f"end {cut['content']}")

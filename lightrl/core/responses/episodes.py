@@ -165,7 +165,7 @@ class Episodes:
                 response.incarnation,
                 seed,
                 group.max_response_tokens,
-                turns=tuple(_recorded(response, k) for k in range(len(turns))),
+                turns=tuple(self._recorded(response, k) for k in range(len(turns))),
                 repeats=response.was_stepped,
             ),
         )
@@ -177,13 +177,35 @@ class Episodes:
         node.episodes[response.id] = response
         response.since = self._fleet.now
 
+    def _recorded(self, response: Response, number: int) -> RecordedTurn:
+        turns, of = response.turns, self._settings.episodes
+        turn, last = turns[number], number + 1 == len(turns)
+        end = len(response.tokens) if last else turns[number + 1].start
+        return RecordedTurn(
+            encode(response.tokens[turn.start : turn.end]),
+            turn.digest,
+            encode(response.tokens[turn.end : end]),
+            response.finishes[number],
+            turn.reward,
+            turn.state if last else b"",
+            encode(response.logprobs[turn.end : end]) if of and of.has_logprobs else b"",
+            max((version for version, start in response.starts if start < end), default=0),
+        )
+
     def _step(self, response: Response) -> None:
         assert response.environment is not None
         number = len(response.turns) - 1
-        tokens = encode(response.tokens[response.turns[-1].end :])
-        finish = response.finishes[-1]
+        turn = self._recorded(response, number)
         response.was_stepped, response.since = True, self._fleet.now
-        step = StepEpisode(response.id, response.incarnation, number, tokens, finish)
+        step = StepEpisode(
+            response.id,
+            response.incarnation,
+            number,
+            turn.sampled,
+            turn.finish_reason,
+            turn.logprobs,
+            turn.policy_version,
+        )
         self._outbox.send(response.environment.name, step)
 
     # From environment nodes
@@ -307,17 +329,3 @@ class Episodes:
             self._lifecycle.end_episode(response, entry)
         elif len(response.turns) == 0 or entry.turn.start == len(response.tokens):
             self._insert(response, entry.turn, entry.token_ids)
-
-
-def _recorded(response: Response, number: int) -> RecordedTurn:
-    turns = response.turns
-    turn, last = turns[number], number + 1 == len(turns)
-    end = len(response.tokens) if last else turns[number + 1].start
-    return RecordedTurn(
-        encode(response.tokens[turn.start : turn.end]),
-        turn.digest,
-        encode(response.tokens[turn.end : end]),
-        response.finishes[number],
-        turn.reward,
-        turn.state if last else b"",
-    )

@@ -127,7 +127,7 @@ def test_three_sets_are_evaluated_as_each_says_and_training_is_what_it_is_withou
                 )
                 response = SimpleNamespace(
                     reward=t["reward"],
-                    tokens=range(t["tokens"]),
+                    num_sampled=t["tokens"],
                     finish_reason=t["finish_reason"],
                 )
                 groups.setdefault(prompt, group).responses.append(response)

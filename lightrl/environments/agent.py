@@ -77,8 +77,8 @@ class EnvironmentAgent:
         try:
             self._renderer = await self._in_thread(self._new_renderer)
             await self._pool.start()
-            has_user_turns = not self._pool.is_stateless
-            await self._in_thread(self._renderer.prove, self._pool.tools, has_user_turns)
+            users = self._pool.has_user_turns
+            await self._in_thread(self._renderer.prove, self._pool.tools, users)
             logger.info("environment %s is ready", self._name)
             self._ready.set()
             await self._failed
@@ -173,6 +173,7 @@ class EnvironmentAgent:
             line = f"{self._name}: {which}: {line}"
         if line:
             logger.warning("%s", line)
+            self._pool.close(episode.handle, line)
         return episode.end(over.stop, record, failure=line)
 
     async def _next(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Answer:

@@ -73,6 +73,8 @@ class Environments(Protocol):
     tools: list[dict[str, Any]]
     # all that happens is a call of these tools
     is_stateless: bool
+    # a chat template must be able to append them; agents may need tool results alone
+    has_user_turns: bool
 
     async def start(self) -> None:
         """Raises EnvironmentUnusable, one line."""
@@ -109,6 +111,6 @@ class Environments(Protocol):
         """Return whether tools of the run answer a message."""
         ...
 
-    def close(self, episode: str) -> None:
-        """Forget an episode, whatever it is doing."""
+    def close(self, episode: str, why: str = "") -> None:
+        """Forget an episode, whatever it is doing. `why`: for its agent."""
         ...

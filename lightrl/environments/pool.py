@@ -223,7 +223,11 @@ class WorkerPool:
         ours = {tool["function"]["name"] for tool in self.tools}
         return any(call["function"]["name"] in ours for call in message.get("tool_calls", ()))
 
-    def close(self, episode: str) -> None:
+    @property
+    def has_user_turns(self) -> bool:
+        return not self.is_stateless
+
+    def close(self, episode: str, why: str = "") -> None:
         """Forget an episode, whatever it is doing."""
         if (w := self._home(episode)) is not None:
             self._post(w, episode, {"call": "close"})

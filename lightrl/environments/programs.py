@@ -79,7 +79,7 @@ class Programs:
         """`environment_key`: the text of the key of environment nodes, with which agents elsewhere
         open sessions."""
         self.tools: list[dict[str, Any]] = []
-        self.is_stateless = False
+        self.is_stateless = self.has_user_turns = False
         self.limits = limits
         self.address = ""  # of the endpoint, while it runs: http://HOST:PORT
         self._settings = settings
@@ -166,11 +166,11 @@ class Programs:
     def answers(self, message: dict[str, Any]) -> bool:
         return False
 
-    def close(self, episode: str) -> None:
+    def close(self, episode: str, why: str = "") -> None:
         if (playing := self._playing.pop(episode, None)) is None:
             return
         session = playing.session
-        session.end("this episode has ended", "session_ended")
+        session.end(why or "this episode has ended", "session_ended")
         if self._by_key.get(session.key) is playing:
             del self._by_key[session.key]
             self._ended[session.key] = "this episode has ended"

@@ -20,6 +20,7 @@ class FakePool:
     def __init__(self, is_stateless: bool = False) -> None:
         self.tools: list[Message] = []
         self.is_stateless = is_stateless
+        self.has_user_turns = not is_stateless
         self.calls: list[str] = []
         self.faults: list[Exception | None] = []
         self.unusable: LightRLError | None = None
@@ -77,7 +78,7 @@ class FakePool:
     def answers(self, message: Message) -> bool:
         return bool(self.tools and message.get("tool_calls"))
 
-    def close(self, episode: str) -> None:
+    def close(self, episode: str, why: str = "") -> None:
         self._worlds.pop(episode, None)
 
     def _call(self, name: str) -> None:

@@ -138,12 +138,13 @@ class EndpointApp:
             get(body, "reward", float),
             {name: of_type(value, float, f"metrics.{name}") for name, value in metrics.items()},
             get(body, "done", bool) or False,
+            get(body, "failure", str) or "",
         )
-        self._backend.report(key, report)
+        await self._backend.report(key, report)
         await exchange.finish(200, _dumps({"received": True}))
 
     async def _episode(self, exchange: "_Exchange", key: str) -> None:
-        await exchange.finish(200, _dumps(self._backend.episode(key)))
+        await exchange.finish(200, _dumps(await self._backend.episode(key)))
 
     async def _models(self, exchange: "_Exchange", key: str) -> None:
         limits = self._backend.limits

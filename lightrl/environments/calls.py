@@ -73,8 +73,11 @@ class Environments(Protocol):
     tools: list[dict[str, Any]]
     # all that happens is a call of these tools
     is_stateless: bool
-    # a chat template must be able to append them; agents may need tool results alone
-    has_user_turns: bool
+
+    @property
+    def has_user_turns(self) -> bool:
+        """A chat template must be able to append them; agents may need tool results alone."""
+        ...
 
     async def start(self) -> None:
         """Raises EnvironmentUnusable, one line."""

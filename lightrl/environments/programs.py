@@ -26,6 +26,7 @@ from typing import Any
 from lightrl.config.environment import Environment, split_endpoint
 from lightrl.config.schema import Config
 from lightrl.endpoints.api import Answered, ApiError, Asked, EpisodeReport, SamplingLimits
+from lightrl.endpoints.app import EndpointApp
 from lightrl.endpoints.server import serving
 from lightrl.environments.calls import (
     EnvironmentRaised,
@@ -36,6 +37,7 @@ from lightrl.environments.calls import (
     WorkerLost,
 )
 from lightrl.environments.sessions import Session, ended
+from lightrl.errors import LightRLError
 from lightrl.log import last_line
 from lightrl.system.program import Program
 
@@ -106,11 +108,10 @@ class Programs:
         place = split_endpoint(self._settings.endpoint)
         assert place is not None  # the config was checked
         try:
-            self.address = await self._stack.enter_async_context(serving(self, *place))
-        except OSError as e:
-            raise EnvironmentUnusable(
-                f"environment.endpoint = {self._settings.endpoint!r}: {e.strerror or e}"
-            ) from None
+            served = serving(EndpointApp(self), *place)
+            self.address = await self._stack.enter_async_context(served)
+        except LightRLError as e:
+            raise EnvironmentUnusable(f"environment.endpoint: {e}") from None
 
     async def stop(self) -> None:
         for episode in [*self._playing]:

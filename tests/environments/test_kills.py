@@ -101,6 +101,30 @@ heartbeat_s = 0.25
 lease_s = 1.5
 grace_s = 10
 """
+# Five turns over HTTP; of the standard library, since others take a second to start.
+AGENT = """
+import json, os, urllib.request
+
+row, seed = json.loads(os.environ["LIGHTRL_ROW"]), int(os.environ["LIGHTRL_SEED"])
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+
+def post(path, body):
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, data, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+messages, reward = [{"role": "user", "content": f"go {seed % 7}"}], 0.0
+for k in range(5):
+    message = post("/chat/completions", {"messages": messages})["choices"][0]["message"]
+    reward += sum(message["content"].encode()) % 11 / 10
+    messages += [message, {"role": "user", "content": str(len(message["content"]))}]
+post("/episode", {"reward": reward})
+"""
+AGENTS = (
+    "environment.program=python -S agent.py",
+    "rollout.engine_args={mean_length=3.0,t0_ms=4.0}",
+)
 NATIVE = ("environment.source=env.py:Five", "rollout.engine_args={mean_length=3.0,t0_ms=4.0}")
 # Most tokens of this model are a call of the tool: a turn has about eight.
 CALL = '<tool_call>{{"name": "count", "arguments": {{"n": {}}}}}</tool_call>'
@@ -169,6 +193,7 @@ def play(folder: Path, *overrides: str, victim: str = "", plan: tuple[str, ...] 
         tool_model(folder / "model")
     for name, text in {
         "env.py": ENVIRONMENT,
+        "agent.py": AGENT,
         "run.toml": CONFIG,
         "plan": "\n".join(plan),
         "victim": victim,
@@ -226,6 +251,11 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 
 @pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    return play(tmp_path_factory.mktemp("agents"), *AGENTS, f"train.steps={STEPS}")
+
+
+@pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return play(tmp_path_factory.mktemp("tools"), *TOOLS, f"train.steps={STEPS}")
 
@@ -238,6 +268,16 @@ def test_a_kill_at_each_entry_changes_no_bit(tmp_path: Path, native: Played, vic
     played = play(tmp_path, *NATIVE, f"train.steps={STEPS}", victim=victim, plan=plan)
     assert played.lines("done") == list(plan), played.out
     assert played.digests == native.digests
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_at_each_entry_changes_no_bit_of_agents(tmp_path: Path, agents: Played, victim: str):
+    """A program whose node was lost is started again, and gets its recorded answers."""
+    plan = entries(agents)
+    assert {"ObservationTaken 10", "EpisodeEnded 2", "ShardSent 1", "StepDone 1"} <= {*plan}
+    played = play(tmp_path, *AGENTS, f"train.steps={STEPS}", victim=victim, plan=plan)
+    assert played.lines("done") == list(plan), played.out
+    assert played.digests == agents.digests
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-WORKER = b"lightrl.environments.worker.main"
+WORKERS = (b"lightrl.environments.worker.main", b"agent.py")
 VICTIMS = ("rollout", "worker", "environment", "head", "all")
 
 
@@ -69,7 +69,8 @@ def kill(victim: str) -> None:
     if victim == "worker":
         for pid in _below(daemons.get("environment-0", 0)):
             words = _words(pid)
-            if any(WORKER in word for word in words) and not any(b"reaper" in w for w in words):
+            is_worker = any(worker in word for word in words for worker in WORKERS)
+            if is_worker and not any(b"reaper" in w for w in words):
                 os.kill(pid, signal.SIGKILL)
         return
     everybody = victim == "all"

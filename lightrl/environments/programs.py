@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections import OrderedDict
@@ -209,8 +210,12 @@ class Programs:
             raise EnvironmentRaised(f"{playing.session.label}: {failure}")
         if not playing.session.reported.is_over and playing.status:
             last = last_line(self._log_of(playing))
+            tail = f": {last}" if last else ""
+            if playing.status < 0:  # by a lack of memory, for instance: it is started again
+                how = f"the program was killed by {signal.Signals(-playing.status).name}"
+                raise WorkerLost(f"{playing.session.label}: {how}{tail}", True, True)
             how = f"the program ended with exit status {playing.status}"
-            raise EnvironmentRaised(f"{playing.session.label}: {how}{f': {last}' if last else ''}")
+            raise EnvironmentRaised(f"{playing.session.label}: {how}{tail}")
 
     async def _launch(self, playing: _Playing) -> None:
         session = playing.session

@@ -1,5 +1,5 @@
-"""Agents of clients as they are published, in whole runs: what a client receives is what the journal
-has and what is trained."""
+"""Agents of clients as they are published, in whole runs: what a client receives is what the
+journal has and what is trained."""
 
 import base64
 import json

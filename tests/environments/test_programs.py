@@ -20,6 +20,7 @@ from lightrl.environments.calls import (
     EnvironmentUnusable,
     StepTimedOut,
     TurnTokens,
+    WorkerLost,
 )
 from lightrl.environments.programs import Programs
 from tests.support.daemons import DEADLINE_S
@@ -140,13 +141,13 @@ ask(json.dumps([sys.argv[1:], given, call("/episode"), call("/models")]))
     [
         ("sys.exit('no sandbox')", "the program ended with exit status 1: no sandbox"),
         ("{}['x']", "the program ended with exit status 1: KeyError: 'x'"),
-        ("os.kill(os.getpid(), 9)", "the program ended with exit status -9"),
+        ("os.kill(os.getpid(), 9)", "the program was killed by SIGKILL"),
         ("call('/episode', {'failure': 'no judge', 'done': True}); ask('?')", "no judge"),
     ],
 )
 def test_program_that_fails_gives_no_score(tmp_path: Path, code: str, line: str):
     async def story(at: Programs) -> None:
-        with pytest.raises(EnvironmentRaised) as e:
+        with pytest.raises((EnvironmentRaised, WorkerLost)) as e:
             await at.reset("r.1.0", ROW, 7)
         assert str(e.value) == f"{at._settings.program}: row 4: {line}"
 
@@ -163,7 +164,7 @@ import time; time.sleep(1000)
 """
 
     async def story(at: Programs) -> None:
-        with pytest.raises(StepTimedOut, match="row 4: no request within environment.timeout_s"):
+        with pytest.raises(StepTimedOut, match="row 4: no request within"):
             await at.reset("r.1.0", ROW, 7)
         at.close("r.1.0")
 

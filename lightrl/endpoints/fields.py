@@ -24,6 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+MAX_NUMBER = 1e300
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -42,9 +43,12 @@ class Fields:
 
     def need(self, key: str, kind: type) -> Any:
         """Return a field that has this type; integers are numbers."""
-        value, kinds = self.values.get(key), (int, float) if kind is float else kind
+        value: Any = self.values.get(key)
+        kinds = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise self.refused(key, f"must be {NAMES[kind]}")
+        if kind is float and not -MAX_NUMBER <= value <= MAX_NUMBER:  # JSON's 1e999 is infinite
+            raise self.refused(key, "must be a smaller number")
         return value
 
     def get(self, key: str, kind: type) -> Any:

@@ -33,6 +33,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+HUGE = float("inf")  # written as 1e999
 FORCED = {"type": "function", "function": {"name": "f"}}
 
 
@@ -139,6 +140,8 @@ WRONG: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("token_ids", (TOKENS, {"token_ids": [True]})),
     ("sampling_params", (TOKENS, {"sampling_params": 5})),
     ("reward", ("/v1/episode", {"reward": "good"})),
+    ("reward", ("/v1/episode", {"reward": 10**400})),
+    ("metrics.a", ("/v1/episode", {"metrics": {"a": HUGE}})),
     ("metrics.a", ("/v1/episode", {"metrics": {"a": "b"}})),
     ("done", ("/v1/episode", {"done": 1})),
 ]
@@ -182,7 +185,11 @@ class Client:
     def __call__(self, method: str, path: str, body: Any = None, key: str | None = KEY, **headers):
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        data = (
+            body
+            if body is None or isinstance(body, bytes)
+            else json.dumps(body).replace("Infinity", "1e999")
+        )
         self._connection.request(method, path, data, headers)
         response = self._connection.getresponse()
         content = response.read()

@@ -58,10 +58,10 @@ class ScriptedBackend:
         assert answer is not None
         return answer
 
-    def episode(self, key: str) -> dict[str, Any]:
+    async def episode(self, key: str) -> dict[str, Any]:
         return {"row": {"question": "1+1?"}, "seed": 5, "max_length": 64}
 
-    def report(self, key: str, report: EpisodeReport) -> None:
+    async def report(self, key: str, report: EpisodeReport) -> None:
         self.reports.append(report)
 
     async def open(self, key: str) -> dict[str, Any]:

@@ -36,10 +36,9 @@ class Environment(Section):
     program: str = ""
     """command line of an agent, started for each episode, which talks to the endpoint of its
     environment node; {column} is what the row has there"""
-    sessions: bool = False
-    """agents run elsewhere, and open a session for each episode with the environment key"""
-    endpoint: str = "127.0.0.1:*"
-    """where agents reach an environment node: host and port; * = any port"""
+    endpoint: str = ""
+    """HOST:PORT where agents reach an environment node, * = any port; by default that of loopback;
+    without a program, agents open sessions there with the environment key"""
     tool_format: str = "auto"
     """how the model writes tool calls: a name of vLLM's parsers; auto = by the chat template"""
     command: Names = ()
@@ -77,7 +76,7 @@ class Environment(Section):
     def named(self) -> str:
         """What it is called in messages."""
         which = self.source or self.program or ", ".join(self.tools)
-        return which or ("environment.sessions" if self.sessions else "environment.mcp")
+        return which or ("environment.endpoint" if self.endpoint else "environment.mcp")
 
     @property
     def has_first_messages(self) -> bool:
@@ -87,7 +86,7 @@ class Environment(Section):
     @property
     def has_agents(self) -> bool:
         """Programs talk to the endpoint, and call no environment."""
-        return bool(self.program) or self.sessions
+        return bool(self.program or self.endpoint)
 
 
 def completed(tree: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(table, dict) for table in tables):
         return tree  # validation refuses it
     environment, reward, data, evaluation = cast("list[dict[str, Any]]", tables)
-    if not any(environment.get(key) for key in ("source", "tools", "mcp", "program", "sessions")):
+    if not any(environment.get(key) for key in ("source", "tools", "mcp", "program", "endpoint")):
         return tree
     if environment.get("program"):
         tree = {**tree, "environment": {"slots": PROGRAMS, **environment}}
@@ -105,7 +104,7 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     fields = Environment.model_fields
     num, more = (environment.get(key, fields[key].default) for key in ("tasks", "eval_tasks"))
     are_numbers = isinstance(num, int) and isinstance(more, int)
-    makes_rows = any(environment.get(key) for key in ("source", "program", "sessions"))
+    makes_rows = any(environment.get(key) for key in ("source", "program", "endpoint"))
     if are_numbers and makes_rows and _has_no_data(data):
         if not evaluation.get("checkpoint"):
             tree["data"] = {**data, "path": f"{TASKS}0-{num - 1}"}
@@ -117,7 +116,7 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
 
 def split_endpoint(endpoint: str) -> tuple[str, int] | None:
     """Return host and port of `environment.endpoint`, 0 = any port; None if it is malformed."""
-    host, colon, port = endpoint.rpartition(":")
+    host, colon, port = (endpoint or "127.0.0.1:*").rpartition(":")
     port = "0" if port == "*" else port
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
         return None

@@ -262,17 +262,14 @@ def _environment(c: Config) -> Conflicts:
     if environment.has_agents:
         for key in ("source", "tools", "mcp", "args"):
             if key in given:
-                yield f"environment.{key}", "agents bring their own; leave it out, or the program"
-        if environment.program and environment.sessions:
-            yield "environment.sessions", "is for agents that are not environment.program"
+                agents = "environment.program or endpoint"
+                yield f"environment.{key}", f"agents bring their own; leave out it or {agents}"
         if environment.resume == "snapshot":
             yield "environment.resume", "an agent cannot be saved; it can be replayed"
         try:
             shlex.split(environment.program)
         except ValueError as e:
             yield "environment.program", f"cannot be split into words: {e}"
-    elif "endpoint" in given:
-        yield "environment.endpoint", "cannot act without environment.program or sessions"
     if split_endpoint(environment.endpoint) is None:
         yield "environment.endpoint", "must look like 127.0.0.1:8000 or 127.0.0.1:*"
     for key, names in (("source", (environment.source,)), ("tools", environment.tools)):

@@ -220,7 +220,7 @@ def test_agents_elsewhere_open_sessions_with_the_environment_key(tmp_path: Path)
         over = await ending
         assert (over.done, over.reward) == (True, 1.0)
 
-    play(tmp_path, story, program="", sessions=True)
+    play(tmp_path, story, program="", endpoint="127.0.0.1:*")
 
 
 def test_what_cannot_be_started_is_one_line(tmp_path: Path):

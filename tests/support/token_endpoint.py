@@ -12,13 +12,19 @@ MODEL = "policy"
 
 
 class TokenEndpoint:
-    """Answers with the turns in their order; counts as wrong a request that does not extend what is
-    held."""
+    """Answers with the turns in their order, and chats with the replies; counts as wrong a request
+    that does not extend what is held."""
 
     def __init__(
-        self, turns: Sequence[Sequence[int]], row: dict[str, Any], max_length: int = 4096
+        self,
+        turns: Sequence[Sequence[int]],
+        row: dict[str, Any],
+        max_length: int = 4096,
+        replies: Sequence[str] = (),
     ) -> None:
         self.turns = list(turns)
+        self.replies = list(replies)
+        self.chats: list[list[dict[str, Any]]] = []
         self.row = row
         self.max_length = max_length
         self.held: list[int] = []
@@ -37,10 +43,12 @@ class TokenEndpoint:
             return 200, {"row": self.row, "seed": 7, "max_length": self.max_length}
         return 404, _error(f"no {path}")
 
-    def post(self, path: str, body: dict[str, Any], headers: Any) -> tuple[int, dict[str, Any]]:
+    def post(self, path: str, body: dict[str, Any], headers: Any) -> tuple[int, Any]:
         if path == "/v1/episode":
             self.reports.append(body)
             return 200, {}
+        if path == "/v1/chat/completions":
+            return self.chat(body)
         if path != "/inference/v1/generate":
             return 404, _error(f"no {path}")
         self.sessions.add(headers["X-Session-ID"])
@@ -66,6 +74,18 @@ class TokenEndpoint:
         choice["finish_reason"] = "length" if len(self.held) >= self.max_length else "stop"
         return 200, {"request_id": "r", "choices": [choice]}
 
+    def chat(self, body: dict[str, Any]) -> tuple[int, str | dict[str, Any]]:
+        """The whole turn in one event, as a streamed answer."""
+        if not body["stream"] or not self.replies:
+            return 500, _error("no engine")
+        self.chats.append(body["messages"])
+        chunk = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+        delta = {"role": "assistant", "content": self.replies.pop(0)}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        turn = {"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]}
+        events = [{**chunk, **turn}, {**chunk, "choices": [], "usage": usage}]
+        return 200, "".join(f"data: {json.dumps(e)}\n\n" for e in events) + "data: [DONE]\n\n"
+
 
 def _error(text: str) -> dict[str, Any]:
     return {"error": {"message": text, "type": "invalid_request_error", "code": "invalid_request"}}
@@ -78,10 +98,11 @@ def serving(endpoint: TokenEndpoint) -> Iterator[TokenEndpoint]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def answer(self, status: int, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
+        def answer(self, status: int, body: dict[str, Any] | str) -> None:
+            data = (body if isinstance(body, str) else json.dumps(body)).encode()
+            kind = "text/event-stream" if isinstance(body, str) else "application/json"
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -7,16 +7,21 @@ without LightRL. Reports the reward, or ends with status 1 and one line on stder
 """
 
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
+import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +34,14 @@ NO_NAMES = ("auto", "custom", "default")  # of renderers that are no family
 # Of the deadlines of verifiers, the one that ends an episode which has a reward.
 SCORED_TIMEOUT = "agent_timeout"
 
+THINK, THOUGHT = "<think>", "</think>"
 ASKED = {"role": "user", "content": "qzquestion"}
-CALL = {"id": "call00000", "type": "function", "function": {"name": "qztool", "arguments": "{}"}}
-TOOL = {"name": "qztool", "description": "qztext", "parameters": {"type": "object"}}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "qztool", "arguments": {}}}
+TOOL = {
+    "name": "qztool",
+    "description": "qztext",
+    "parameters": {"type": "object", "properties": {}},
+}
 CHATS = [
     [{"role": "system", "content": "qztext"}, ASKED],
     [ASKED, {"role": "assistant", "content": "qzanswer"}, ASKED],
@@ -138,50 +148,83 @@ def families() -> Iterator[Any]:
 
 
 def fits(tokenizer: Any, config: Any) -> int:
-    """Return how many of the chats a family writes as the model's template does; 0 if it does not
-    write the first ones so, or cannot append."""
+    """Return how many of the chats a family writes as the model's template does; 0 if it differs in
+    one without tools, or cannot append."""
     made = written(lambda: importlib.import_module("renderers").create_renderer(tokenizer, config))
+    if made is None:
+        return 0
     num = 0
-    for k, chat in enumerate(CHATS):
-        tools = [{"type": "function", "function": TOOL}] if k == 2 else None
-        want = written(
-            lambda chat=chat, tools=tools: tokenizer.apply_chat_template(
-                chat, tools=tools, tokenize=False, add_generation_prompt=True
-            )
-        )
-        got = made and written(
-            lambda chat=chat, tools=tools: made.render_ids(
-                chat, tools=tools, add_generation_prompt=True
-            )
-        )
-        if want is not None and (not got or tokenizer.decode(got) != want):
-            return num if k == 2 else 0
-        num += want is not None
+    for chat in CHATS:
+        args: dict[str, Any] = {"add_generation_prompt": True}
+        if chat is CHATS[-1]:
+            args["tools"] = [{"type": "function", "function": TOOL}]
+        apply = partial(tokenizer.apply_chat_template, chat, tokenize=False, **args)
+        if (want := written(apply)) is None:
+            continue
+        got = written(partial(made.render_ids, chat, **args))
+        if got is None or tokenizer.decode(got) != want:
+            return num if chat is CHATS[-1] else 0
+        num += 1
     prompt = made.render_ids([ASKED], add_generation_prompt=True)
-    sampled = [*tokenizer.encode("qzanswer", add_special_tokens=False), *made.get_stop_token_ids()]
-    held = [*prompt, *sampled[: len(sampled) - len(made.get_stop_token_ids()) + 1]]
-    bridged = written(
-        lambda: made.bridge_to_next_turn(prompt, held[len(prompt) :], [ASKED], tools=None)
-    )
+    begun = tokenizer.decode(prompt).rstrip().endswith(THINK)
+    said = f"qzthought\n{THOUGHT}\n\nqzanswer" if begun else "qzanswer"
+    end = made.get_stop_token_ids()[0]
+    sampled = [*tokenizer.encode(said, add_special_tokens=False), end]
+    bridged = written(partial(made.bridge_to_next_turn, prompt, sampled, [ASKED]))
+    held = [*prompt, *sampled]
     return num if bridged and bridged.token_ids[: len(held)] == held else 0
 
 
-def renderer_of(model: str, given: dict[str, Any] | None) -> Any:
-    """Return the configuration of the renderer; without one, the family that writes what the
-    model's chat template does. Earlier thinking stays, as ids are never taken back."""
-    if given is not None:
-        if given.get("name") in NO_NAMES:
-            return given
-        return {"thinking_retention": "all", **given}
-    tokenizer = importlib.import_module("renderers.base").load_tokenizer(model)
-    configs = (config(thinking_retention="all") for config in families())
-    num, best = max(((fits(tokenizer, c), c) for c in configs), key=lambda pair: pair[0])
-    if not num:
-        raise Refused(
-            f"no family of the package renderers writes the chat template of {model}: set "
-            "environment.args.renderer, as { name = 'qwen3' }"
-        )
-    return best
+def is_met(script: str) -> bool:
+    """Return whether this interpreter has the packages that a script declares (PEP 723)."""
+    requirement = importlib.import_module("packaging.requirements").Requirement
+    found = re.search(r"(?m)^# dependencies = (\[.*\])$", script)
+    for text in tomllib.loads(f"all = {found[1]}")["all"] if found else ["none declared"]:
+        try:
+            wanted = requirement(text)
+            if metadata.version(wanted.name) not in wanted.specifier:
+                return False
+        except (metadata.PackageNotFoundError, ValueError):
+            return False
+    return True
+
+
+def run_programs_here() -> None:
+    """Run the programs of harnesses on this machine with this interpreter, where it has their
+    packages: uv would ask the package index in each episode, and take other releases in time."""
+    runtime = importlib.import_module("verifiers.v1.runtimes").SubprocessRuntime
+    prepare = runtime.prepare_uv_script
+
+    async def prepared(
+        self: Any, script: str | bytes, env: Any = None, *, activate: bool = True
+    ) -> list[str]:
+        text = script if isinstance(script, str) else script.decode()
+        if not is_met(text):
+            return await prepare(self, script, env, activate=activate)
+        file = f".program-{hashlib.sha256(text.encode()).hexdigest()}.py"
+        await self.write(file, text.encode())
+        return [sys.executable, "-P", file]
+
+    runtime.prepare_uv_script = prepared
+
+
+def client_of(endpoint: Endpoint, model: str, renderer: dict[str, Any] | None) -> Any:
+    """Return the configuration of the client. It sends tokens, if a renderer is given or a family
+    writes what the model's chat template does; else chats, which LightRL makes tokens of. Earlier
+    thinking stays, as tokens are never taken back."""
+    clients = importlib.import_module("verifiers.v1.configs.client")
+    if renderer is None:
+        tokenizer = importlib.import_module("renderers.base").load_tokenizer(model)
+        configs = (config(thinking_retention="all") for config in families())
+        num, best = max(((fits(tokenizer, c), c) for c in configs), key=lambda pair: pair[0])
+        if not num:
+            return clients.EvalClientConfig(base_url=endpoint.url, api_key_var=KEY)
+    else:
+        is_family = renderer.get("name") not in NO_NAMES
+        best = {"thinking_retention": "all", **renderer} if is_family else renderer
+    return clients.TrainClientConfig(
+        base_url=endpoint.url, api_key_var=KEY, renderer=best, renderer_model_name=model
+    )
 
 
 def report_of(episode: Any, role: str) -> dict[str, Any]:
@@ -209,16 +252,13 @@ def report_of(episode: Any, role: str) -> dict[str, Any]:
 async def play(name: str) -> None:
     endpoint = Endpoint()
     args = json.loads(os.environ.get("LIGHTRL_ARGS") or "{}")
-    model = os.environ["LIGHTRL_MODEL"]
     given = endpoint.ask("episode")
-    clients = importlib.import_module("verifiers.v1.clients")
+    run_programs_here()
     renderer = args.pop("renderer", None)
     env, role = load(name, args)
-    renderer = renderer_of(model, renderer)
-    client = importlib.import_module("verifiers.v1.configs.client").TrainClientConfig(
-        base_url=endpoint.url, api_key_var=KEY, renderer=renderer, renderer_model_name=model
-    )
-    context = clients.ModelContext(endpoint.ask("models")["data"][0]["id"], client)
+    client = client_of(endpoint, os.environ["LIGHTRL_MODEL"], renderer)
+    served = endpoint.ask("models")["data"][0]["id"]
+    context = importlib.import_module("verifiers.v1.clients").ModelContext(served, client)
     task = task_of(env.taskset, given["row"], given["seed"])
     async with env.serving():
         episode = await env.run_episode(task, context)

@@ -112,16 +112,20 @@ def test_tools_of_a_taskset_answer_between_turns(model: Model):
     assert "<tool_response>\nanswer\n</tool_response>" in second.removeprefix(first)
 
 
-def test_a_limit_of_the_environment_or_of_the_model_ends_with_a_reward(model: Model):
-    endpoint = TokenEndpoint([model.turn("no")] * 2, {"index": 0})
-    args = {"player": {"max_turns": 2}, "turns": 9, "renderer": {"name": "qwen3"}}
+@pytest.mark.parametrize(
+    ("limit", "args"),
+    [
+        ({}, {"player": {"max_turns": 2}}),  # of the environment
+        ({"max_turns": 2}, {}),  # of the endpoint
+        ({"max_length": 60}, {}),  # seen by the client
+    ],
+)
+def test_a_limit_ends_with_a_reward(model: Model, limit: dict[str, int], args: dict[str, Any]):
+    endpoint = TokenEndpoint([model.turn("no")] * 9, {"index": 0}, **limit)
+    args = {**args, "turns": 9, "renderer": {"name": "qwen3"}}
     assert play(model, GUESS, endpoint, args) == (0, "")
-    assert endpoint.reports == [{"reward": 0.0, "metrics": {"replies": 2.0}}]
-    short = TokenEndpoint([model.turn("yes no")] * 9, {"index": 1}, max_length=60)
-    assert play(model, GUESS, short, args) == (0, "")
     assert not endpoint.wrong
-    assert not short.wrong
-    assert short.reports[0]["reward"] == 0.0
+    assert endpoint.reports == [{"reward": 0.0, "metrics": {"replies": 2.0}}]
 
 
 def test_what_breaks_ends_without_a_score(model: Model):

@@ -21,7 +21,9 @@ class TokenEndpoint:
         row: dict[str, Any],
         max_length: int = 4096,
         replies: Sequence[str] = (),
+        max_turns: int | None = None,
     ) -> None:
+        self.max_turns = max_turns
         self.turns = list(turns)
         self.replies = list(replies)
         self.chats: list[list[dict[str, Any]]] = []
@@ -63,6 +65,8 @@ class TokenEndpoint:
         if body["model"] != MODEL or prompt[: len(self.held)] != self.held:
             self.wrong.append(f"request {len(self.prompts)} does not extend the ids held")
             return 400, _error("the ids do not extend those that are held")
+        if len(self.prompts) == self.max_turns:
+            return 400, _error("the episode is at its end", "context_length_exceeded")
         if not self.turns:
             return 500, _error("no engine")
         self.prompts.append(prompt)
@@ -87,8 +91,8 @@ class TokenEndpoint:
         return 200, "".join(f"data: {json.dumps(e)}\n\n" for e in events) + "data: [DONE]\n\n"
 
 
-def _error(text: str) -> dict[str, Any]:
-    return {"error": {"message": text, "type": "invalid_request_error", "code": "invalid_request"}}
+def _error(text: str, code: str = "invalid_request") -> dict[str, Any]:
+    return {"error": {"message": text, "type": "invalid_request_error", "code": code}}
 
 
 @contextmanager

@@ -94,9 +94,9 @@ def imported(name: str) -> str:
 def load(name: str, args: dict[str, Any]) -> tuple[Any, str]:
     """Return the environment, and the role whose turns are trained. Roles without a runtime get
     this machine, if they cannot execute code."""
+    env = {**args, "taskset": {**args.get("taskset", {}), "id": imported(name)}}
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     agents = importlib.import_module("verifiers.v1.configs.agent")
-    env = {**args, "taskset": {**args.get("taskset", {}), "id": imported(name)}}
     config = loaders.resolve_env_config(env)
     harnesses = config.agent_harnesses()
     roles = agents.agent_config_fields(config)

@@ -253,9 +253,9 @@ async def play(name: str) -> None:
     endpoint = Endpoint()
     args = json.loads(os.environ.get("LIGHTRL_ARGS") or "{}")
     given = endpoint.ask("episode")
-    run_programs_here()
     renderer = args.pop("renderer", None)
     env, role = load(name, args)
+    run_programs_here()
     client = client_of(endpoint, os.environ["LIGHTRL_MODEL"], renderer)
     served = endpoint.ask("models")["data"][0]["id"]
     context = importlib.import_module("verifiers.v1.clients").ModelContext(served, client)

@@ -72,7 +72,8 @@ def _episodes(config: Config) -> EpisodeSettings | None:
     given = config.environment
     if not given.enabled:
         return None
-    return EpisodeSettings(given.episodes, given.resume, given.slots, given.has_agents)
+    has_logprobs = given.has_agents or given.source.startswith("verifiers:")
+    return EpisodeSettings(given.episodes, given.resume, given.slots, has_logprobs)
 
 
 def _eval_sets(

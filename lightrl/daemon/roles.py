@@ -26,7 +26,7 @@ from lightrl.data.template import template_kwargs
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.environments.agent import EnvironmentAgent
 from lightrl.environments.pool import WorkerPool
-from lightrl.environments.programs import Programs, limits_of
+from lightrl.environments.programs import Programs, is_program, limits_of
 from lightrl.environments.rendering import Renderer
 from lightrl.keys import environment_key
 from lightrl.messages.broadcasts import VersionTaken
@@ -177,7 +177,7 @@ class Roles:
             settings = settings.model_copy(update={"workers": self._workers})
         logs = (self._run_dir or _run_dir_here(config)) / "logs" / self._node
         logs.mkdir(exist_ok=True)
-        if settings.has_agents:
+        if is_program(settings):
             pool = Programs(settings, limits_of(config), environment_key(self._key), logs)
         else:
             pool = WorkerPool(settings, logs, logger.warning, config.data.prompt_key)

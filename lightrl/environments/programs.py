@@ -7,12 +7,14 @@ sessions.py has the conversation. Agents that run elsewhere open a session inste
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import OrderedDict
@@ -46,6 +48,30 @@ HOLD_S = 600.0  # for a session that is to be begun again; clients wait as long
 MAX_ENDED = 10_000  # keys of ended sessions that get a better answer than 401
 MAX_ROW = 1 << 16  # bytes of LIGHTRL_ROW; a system has a limit for all variables
 PLACE = re.compile(r"\{(\w+)\}")
+VERIFIERS = "verifiers:"
+VERIFIERS_V1 = Path(__file__).parent / "adapters" / "verifiers_v1.py"
+
+
+def is_program(settings: Environment) -> bool:
+    """Return whether an episode is a program. Environments of verifiers are since release 0.4: asks
+    the interpreter which one it has."""
+    if settings.has_agents or not settings.source.startswith(VERIFIERS):
+        return settings.has_agents
+    code = "from importlib.metadata import version; print(version('verifiers'))"
+    command = settings.command or (sys.executable,)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = [*command, "-c", code]
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+        return tuple(map(int, re.findall(r"\d+", found.stdout)[:2])) >= (0, 4)
+    return False  # the adapter tells what is missing
+
+
+def words_of(settings: Environment) -> list[str]:
+    """Return the command line of an episode's program; [] for agents elsewhere."""
+    if settings.source:
+        name = settings.source.removeprefix(VERIFIERS)
+        return [*(settings.command or (sys.executable,)), "-P", str(VERIFIERS_V1), name]
+    return shlex.split(settings.program)
 
 
 def limits_of(config: Config) -> SamplingLimits:
@@ -88,7 +114,7 @@ class Programs:
         self._settings = settings
         self._key = environment_key
         self._log_dir = log_dir
-        self._words = shlex.split(settings.program)
+        self._words = words_of(settings)
         self._path = os.pathsep.join(
             [str(Path((settings.command or (sys.executable,))[0]).parent), os.environ["PATH"]]
         )
@@ -229,7 +255,8 @@ class Programs:
             "ANTHROPIC_BASE_URL": self.address,
             "ANTHROPIC_API_KEY": session.key,
             "LIGHTRL_SEED": str(session.seed),
-            "LIGHTRL_MODEL": self.limits.model,
+            "LIGHTRL_MODEL": str(Path(self.limits.model).resolve()),
+            "LIGHTRL_ARGS": json.dumps(self._settings.args),
             **({"LIGHTRL_ROW": row} if len(row.encode()) <= MAX_ROW else {}),
         }
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTRL_")}  # keys

@@ -22,7 +22,7 @@ from lightrl.environments.calls import (
     WorkerLost,
 )
 from lightrl.environments.pool import WorkerPool
-from lightrl.environments.programs import Programs, limits_of
+from lightrl.environments.programs import Programs, is_program, limits_of
 from lightrl.environments.rendering import Renderer
 from lightrl.errors import ConfigError
 from lightrl.rewards.trial import Tried
@@ -48,7 +48,7 @@ async def try_row(config: Config, tokenizer: Any, row: dict[str, Any], folder: P
     Raises LightRLError, one line, if no episode would begin."""
     settings = config.environment.model_copy(update={"workers": 1})
     pool: Environments = WorkerPool(settings, folder, lambda _: None, config.data.prompt_key)
-    if settings.has_agents:
+    if is_program(settings):
         pool = Programs(settings, limits_of(config), token_hex(16), folder)
     kwargs = template_kwargs(config.data)
     renderer = Renderer(Path(config.model.path), settings.tool_format, kwargs)

@@ -4,6 +4,7 @@ policy."""
 from collections.abc import Mapping
 
 from lightrl.config.schema import Config
+from lightrl.config.values import VERIFIERS
 from lightrl.core.nodes.cost_model import Prices
 from lightrl.core.settings import EpisodeSettings, EvalSet, Settings, Tail
 from lightrl.messages.responses import Sampling
@@ -72,7 +73,7 @@ def _episodes(config: Config) -> EpisodeSettings | None:
     given = config.environment
     if not given.enabled:
         return None
-    has_logprobs = given.has_agents or given.source.startswith("verifiers:")
+    has_logprobs = given.has_agents or given.source.startswith(VERIFIERS)
     return EpisodeSettings(given.episodes, given.resume, given.slots, has_logprobs)
 
 

@@ -178,7 +178,9 @@ class Roles:
         logs = (self._run_dir or _run_dir_here(config)) / "logs" / self._node
         logs.mkdir(exist_ok=True)
         if is_program(settings):
-            pool = Programs(settings, limits_of(config), environment_key(self._key), logs)
+            pool = Programs(
+                settings, limits_of(config), environment_key(self._key), str(model_dir), logs
+            )
         else:
             pool = WorkerPool(settings, logs, logger.warning, config.data.prompt_key)
         kwargs = template_kwargs(config.data)

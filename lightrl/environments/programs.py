@@ -28,6 +28,7 @@ from typing import Any
 
 from lightrl.config.environment import Environment, split_endpoint
 from lightrl.config.schema import Config
+from lightrl.config.values import VERIFIERS
 from lightrl.endpoints.api import Answered, ApiError, Asked, EpisodeReport, SamplingLimits
 from lightrl.endpoints.app import EndpointApp
 from lightrl.endpoints.server import serving
@@ -48,7 +49,6 @@ HOLD_S = 600.0  # for a session that is to be begun again; clients wait as long
 MAX_ENDED = 10_000  # keys of ended sessions that get a better answer than 401
 MAX_ROW = 1 << 16  # bytes of LIGHTRL_ROW; a system has a limit for all variables
 PLACE = re.compile(r"\{(\w+)\}")
-VERIFIERS = "verifiers:"
 VERIFIERS_V1 = Path(__file__).parent / "adapters" / "verifiers_v1.py"
 
 
@@ -103,16 +103,22 @@ class Programs:
     """Plays the episodes of `environment.program`, or of agents that open sessions."""
 
     def __init__(
-        self, settings: Environment, limits: SamplingLimits, environment_key: str, log_dir: Path
+        self,
+        settings: Environment,
+        limits: SamplingLimits,
+        environment_key: str,
+        model: str,
+        log_dir: Path,
     ) -> None:
         """`environment_key`: the text of the key of environment nodes, with which agents elsewhere
-        open sessions."""
+        open sessions. `model`: directory with the tokenizer, or hub id."""
         self.tools: list[dict[str, Any]] = []
         self.is_stateless = self.has_user_turns = False
         self.limits = limits
         self.address = ""  # of the endpoint, while it runs: http://HOST:PORT
         self._settings = settings
         self._key = environment_key
+        self._model = model
         self._log_dir = log_dir
         self._words = words_of(settings)
         self._path = os.pathsep.join(
@@ -255,7 +261,7 @@ class Programs:
             "ANTHROPIC_BASE_URL": self.address,
             "ANTHROPIC_API_KEY": session.key,
             "LIGHTRL_SEED": str(session.seed),
-            "LIGHTRL_MODEL": str(Path(self.limits.model).resolve()),
+            "LIGHTRL_MODEL": self._model,
             "LIGHTRL_ARGS": json.dumps(self._settings.args),
             **({"LIGHTRL_ROW": row} if len(row.encode()) <= MAX_ROW else {}),
         }

@@ -49,7 +49,7 @@ async def try_row(config: Config, tokenizer: Any, row: dict[str, Any], folder: P
     settings = config.environment.model_copy(update={"workers": 1})
     pool: Environments = WorkerPool(settings, folder, lambda _: None, config.data.prompt_key)
     if is_program(settings):
-        pool = Programs(settings, limits_of(config), token_hex(16), folder)
+        pool = Programs(settings, limits_of(config), token_hex(16), config.model.path, folder)
     kwargs = template_kwargs(config.data)
     renderer = Renderer(Path(config.model.path), settings.tool_format, kwargs)
     trial = _Trial(config, tokenizer, row, pool, renderer)

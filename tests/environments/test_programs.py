@@ -75,7 +75,7 @@ def play(folder: Path, story: Story, code: str = PLAYS, **settings: Any) -> None
     (folder / "agent.py").write_text(AGENT + code)
     program = f"{sys.executable} -S {folder}/agent.py {{question}} {{n}} {{nothing}}"
     given = {"program": program, "timeout_s": DEADLINE_S, **settings}
-    programs = Programs(Environment(**given), SamplingLimits("tiny", 64), KEY, folder)
+    programs = Programs(Environment(**given), SamplingLimits("tiny", 64), KEY, "model", folder)
 
     async def limited() -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -129,7 +129,7 @@ ask(json.dumps([sys.argv[1:], given, call("/episode"), call("/models")]))
         assert given.pop("ANTHROPIC_BASE_URL") == at.address
         assert given.pop("ANTHROPIC_API_KEY")
         assert json.loads(given.pop("LIGHTRL_ROW")) == ROW
-        assert given == {"LIGHTRL_SEED": "7", "LIGHTRL_MODEL": "tiny"}
+        assert given == {"LIGHTRL_SEED": "7", "LIGHTRL_MODEL": "model", "LIGHTRL_ARGS": "{}"}
         assert episode == {"row": ROW, "seed": 7, "max_length": 64}
         assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("tiny", 64)
 
@@ -230,7 +230,9 @@ def test_what_cannot_be_started_is_one_line(tmp_path: Path):
             ({"program": "/no/such"}, "environment.program: /no/such: no such program"),
             ({"program": "true", "endpoint": place}, "environment.endpoint: cannot listen at"),
         ):
-            other = Programs(Environment(**settings), SamplingLimits("m", 9), KEY, tmp_path)
+            other = Programs(
+                Environment(**settings), SamplingLimits("m", 9), KEY, "model", tmp_path
+            )
             with pytest.raises(EnvironmentUnusable, match=line):
                 await other.start()
             await other.stop()

@@ -183,6 +183,11 @@ class EnvironmentAgent:
             messages.append(await self._parse(episode, len(episode.turns) - 1))
             raise Stopped("length")
         returned = await self._returned(episode, messages)
+        if returned.token_ids is not None:  # a record has messages
+            text = await self._in_thread(
+                self._renderer.text, returned.token_ids[len(episode.ids) :]
+            )
+            returned = replace(returned, messages=[{"role": "user", "content": text}])
         if episode.is_cut:
             episode.note(returned)
             return episode.end("length", json.dumps(messages), returned)

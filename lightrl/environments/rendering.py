@@ -152,6 +152,10 @@ class Renderer:
         close, tail = self._tail(plain, tools)
         return tail if sampled[-1:] == close[-1:] else close + tail
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Return ids as text, without special tokens."""
+        return self._special.sub("", self._tokenizer.decode(list(ids)))
+
     def parse(self, sampled: Sequence[int], tools: Tools) -> Message:
         """Return the assistant message: role, content, and where there are some reasoning_content
         and tool_calls, whose arguments are a dict. A malformed call stays in the content. Raises

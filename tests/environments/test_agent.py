@@ -204,6 +204,24 @@ def test_turn_that_was_cut_ends_the_episode_and_is_not_stepped(
     played(tmp_path, story, pool)
 
 
+def test_agent_may_ask_with_token_ids_and_for_fewer_tokens(tmp_path: Path):
+    async def story(at: Node) -> None:
+        first = await at.begin()
+        assert isinstance(first, Observed)
+        assert (unpack_i32(first.token_ids), first.max_new_tokens) == ([104, 105], 3)
+        assert json.loads(first.record) == [{"role": "user", "content": "hi"}]
+        at.agent.handle(stepped(0, "abc", finish="length"))
+        second = await at.answer()
+        assert isinstance(second, Observed)
+        assert (unpack_i32(second.token_ids), second.max_new_tokens) == ([33], 37)
+        assert at.pool.calls == ["reset", "step abc"]
+
+    pool = FakePool()
+    held = [*b"hi", *b"abc"]
+    pool.tokens = [{"token_ids": held[:2], "max_tokens": 3}, {"token_ids": [*held, 33]}]
+    played(tmp_path, story, pool)
+
+
 def test_environment_that_is_lost_before_it_gives_its_last_reward_gives_no_score(tmp_path: Path):
     async def story(at: Node) -> None:
         await at.begin()

@@ -4,6 +4,7 @@ journal has and what is trained."""
 import base64
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from lightrl.wire import unpack_f32, unpack_i32
 from tests.environments.test_exact import Played, bits
 from tests.environments.test_kills import tool_model
-from tests.support.cli import DEADLINE_S, arguments
+from tests.support.chat_models import make_model, trl_templates
+from tests.support.cli import DEADLINE_S, QUICKSTART, arguments
 
 pytestmark = pytest.mark.e2e
 
@@ -88,12 +90,19 @@ def reward(sample):
 """
 
 
-def run(folder: Path, *overrides: str, **files: str) -> Played:
+def run(folder: Path, *overrides: str, template: str = "", **files: str) -> Played:
+    """`template`: the name of one that TRL ships; without one tokens are mostly calls of a tool."""
     texts = {"run.toml": CONFIG, "reward.py": REWARD, **files}
     texts["rows.jsonl"] = "".join(f'{{"prompt": "{k}"}}\n' for k in range(50))
     for name, text in texts.items():
         (folder / name).write_text(text)
-    tool_model(folder / "model")
+    if template:
+        made = make_model(folder / "model", trl_templates()[template], template)
+        table = json.loads((made / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps({**table, "max_position_embeddings": 2048}))
+        shutil.copy(QUICKSTART.parent / "model" / "model.safetensors", made)
+    else:
+        tool_model(folder / "model")
     done = subprocess.run(
         arguments("up", "run.toml", "--no-tui", *overrides),
         cwd=folder,
@@ -136,3 +145,37 @@ def test_ids_and_logprobs_of_a_client_are_those_that_are_trained(tmp_path: Path)
         assert bits(trained) == mask
         assert trained.reward >= len(of_journal)
     assert max(map(len, received.values())) == 5
+
+
+@pytest.mark.slow
+def test_environment_of_verifiers_v1_trains_on_what_it_got(tmp_path: Path):
+    """Each episode starts a process of verifiers, which takes many seconds."""
+    python = Path(__file__).parents[2] / ".venv-environments" / "verifiers-v1" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-environments/verifiers-v1: scripts/setup environments")
+    data = Path(__file__).parent / "data"
+    played = run(
+        tmp_path,
+        "environment.program=",
+        "environment.source=verifiers:guess_v1.py",
+        f'environment.command=["{python}"]',
+        "environment.timeout_s=300",
+        "environment.tasks=2",
+        "environment.tool_format=auto",
+        "data.path=",
+        "reward.functions=[]",
+        template="qwen3",
+        **{"guess_v1.py": (data / "guess_v1.py").read_text()},
+    )
+    assert len(played.trained) == 2 * 2 * 2
+    for name, (_, trained) in played.trained.items():
+        turns = list(played.turns(name))
+        assert len(turns) == 3
+        held: list[int] = []
+        mask: list[int] = []
+        for observation, sampled, _ in turns:
+            inserted, ids = unpack_i32(observation.token_ids), unpack_i32(sampled)
+            held += inserted + ids
+            mask += [0] * len(inserted) + [1] * len(ids)
+        assert unpack_i32(trained.token_ids) == held
+        assert bits(trained) == mask

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightrl.environments.calls import Returned, WorkerLost
@@ -27,6 +28,7 @@ class FakePool:
         self.drift = ""  # in all that is said
         self.reward: float | None = 0.25  # of each step
         self.final: float | None = None  # of `end`
+        self.tokens: list[dict[str, Any]] = []  # of the next ones returned, as agents ask
         self.metrics: dict[str, float] = {}
         self.may_reset = asyncio.Event()
         self.may_reset.set()
@@ -102,7 +104,8 @@ class FakePool:
             0.5,
             digest.hexdigest(),
         )
-        return Returned(*what)
+        returned = Returned(*what)
+        return replace(returned, **self.tokens.pop(0)) if self.tokens else returned
 
 
 class FakeRenderer:
@@ -127,6 +130,9 @@ class FakeRenderer:
     ) -> list[int]:
         assert held[turn_start - 1] == BEGINS
         return [CLOSES, *_ids(messages), BEGINS]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
 
     def parse(self, sampled: Sequence[int], tools: Sequence[Message]) -> Message:
         return {"role": "assistant", "content": "".join(map(chr, sampled))}

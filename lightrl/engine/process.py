@@ -29,6 +29,8 @@ from lightrl.engine.base import (
     EngineWoken,
     LoadWeights,
     ReceiveWeights,
+    Score,
+    Scored,
     Sleep,
     Wake,
 )
@@ -168,6 +170,8 @@ class Server:
                 self._sleep()
             case Wake():
                 self._wake()
+            case Score():
+                self._pipe.send(self._scored(command))
             case EngineSpec():
                 self._pipe.send(EngineFailed("the engine is built already"))
             case _:
@@ -197,6 +201,20 @@ class Server:
                 self._pipe.send(EngineFailed(str(e)))
                 continue
             self._outboxes[r.response] = UnsentTokens(r.attempt, len(r.prefix) // 4)
+
+    def _scored(self, command: Score) -> Scored:
+        if not self._is_served:
+            return Scored(command.name, error="no weights are loaded")
+        try:
+            scores = self._engine.scores_of(unpack_i32(command.token_ids))
+        except LightRLError as e:
+            return Scored(command.name, error=str(e))
+        return Scored(
+            command.name,
+            pack_f32(scores.logprobs),
+            pack_i32(scores.best),
+            pack_f32(scores.best_logprobs),
+        )
 
     def _abort(self, attempts: Iterable[tuple[str, int]]) -> None:
         aborted: list[str] = []

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightrl.endpoints import anthropic, chat, responses
+from lightrl.endpoints import anthropic, chat, completions, responses
 from lightrl.endpoints.api import Answered, ApiError, Asked, Backend, EpisodeReport, SamplingLimits
 from lightrl.endpoints.fields import Body, get, of_type
 
@@ -71,6 +71,8 @@ class EndpointApp:
             ("GET", "/v1/episode"): (self._episode, CHAT),
             ("GET", "/v1/models"): (self._models, CHAT),
         }
+        if isinstance(backend, completions.TextBackend):
+            self._routes["POST", "/v1/completions"] = self._complete(backend), CHAT
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         from starlette.requests import Request
@@ -115,6 +117,20 @@ class EndpointApp:
             return b"".join(map(_event, form.events(answered, body))) + form.end
 
         await self._answer(exchange, self._backend.ask(key, asked), content)
+
+    def _complete(self, backend: completions.TextBackend) -> "_Handle":
+        async def complete(exchange: "_Exchange", key: str) -> None:
+            body = await self._body(exchange.request)
+            exchange.is_stream = get(body, "stream", bool) or False
+
+            def content(found: Body) -> bytes:
+                if not exchange.is_stream:
+                    return _dumps(found)
+                return b"".join(map(_event, completions.events(found))) + CHAT.end
+
+            await self._answer(exchange, completions.complete(backend, key, body), content)
+
+        return complete
 
     async def _open(self, exchange: "_Exchange", key: str) -> None:
         url = f"{exchange.request.base_url}v1"

@@ -87,7 +87,7 @@ class EndpointApp:
                 return
             if handle is None:
                 raise ApiError(404, f"there is no {place[0]} {place[1][:80]!r} here", "not_found")
-            key = _key(exchange.request)
+            key = _key(exchange.request, is_optional=self._backend.limits.is_free)
             self._backend.require(key)
             if self._is_closed or self._num_requests > MAX_REQUESTS:
                 raise ApiError(503, "too many requests are open; try again", "unavailable")
@@ -262,10 +262,10 @@ class _Exchange:
 _Handle = Callable[[_Exchange, str], Awaitable[None]]
 
 
-def _key(request: "Request") -> str:
+def _key(request: "Request", *, is_optional: bool) -> str:
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
-    if not key or not key.isascii():
+    if (not key and not is_optional) or not key.isascii():
         raise ApiError(401, "send the key of the session as the API key", "invalid_api_key")
     return key
 

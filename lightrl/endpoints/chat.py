@@ -35,7 +35,9 @@ def read(body: Body, limits: SamplingLimits) -> Asked:
         if each.get("type") != "function":
             raise fields.refused(f"{name}.type", 'only "function" is possible')
         tools.append(
-            fields.tool(fields.of_type(each.get("function"), dict, name), f"{name}.function")
+            fields.tool(
+                fields.of_type(each.get("function"), dict, f"{name}.function"), f"{name}.function"
+            )
         )
     return Asked(
         messages=messages,
@@ -51,7 +53,9 @@ def _message(message: Body, param: str) -> Message:
         raise fields.refused(f"{param}.role", f"must be one of {', '.join(ROLES)}")
     content = message.get("content")
     is_empty = content is None and role == "assistant"
-    found: Message = {"role": role, "content": "" if is_empty else fields.text_of(content, param)}
+    found: Message = {"role": role, "content": ""}
+    if not is_empty:
+        found["content"] = fields.text_of(content, f"{param}.content")
     found |= {key: fields.of_type(message[key], str, key) for key in ("name",) if message.get(key)}
     if role == "tool":
         found["tool_call_id"] = fields.of_type(

@@ -121,8 +121,8 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Compute the logprobs of a text by the served weights; answered by Scored."""
+class ScoreText:
+    """Compute the logprobs of a text by the served weights; answered by TextScored."""
 
     name: Name
     # int32
@@ -130,7 +130,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class TextScored:
     """The `Scores` of a text. `error`: why there are none, in one line."""
 
     name: Name
@@ -203,7 +203,7 @@ EngineCommand: TypeAlias = (
     | DropBroadcast
     | Sleep
     | Wake
-    | Score
+    | ScoreText
 )
 EngineEvent: TypeAlias = (
     EngineStarted
@@ -213,7 +213,7 @@ EngineEvent: TypeAlias = (
     | Load
     | EngineSlept
     | EngineWoken
-    | Scored
+    | TextScored
 )
 
 

@@ -29,9 +29,9 @@ from lightrl.engine.base import (
     EngineWoken,
     LoadWeights,
     ReceiveWeights,
-    Score,
-    Scored,
+    ScoreText,
     Sleep,
+    TextScored,
     Wake,
 )
 from lightrl.engine.inbox import EnginePipe, Inbox
@@ -170,7 +170,7 @@ class Server:
                 self._sleep()
             case Wake():
                 self._wake()
-            case Score():
+            case ScoreText():
                 self._pipe.send(self._scored(command))
             case EngineSpec():
                 self._pipe.send(EngineFailed("the engine is built already"))
@@ -202,14 +202,14 @@ class Server:
                 continue
             self._outboxes[r.response] = UnsentTokens(r.attempt, len(r.prefix) // 4)
 
-    def _scored(self, command: Score) -> Scored:
+    def _scored(self, command: ScoreText) -> TextScored:
         if not self._is_served:
-            return Scored(command.name, error="no weights are loaded")
+            return TextScored(command.name, error="no weights are loaded")
         try:
             scores = self._engine.scores_of(unpack_i32(command.token_ids))
         except LightRLError as e:
-            return Scored(command.name, error=str(e))
-        return Scored(
+            return TextScored(command.name, error=str(e))
+        return TextScored(
             command.name,
             pack_f32(scores.logprobs),
             pack_i32(scores.best),

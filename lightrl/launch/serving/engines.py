@@ -21,9 +21,9 @@ from lightrl.engine.base import (
     EngineLoaded,
     EngineStarted,
     LoadWeights,
-    Score,
-    Scored,
     Scores,
+    ScoreText,
+    TextScored,
 )
 from lightrl.engine.start import EngineChild, resolve_engine, start_engine
 from lightrl.engine.stop_strings import StopStrings
@@ -48,7 +48,7 @@ STOP_S = 2.0
 
 
 @dataclass(slots=True)
-class Turn:
+class SampledTurn:
     """A turn that is sampled. `version`: that of its last token."""
 
     stop: StopStrings | None = None
@@ -82,8 +82,8 @@ class ServedEngine:
         self._is_loaded = asyncio.Event()
         self._started = asyncio.Event()
         self._loads: asyncio.Queue[EngineLoaded | EngineFailed] = asyncio.Queue()
-        self._turns: dict[str, Turn] = {}
-        self._scores: dict[str, asyncio.Future[Scored]] = {}
+        self._turns: dict[str, SampledTurn] = {}
+        self._scores: dict[str, asyncio.Future[TextScored]] = {}
         self._names = map(str, itertools.count())
 
     @property
@@ -101,7 +101,7 @@ class ServedEngine:
                         turn = self._turns.get(each.response)
                         if turn is not None and not turn.ended.done():
                             turn.add(each, version)
-                case Scored() as scored if scored.name in self._scores:
+                case TextScored() as scored if scored.name in self._scores:
                     self._scores.pop(scored.name).set_result(scored)
                 case EngineFailed(reason, None) if (turn := self._turn_of(reason)) is not None:
                     turn.ended.set_exception(EngineError(reason))
@@ -112,7 +112,7 @@ class ServedEngine:
                 case _:
                     pass
 
-    def _turn_of(self, reason: str) -> Turn | None:
+    def _turn_of(self, reason: str) -> SampledTurn | None:
         """Return the turn that an engine's line is about: it begins with its name."""
         turn = self._turns.get(reason.partition(":")[0])
         return None if turn is None or turn.ended.done() else turn
@@ -134,9 +134,9 @@ class ServedEngine:
         seed: int,
         max_tokens: int,
         stop: StopStrings | None,
-    ) -> Turn:
+    ) -> SampledTurn:
         """Return the turn when it has ended. Raises EngineError."""
-        name, turn = next(self._names), Turn(stop)
+        name, turn = next(self._names), SampledTurn(stop)
         self._turns[name] = turn
         try:
             await self._is_loaded.wait()
@@ -154,7 +154,7 @@ class ServedEngine:
         name = next(self._names)
         found = self._scores[name] = asyncio.get_running_loop().create_future()
         try:
-            self._child.send(Score(name, pack_i32(token_ids)))
+            self._child.send(ScoreText(name, pack_i32(token_ids)))
             scored = await found
         finally:
             self._scores.pop(name, None)

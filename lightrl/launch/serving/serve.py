@@ -112,7 +112,7 @@ class _Serving:
         raise AssertionError("its tasks end by an error")
 
     async def _answer(self, config: Config, model_dir: Path, most: int) -> NoReturn:
-        path, options = self._target.config, self._options
+        run_dir, options = _run_dir(self._target), self._options
         limits = SamplingLimits(_name(self._target), most, is_free=True)
         renderer = await in_thread(_renderer, config, model_dir)
         backend = ServingBackend(limits, renderer, model_dir, self._engines, options.key)
@@ -122,8 +122,8 @@ class _Serving:
             print_lines(f"serving {which}: {url}/v1 (ctrl-C stops it)")
             while True:
                 await asyncio.sleep(FOLLOW_S)
-                if options.follows and path is not None:
-                    await self._follow(path.parent)
+                if options.follows and run_dir is not None:
+                    await self._follow(run_dir)
 
     async def _follow(self, run_dir: Path) -> None:
         """Load the run's newest checkpoint if it is newer. Raises WeightsError, after which an
@@ -144,7 +144,13 @@ class _Serving:
 
 
 def _name(target: EvalTarget) -> str:
-    return target.config.parent.name if target.config is not None else Path(target.path).name
+    run_dir = _run_dir(target)
+    return (run_dir or Path(target.path)).name
+
+
+def _run_dir(target: EvalTarget) -> Path | None:
+    """Return the directory itself, not `runs/latest`, which may name another one later."""
+    return target.config.parent.resolve() if target.config is not None else None
 
 
 def _config(target: EvalTarget, options: ServeOptions, folder: Path) -> Config:

@@ -48,7 +48,7 @@ STOP_S = 2.0
 
 
 @dataclass(slots=True)
-class SampledTurn:
+class ServedTurn:
     """A turn that is sampled. `version`: that of its last token."""
 
     stop: StopStrings | None = None
@@ -82,7 +82,7 @@ class ServedEngine:
         self._is_loaded = asyncio.Event()
         self._started = asyncio.Event()
         self._loads: asyncio.Queue[EngineLoaded | EngineFailed] = asyncio.Queue()
-        self._turns: dict[str, SampledTurn] = {}
+        self._turns: dict[str, ServedTurn] = {}
         self._scores: dict[str, asyncio.Future[TextScored]] = {}
         self._names = map(str, itertools.count())
 
@@ -112,7 +112,7 @@ class ServedEngine:
                 case _:
                     pass
 
-    def _turn_of(self, reason: str) -> SampledTurn | None:
+    def _turn_of(self, reason: str) -> ServedTurn | None:
         """Return the turn that an engine's line is about: it begins with its name."""
         turn = self._turns.get(reason.partition(":")[0])
         return None if turn is None or turn.ended.done() else turn
@@ -134,9 +134,9 @@ class ServedEngine:
         seed: int,
         max_tokens: int,
         stop: StopStrings | None,
-    ) -> SampledTurn:
+    ) -> ServedTurn:
         """Return the turn when it has ended. Raises EngineError."""
-        name, turn = next(self._names), SampledTurn(stop)
+        name, turn = next(self._names), ServedTurn(stop)
         self._turns[name] = turn
         try:
             await self._is_loaded.wait()

@@ -24,6 +24,7 @@ SMALL = {
     "core": "--responses 1000 --repeat 1 --notify 64",
     "coupling": "--quick --vocabulary 4096",
     "data": "--rows 20000 --group 5000 --steps 3 --step-s 0.1",
+    "endpoints": "--sessions 20 --seconds 1",
     "episodes": "--open 40 --nodes 2 --steps 1",
     "evaluation": "--steps 2 --fleets 4x64",
     "evaluation emulated": "--steps 2 --parts emulated",

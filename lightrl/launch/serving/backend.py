@@ -62,11 +62,12 @@ class ServingBackend:
             most = f"of at most {self.limits.max_length:,} with the turn; shorten it"
             why = f"the prompt has {len(prompt):,} tokens, {most}"
             raise ApiError(400, why, "context_length_exceeded")
+        sampling = self._sampling(asked)
         stop = StopStrings(asked.stop, self._decode) if asked.stop else None
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed % SEEDS
         most = room if asked.max_tokens is None else min(room, asked.max_tokens)
         try:
-            turn = await self._engine().sample(prompt, self._sampling(asked), seed, most, stop)
+            turn = await self._engine().sample(prompt, sampling, seed, most, stop)
         except EngineError as e:
             raise ApiError(500, str(e), "server_error") from None
         message: Message = {}
@@ -130,11 +131,11 @@ class ServingBackend:
             ("temperature", temperature, 0 <= temperature < math.inf, "must be 0 or more"),
             ("top_p", top_p, 0 < top_p <= 1, "must be above 0 and at most 1"),
             ("top_k", asked.top_k, (asked.top_k or 0) >= 0, "must be 0 (off) or more"),
-            ("stop", "", len(asked.stop) <= MAX_STOPS, f"at most {MAX_STOPS} are possible"),
-            ("stop", "", all(asked.stop), "must not be empty"),
+            ("stop", [*asked.stop], all(asked.stop), "must have no empty text"),
+            ("stop", "...", len(asked.stop) <= MAX_STOPS, f"at most {MAX_STOPS} are possible"),
         ):
             if not is_right:
-                raise ApiError(400, f"{name}: {value} {why}".replace(":  ", ": "), param=name)
+                raise ApiError(400, f"{name} = {value}: {why}", param=name)
         stops = tuple(sorted(self._renderer.stops))
         return Sampling(float(temperature), float(top_p), asked.top_k or 0, stops)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightrl.endpoints import fields
 from lightrl.endpoints.api import Answered, ApiError, Asked, Message, SamplingLimits
-from lightrl.endpoints.fields import Body
+from lightrl.endpoints.fields import Body, Fields
 
 TYPES = {
     401: "authentication_error",
@@ -23,63 +23,54 @@ def error(e: ApiError) -> Body:
     return {"type": "error", "error": {**about, "param": e.param, "code": e.code}}
 
 
-def read(body: Body, limits: SamplingLimits) -> Asked:
+def read(body: Fields, limits: SamplingLimits) -> Asked:
     """Return what a message asks for, as a chat. Raises ApiError (400)."""
     fields.refuse_others(body)
-    for name in ("output_format", "mcp_servers", "container"):
-        if body.get(name):
-            raise fields.refused(name, "is not possible; leave it out")
-    if (fields.get(body, "output_config", dict) or {}).get("format"):
-        raise fields.refused("output_config.format", "only text is possible")
+    for key in ("output_format", "mcp_servers", "container"):
+        if body.values.get(key):
+            raise body.refused(key, "is not possible; leave it out")
+    if (config := body.inside("output_config")).values.get("format"):
+        raise config.refused("format", "only text is possible")
     messages: list[Message] = []
-    if (system := body.get("system")) is not None:
-        messages.append({"role": "system", "content": fields.text_of(system, "system")})
-    for name, each in fields.objects(body.get("messages"), "messages"):
-        _add(messages, each, name)
-    if not messages:
-        raise fields.refused("messages", "must have at least one message")
-    tools = []
-    for name, each in fields.objects(fields.get(body, "tools", list) or [], "tools"):
-        if each.get("type") not in (None, "custom"):
-            raise fields.refused(
-                f"{name}.type", 'only "custom" is possible; there are no other tools'
-            )
-        tools.append(fields.tool(each, name, "input_schema"))
+    if body.values.get("system") is not None:
+        messages.append({"role": "system", "content": body.text("system")})
+    given = body.items("messages")
+    if not given:
+        raise body.refused("messages", "must have at least one message")
+    for each in given:
+        _add(messages, each)
     return Asked(
         messages=messages,
-        tools=fields.offered(body, tools),
+        tools=fields.tools_of(body, (None, "custom"), parameters="input_schema"),
         max_tokens=fields.max_tokens(body, "max_tokens"),
         **fields.sampling(body, limits, "stop_sequences"),
     )
 
 
-def _add(messages: list[Message], message: Body, param: str) -> None:
-    role, content = message.get("role"), message.get("content")
+def _add(messages: list[Message], message: Fields) -> None:
+    role = message.values.get("role")
     if role not in ("user", "assistant", "system"):
-        raise fields.refused(f"{param}.role", "must be user, assistant or system")
-    if isinstance(content, str):
-        messages.append({"role": role, "content": content})
+        raise message.refused("role", "must be user, assistant or system")
+    if not isinstance(message.values.get("content"), list):
+        messages.append({"role": role, "content": message.text("content")})
         return
     texts: list[Body] = []
-    found: Message
-    found = fields.assistant(messages, joins=False) if role == "assistant" else {"role": role}
-    for name, block in fields.objects(content, f"{param}.content"):
-        kind = block.get("type")
+    found: Message = {"role": role, "content": ""}
+    for block in message.items("content"):
+        kind = block.values.get("type")
         if kind == "tool_use" and role == "assistant":
-            made = fields.call(block.get("id"), block.get("name"), block.get("input"), name)
-            found.setdefault("tool_calls", []).append(made)
+            made = fields.call_of(block.need("id", str), block, "input")
+            found["tool_calls"] = [*found.get("tool_calls", []), made]
         elif kind == "tool_result" and role == "user":
-            id = fields.of_type(block.get("tool_use_id"), str, f"{name}.tool_use_id")
-            text = fields.text_of(block.get("content") or "", f"{name}.content")
+            id = block.need("tool_use_id", str)
+            text = block.text("content") if block.values.get("content") else ""
             messages.append({"role": "tool", "content": text, "tool_call_id": id})
         elif kind == "thinking" and role == "assistant":
-            found["reasoning_content"] = fields.of_type(
-                block.get("thinking"), str, f"{name}.thinking"
-            )
+            found["reasoning_content"] = block.need("thinking", str)
         else:
-            texts.append(block)
-    found["content"] = fields.text_of(texts, f"{param}.content")
-    if role != "assistant" and texts:
+            texts.append(block.values)
+    found["content"] = Fields({**message.values, "content": texts}, message.at).text("content")
+    if role == "assistant" or texts:
         messages.append(found)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.endpoints import anthropic, chat, completions, responses
 from lightrl.endpoints.api import Answered, ApiError, Asked, Backend, EpisodeReport, SamplingLimits
-from lightrl.endpoints.fields import Body, get, of_type
+from lightrl.endpoints.fields import Body, Fields
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -34,7 +34,7 @@ MAX_REQUESTS = 8192
 class WireForm:
     """How an API says requests, turns and errors."""
 
-    read: Callable[[Body, SamplingLimits], Asked]
+    read: Callable[[Fields, SamplingLimits], Asked]
     whole: Callable[[Answered, Body], Body]
     events: Callable[[Answered, Body], Iterator[Body]]
     error: Callable[[ApiError], Body] = chat.error
@@ -92,7 +92,7 @@ class EndpointApp:
             if self._is_closed or self._num_requests > MAX_REQUESTS:
                 raise ApiError(503, "too many requests are open; try again", "unavailable")
             await handle(exchange, key)
-        except Exception as e:  # noqa: BLE001  # a backend may raise anything
+        except Exception as e:
             await exchange.fail(e)
         finally:
             self._num_requests -= 1
@@ -106,8 +106,8 @@ class EndpointApp:
     async def _turn(self, exchange: "_Exchange", key: str) -> None:
         form, request = exchange.form, exchange.request
         body = await self._body(request)
-        asked = form.read(body, self._backend.limits)
-        exchange.is_stream = get(body, "stream", bool) or False
+        asked = form.read(Fields(body), self._backend.limits)
+        exchange.is_stream = Fields(body).get("stream", bool) or False
         if request.headers.get("x-stainless-retry-count", "0") not in ("", "0"):
             asked = replace(asked, is_retry=True)
 
@@ -148,14 +148,11 @@ class EndpointApp:
             self._calls.discard(future)
 
     async def _report(self, exchange: "_Exchange", key: str) -> None:
-        body = await self._body(exchange.request)
-        metrics = get(body, "metrics", dict) or {}
-        report = EpisodeReport(
-            get(body, "reward", float),
-            {name: of_type(value, float, f"metrics.{name}") for name, value in metrics.items()},
-            get(body, "done", bool) or False,
-        )
-        self._backend.report(key, report)
+        body = Fields(await self._body(exchange.request))
+        given = body.inside("metrics")
+        metrics = {name: given.need(name, float) for name in given.values}
+        is_over = body.get("done", bool) or False
+        self._backend.report(key, EpisodeReport(body.get("reward", float), metrics, is_over))
         await exchange.finish(200, _dumps({"received": True}))
 
     async def _episode(self, exchange: "_Exchange", key: str) -> None:

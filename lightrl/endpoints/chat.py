@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightrl.endpoints import fields
 from lightrl.endpoints.api import Answered, ApiError, Asked, Message, SamplingLimits
-from lightrl.endpoints.fields import Body
+from lightrl.endpoints.fields import Body, Fields
 
 ROLES = {"developer": "system", **{r: r for r in ("system", "user", "assistant", "tool")}}
 TYPES = {401: "authentication_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -19,63 +19,41 @@ def error(e: ApiError) -> Body:
     return {"error": {"message": str(e), **about}}
 
 
-def read(body: Body, limits: SamplingLimits) -> Asked:
+def read(body: Fields, limits: SamplingLimits) -> Asked:
     """Return what a chat completion asks for. Raises ApiError (400)."""
     fields.refuse_others(body)
-    fields.get(body, "logprobs", bool)
-    fields.get(body, "return_token_ids", bool)
-    fields.get(fields.get(body, "stream_options", dict) or {}, "include_usage", bool)
-    messages = [
-        _message(each, name) for name, each in fields.objects(body.get("messages"), "messages")
-    ]
+    for key in ("logprobs", "return_token_ids"):
+        body.get(key, bool)
+    body.inside("stream_options").get("include_usage", bool)
+    messages = [_message(each) for each in body.items("messages")]
     if not messages:
-        raise fields.refused("messages", "must have at least one message")
-    tools = []
-    for name, each in fields.objects(fields.get(body, "tools", list) or [], "tools"):
-        if each.get("type") != "function":
-            raise fields.refused(f"{name}.type", 'only "function" is possible')
-        tools.append(
-            fields.tool(
-                fields.of_type(each.get("function"), dict, f"{name}.function"), f"{name}.function"
-            )
-        )
+        raise body.refused("messages", "must have at least one message")
     return Asked(
         messages=messages,
-        tools=fields.offered(body, tools),
+        tools=fields.tools_of(body, inside="function"),
         max_tokens=fields.max_tokens(body, "max_completion_tokens", "max_tokens"),
         **fields.sampling(body, limits),
     )
 
 
-def _message(message: Body, param: str) -> Message:
-    role = ROLES.get(fields.of_type(message.get("role"), str, f"{param}.role"))
+def _message(message: Fields) -> Message:
+    role = ROLES.get(message.need("role", str))
     if role is None:
-        raise fields.refused(f"{param}.role", f"must be one of {', '.join(ROLES)}")
-    content = message.get("content")
-    is_empty = content is None and role == "assistant"
-    found: Message = {"role": role, "content": ""}
-    if not is_empty:
-        found["content"] = fields.text_of(content, f"{param}.content")
-    found |= {key: fields.of_type(message[key], str, key) for key in ("name",) if message.get(key)}
+        raise message.refused("role", f"must be one of {', '.join(ROLES)}")
+    is_empty = role == "assistant" and message.values.get("content") is None
+    found: Message = {"role": role, "content": "" if is_empty else message.text("content")}
+    if (name := message.get("name", str)) is not None:
+        found["name"] = name
     if role == "tool":
-        found["tool_call_id"] = fields.of_type(
-            message.get("tool_call_id"), str, f"{param}.tool_call_id"
-        )
+        found["tool_call_id"] = message.need("tool_call_id", str)
     if role == "assistant":
         for key in ("reasoning", "reasoning_content"):
-            if (thought := fields.get(message, key, str)) is not None:
+            if (thought := message.get(key, str)) is not None:
                 found["reasoning_content"] = thought
-        calls = list(
-            fields.objects(fields.get(message, "tool_calls", list) or [], f"{param}.tool_calls")
-        )
-        if calls:
-            found["tool_calls"] = [_call(each, name) for name, each in calls]
+        if calls := message.items("tool_calls"):
+            each_call = ((each.need("id", str), each.inside("function")) for each in calls)
+            found["tool_calls"] = [fields.call_of(*each) for each in each_call]
     return found
-
-
-def _call(each: Body, param: str) -> Body:
-    function = fields.of_type(each.get("function"), dict, f"{param}.function")
-    return fields.call(each.get("id"), function.get("name"), function.get("arguments"), param)
 
 
 def whole(answered: Answered, body: Body) -> Body:
@@ -155,19 +133,19 @@ def events(answered: Answered, body: Body) -> Iterator[Body]:
 # From tokens to tokens
 
 
-def read_tokens(body: Body, limits: SamplingLimits) -> Asked:
+def read_tokens(body: Fields, limits: SamplingLimits) -> Asked:
     """Return what a request of tokens asks for. Raises ApiError (400)."""
-    params = fields.get(body, "sampling_params", dict) or {}
+    params = Fields(body.get("sampling_params", dict) or {})
     fields.refuse_others(params)
-    if (fields.get(params, "logprobs", int) or 0) not in (0, 1):
-        raise fields.refused("logprobs", "only 0 or 1 is possible")
-    for name in ("features", "content_parts", "stream"):
-        if body.get(name):
-            raise fields.refused(name, "is not possible here; leave it out")
-    ids: list[int] = fields.of_type(body.get("token_ids"), list, "token_ids")
-    # the type itself: a list may be long, and true is an int
+    if params.get("logprobs", int) not in (None, 0, 1):
+        raise params.refused("logprobs", "only 0 or 1 is possible")
+    for key in ("features", "content_parts", "stream"):
+        if body.values.get(key):
+            raise body.refused(key, "is not possible here; leave it out")
+    ids: list[int] = body.need("token_ids", list)
+    # the type itself: true is an int
     if not ids or not all(type(id) is int and 0 <= id < 1 << 31 for id in ids):
-        raise fields.refused("token_ids", "must be a list of at least one token id")
+        raise body.refused("token_ids", "must be a list of at least one token id")
     most = fields.max_tokens(params, "max_tokens")
     return Asked(token_ids=ids, max_tokens=most, **fields.sampling(params, limits))
 

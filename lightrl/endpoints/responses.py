@@ -6,54 +6,47 @@ from collections.abc import Iterator
 from lightrl.endpoints import fields
 from lightrl.endpoints.api import Answered, Asked, Message, SamplingLimits
 from lightrl.endpoints.chat import ROLES
-from lightrl.endpoints.fields import Body
+from lightrl.endpoints.fields import Body, Fields
 
 ELSEWHERE = ("previous_response_id", "conversation", "prompt")
 
 
-def read(body: Body, limits: SamplingLimits) -> Asked:
+def read(body: Fields, limits: SamplingLimits) -> Asked:
     """Return what a response asks for, as a chat. Raises ApiError (400)."""
     fields.refuse_others(body)
-    for name in ELSEWHERE:
-        if body.get(name) is not None:
-            raise fields.refused(name, "nothing is stored here; send the whole input")
-    if fields.get(body, "background", bool):
-        raise fields.refused("background", "is not possible; leave it out")
-    text_format = fields.get(fields.get(body, "text", dict) or {}, "format", dict) or {}
-    if text_format.get("type", "text") != "text":
-        raise fields.refused("text.format", "only text is possible")
+    for key in ELSEWHERE:
+        if body.values.get(key) is not None:
+            raise body.refused(key, "nothing is stored here; send the whole input")
+    if body.get("background", bool):
+        raise body.refused("background", "is not possible; leave it out")
+    if body.inside("text").inside("format").values.get("type", "text") != "text":
+        raise body.refused("text.format", "only text is possible")
     messages: list[Message] = []
-    if (instructions := fields.get(body, "instructions", str)) is not None:
+    if (instructions := body.get("instructions", str)) is not None:
         messages.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    for name, item in fields.objects(items, "input"):
-        _add(messages, item, name)
-    if not messages:
-        raise fields.refused("input", "must have at least one item")
-    tools = []
-    for name, each in fields.objects(fields.get(body, "tools", list) or [], "tools"):
-        if each.get("type") != "function":
-            raise fields.refused(
-                f"{name}.type", 'only "function" is possible; there are no other tools'
-            )
-        tools.append(fields.tool(each, name))
+    if isinstance(text := body.values.get("input"), str):
+        messages.append({"role": "user", "content": text})
+    elif items := body.items("input"):
+        for item in items:
+            _add(messages, item)
+    else:
+        raise body.refused("input", "must have at least one item")
     return Asked(
         messages=messages,
-        tools=fields.offered(body, tools),
+        tools=fields.tools_of(body),
         max_tokens=fields.max_tokens(body, "max_output_tokens"),
         **fields.sampling(body, limits),
     )
 
 
-def _add(messages: list[Message], item: Body, param: str) -> None:
+def _add(messages: list[Message], item: Fields) -> None:
     """Add an item; thought, text and calls of one turn become one message."""
-    kind = item.get("type", "message")
+    kind = item.values.get("type", "message")
     if kind == "message":
-        role = ROLES.get(fields.of_type(item.get("role"), str, f"{param}.role"))
+        role = ROLES.get(item.need("role", str))
         if role not in ("system", "user", "assistant"):
-            raise fields.refused(f"{param}.role", "must be system, developer, user or assistant")
-        text = fields.text_of(item.get("content"), f"{param}.content")
+            raise item.refused("role", "must be system, developer, user or assistant")
+        text = item.text("content")
         if role != "assistant":
             messages.append({"role": role, "content": text})
             return
@@ -61,20 +54,16 @@ def _add(messages: list[Message], item: Body, param: str) -> None:
         joins = not last.get("content") and "tool_calls" not in last
         fields.assistant(messages, joins=joins)["content"] = text
     elif kind == "function_call":
-        made = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), param)
+        made = fields.call_of(item.need("call_id", str), item)
         fields.assistant(messages, joins=True).setdefault("tool_calls", []).append(made)
     elif kind == "function_call_output":
-        id = fields.of_type(item.get("call_id"), str, f"{param}.call_id")
-        text = fields.text_of(item.get("output"), f"{param}.output")
-        messages.append({"role": "tool", "content": text, "tool_call_id": id})
+        id = item.need("call_id", str)
+        messages.append({"role": "tool", "content": item.text("output"), "tool_call_id": id})
     elif kind == "reasoning":
-        parts = fields.objects(fields.get(item, "content", list) or [], f"{param}.content")
-        texts = [fields.of_type(each.get("text"), str, name) for name, each in parts]
+        texts = [part.need("text", str) for part in item.items("content")]
         fields.assistant(messages, joins=False)["reasoning_content"] = "\n".join(texts)
     else:
-        raise fields.refused(
-            f"{param}.type", f"{str(kind)[:40]!r} is not possible; send the items of it"
-        )
+        raise item.refused("type", f"{str(kind)[:40]!r} is not possible; send texts and calls")
 
 
 def whole(answered: Answered, body: Body) -> Body:

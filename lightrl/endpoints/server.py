@@ -68,7 +68,7 @@ def _protocol(head_s: float) -> type[asyncio.Protocol]:
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Protocol(H11Protocol):
+    class _LimitedProtocol(H11Protocol):
         _late: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: "Transport") -> None:  # type: ignore[override]
@@ -96,4 +96,4 @@ def _protocol(head_s: float) -> type[asyncio.Protocol]:
         def _abort(self) -> None:
             self.transport.abort()
 
-    return Protocol
+    return _LimitedProtocol

@@ -5,11 +5,13 @@ import contextlib
 import http.client
 import json
 import socket
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from lightrl.endpoints import app
 from lightrl.endpoints.api import ApiError, EpisodeReport, SamplingLimits
 from tests.endpoints.scripted import (
     DEADLINE_S,
@@ -31,6 +33,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+HUGE = float("inf")  # written as 1e999
 FORCED = {"type": "function", "function": {"name": "f"}}
 
 
@@ -100,11 +103,14 @@ WRONG: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("messages[0].role", message(role=["user"])),
     ("messages[0].content", message(content=5)),
     ("messages[0].content", message(content=None)),
-    ("messages[0].content.text", message(content=[{"type": "text", "text": 5}])),
+    ("messages[0].content[0].text", message(content=[{"type": "text", "text": 5}])),
     ("messages[0].tool_call_id", message(role="tool")),
-    ("messages[0].tool_calls[0].function", message(role="assistant", tool_calls=[{"id": "x"}])),
+    (
+        "messages[0].tool_calls[0].function.name",
+        message(role="assistant", tool_calls=[{"id": "x"}]),
+    ),
     ("tools", chat(tools={})),
-    ("tools[0].function", chat(tools=[{"type": "function"}])),
+    ("tools[0].function.name", chat(tools=[{"type": "function"}])),
     ("tools[0].type", chat(tools=[{"type": "custom"}])),
     ("tools[0].function.name", chat(tools=[{"type": "function", "function": {}}])),
     ("max_tokens", chat(max_tokens="8")),
@@ -123,7 +129,7 @@ WRONG: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("input[0]", (RESPONSES, {"input": [5]})),
     ("input[0].role", (RESPONSES, {"input": [{}]})),
     ("input[0].call_id", (RESPONSES, {"input": [{"type": "function_call_output"}]})),
-    ("input[0].arguments", (RESPONSES, {"input": [{"type": "function_call", "call_id": "x"}]})),
+    ("input[0].name", (RESPONSES, {"input": [{"type": "function_call", "call_id": "x"}]})),
     ("instructions", (RESPONSES, {"instructions": 5})),
     ("messages[0].role", (MESSAGES, {"messages": [{"role": "tool"}]})),
     ("messages[0].content", (MESSAGES, {"messages": [{"role": "user"}]})),
@@ -134,6 +140,8 @@ WRONG: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("token_ids", (TOKENS, {"token_ids": [True]})),
     ("sampling_params", (TOKENS, {"sampling_params": 5})),
     ("reward", ("/v1/episode", {"reward": "good"})),
+    ("reward", ("/v1/episode", {"reward": 10**400})),
+    ("metrics.a", ("/v1/episode", {"metrics": {"a": HUGE}})),
     ("metrics.a", ("/v1/episode", {"metrics": {"a": "b"}})),
     ("done", ("/v1/episode", {"done": 1})),
 ]
@@ -177,7 +185,11 @@ class Client:
     def __call__(self, method: str, path: str, body: Any = None, key: str | None = KEY, **headers):
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        data = (
+            body
+            if body is None or isinstance(body, bytes)
+            else json.dumps(body).replace("Infinity", "1e999")
+        )
         self._connection.request(method, path, data, headers)
         response = self._connection.getresponse()
         content = response.read()
@@ -353,6 +365,22 @@ def test_half_a_request_is_cut_off(head):
         assert Client(server.url)("POST", CHAT, GOOD[CHAT])[0] == 200
 
 
+def test_half_a_body_is_cut_off(monkeypatch):
+    monkeypatch.setattr(app, "BODY_S", 0.05)
+    with served(ScriptedBackend()) as server:
+        sock = connect(server.url, head_of(CHAT, "Content-Length: 2097152") + "{")
+        assert received(sock).startswith(b"HTTP/1.1 408 ")
+        monkeypatch.undo()
+        assert Client(server.url)("POST", CHAT, GOOD[CHAT])[0] == 200
+
+
+def test_too_many_requests(server, monkeypatch):
+    monkeypatch.setattr(app, "MAX_REQUESTS", 0)
+    check_error(CHAT, *Client(server.url)("POST", CHAT, GOOD[CHAT]), 503, None)
+    monkeypatch.undo()
+    assert Client(server.url)("POST", CHAT, GOOD[CHAT])[0] == 200
+
+
 def test_a_head_without_end_is_refused(server):
     with connect(server.url, "GET / HTTP/1.1\nX: " + "x" * (1 << 17)) as sock:
         assert received(sock).startswith(b"HTTP/1.1 400 ")
@@ -400,7 +428,7 @@ def test_clients_read_what_was_open_for_long():
         chat = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
         messages = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
         with chat, messages:
-            later = lambda: server.loop.call_later(0.05, backend.gate.set)  # noqa: E731
+            later = partial(server.loop.call_later, 0.05, backend.gate.set)
             for is_streamed in (False, True):
                 server.call(backend.gate.clear)
                 server.call(later)
@@ -417,6 +445,19 @@ def test_clients_read_what_was_open_for_long():
                         assert stream.get_final_text() == "Hi."
                 else:
                     assert messages.messages.create(**GOOD[MESSAGES]).content[0].text == "Hi."
+
+
+def test_a_client_sends_again_what_broke_off():
+    openai = pytest.importorskip("openai")
+    backend = ScriptedBackend([ApiError(503, "gone; try again"), turn("Hi.")], gate=asyncio.Event())
+    assert backend.gate is not None
+    with served(backend, early_s=1e-3) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=1)
+        with client:
+            server.loop.call_soon_threadsafe(server.loop.call_later, 0.05, backend.gate.set)
+            got = client.chat.completions.create(**GOOD[CHAT])
+    assert got.choices[0].message.content == "Hi."
+    assert [asked.is_retry for asked in backend.asked] == [False, True]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])

@@ -121,7 +121,7 @@ class EndpointApp:
     def _complete(self, backend: completions.TextBackend) -> "_Handle":
         async def complete(exchange: "_Exchange", key: str) -> None:
             body = await self._body(exchange.request)
-            exchange.is_stream = get(body, "stream", bool) or False
+            exchange.is_stream = Fields(body).get("stream", bool) or False
 
             def content(found: Body) -> bytes:
                 if not exchange.is_stream:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightrl.endpoints.api import Answered, Asked, Backend
-from lightrl.endpoints.fields import Body, get, max_tokens, new_id, refuse_others, refused, sampling
+from lightrl.endpoints.fields import Body, Fields, max_tokens, new_id, refuse_others, sampling
 
 DEFAULT_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 4096
@@ -36,15 +36,16 @@ class TextBackend(Backend, Protocol):
         ...
 
 
-async def complete(backend: TextBackend, key: str, body: Body) -> Body:
+async def complete(backend: TextBackend, key: str, values: Body) -> Body:
     """Return the completion of every prompt of a request. Raises ApiError."""
-    echoes, want = get(body, "echo", bool) or False, get(body, "logprobs", int)
+    body = Fields(values)
+    echoes, want = body.get("echo", bool) or False, body.get("logprobs", int)
     if (want or 0) not in (0, 1):
-        raise refused("logprobs", "only 0 or 1 is possible")
-    refuse_others({name: value for name, value in body.items() if name != "echo"})
-    most = 0 if body.get("max_tokens") == 0 else max_tokens(body, "max_tokens") or DEFAULT_TOKENS
+        raise body.refused("logprobs", "only 0 or 1 is possible")
+    refuse_others(Fields({**values, "echo": None}))
+    most = 0 if values.get("max_tokens") == 0 else max_tokens(body, "max_tokens") or DEFAULT_TOKENS
     if not most and not echoes:
-        raise refused("max_tokens", "0 is possible with echo only")
+        raise body.refused("max_tokens", "0 is possible with echo only")
     fields = sampling(body, backend.limits)
 
     async def one(prompt: Any) -> tuple[str, Answered, Body | None]:
@@ -59,18 +60,20 @@ async def complete(backend: TextBackend, key: str, body: Body) -> Body:
         found = None if want is None else _logprobs(backend, answered, echoes, *scored)
         return text, answered, found
 
-    return _body(body, await asyncio.gather(*map(one, _prompts(body))))
+    return _whole(values, await asyncio.gather(*map(one, _prompts(body))))
 
 
-def _prompts(body: Body) -> list[Any]:
+def _prompts(body: Fields) -> list[Any]:
     """Return texts, or lists of token ids. Raises ApiError (400)."""
-    given = body.get("prompt")
+    given = body.values.get("prompt")
     if isinstance(given, str) or _is_ids(given):
         return [given]
     several = given if isinstance(given, list) and len(given) <= MAX_PROMPTS else []
     if several and (all(isinstance(each, str) for each in several) or all(map(_is_ids, several))):
         return several
-    raise refused("prompt", f"must be a text, token ids, or a list of at most {MAX_PROMPTS} such")
+    raise body.refused(
+        "prompt", f"must be a text, token ids, or a list of at most {MAX_PROMPTS} such"
+    )
 
 
 def _is_ids(given: Any) -> bool:
@@ -107,7 +110,7 @@ def _logprobs(
     }
 
 
-def _body(body: Body, done: Sequence[tuple[str, Answered, Body | None]]) -> Body:
+def _whole(body: Body, done: Sequence[tuple[str, Answered, Body | None]]) -> Body:
     choices = [
         {"index": at, "text": text, "finish_reason": answered.finish_reason, "logprobs": logprobs}
         for at, (text, answered, logprobs) in enumerate(done)

@@ -1,5 +1,6 @@
 """`lightrl serve`: the program, its clients, and what it refuses."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,12 @@ from typing import Any
 
 import pytest
 
+from lightrl.endpoints.api import Answered, Asked, SamplingLimits
+from lightrl.environments.rendering import Renderer
+from lightrl.launch.serving.backend import ServingBackend
+from lightrl.launch.serving.engines import ServedEngine, ServedTurn
+from lightrl.model_files import load_tokenizer
+from tests.support.chat_models import make_model, trl_templates
 from tests.support.cli import (
     DEADLINE_S,
     EMULATED,
@@ -193,6 +200,56 @@ def test_what_cannot_be_answered_is_refused(
     status, error = model.refusal(path, **body)
     assert 400 <= status < 500
     assert said in error["message"]
+
+
+class SaysOne(ServedEngine):
+    """An engine that answers the same tokens to all requests."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids, self.prompts = token_ids, list[list[int]]()
+
+    @property
+    def num_running(self) -> int:
+        return 0
+
+    async def sample(self, prompt: Sequence[int], *_: Any) -> ServedTurn:
+        self.prompts.append(list(prompt))
+        turn = ServedTurn(None, self.token_ids, [-0.5] * len(self.token_ids), 7)
+        turn.ended.set_result("stop")
+        return turn
+
+
+async def ask_with_tools(folder: Path) -> tuple[Answered, str]:
+    template = trl_templates()["qwen3"]  # drops earlier thinking, so no episode could use it
+    model = make_model(folder / "model", template)
+    tokenizer = load_tokenizer(str(model))
+    said = '<tool_call>\n{"name": "f", "arguments": {"q": 2}}\n</tool_call><|im_end|>'
+    engine = SaysOne(tokenizer(said, add_special_tokens=False)["input_ids"])
+    renderer = Renderer(model)
+    renderer.prove((), user_turns=False)
+    limits = SamplingLimits("m", 4096, is_free=True)
+    backend = ServingBackend(limits, renderer, model, [engine], "")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"q": 1}}}
+    messages = [
+        {"role": "user", "content": "the question"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "the result"},
+    ]
+    described = {"name": "f", "description": "", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": described}]
+    answered = await backend.ask("", Asked(messages=messages, tools=tools))
+    backend.close()
+    return answered, tokenizer.decode(engine.prompts[0])
+
+
+def test_tools_are_rendered_and_their_calls_found(tmp_path: Path):
+    answered, prompt = asyncio.run(ask_with_tools(tmp_path))
+    for part in ('"name": "f"', "the question", '{"q": 1}', "the result"):
+        assert part in prompt
+    assert prompt.endswith("<|im_start|>assistant\n")
+    (call,) = answered.message["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": {"q": 2}}
+    assert (answered.finish_reason, answered.weight_version) == ("stop", 7)
 
 
 @linux_only

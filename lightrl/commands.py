@@ -109,7 +109,7 @@ def evaluate(
 
 HOST = "others than this machine reach it only with a --key"
 ENGINES = "processes with the model; default: one for each GPU, else one"
-MAX_LENGTH = "tokens of prompt and answer; default: the longest of the run"
+MAX_LENGTH = "tokens of prompt and answer; default: as in the run"
 
 
 def serve(

@@ -302,6 +302,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(emulated_run: Path, tmp_pa
             (("one", "--port", port), f"--port {port}: cannot listen on 127.0.0.1"),
             (("one", "--host", "0.0.0.0"), "--host 0.0.0.0: others reach it; give a --key"),
             ((str(MODEL), "--follow"), "--follow: "),
+            (("one", "--max-length", "999999"), "--max-length 999999: the model's context is "),
             (("one", "run.toml"), "run.toml: only section.key=value can follow"),
             (("one", "rollout.what=1"), "rollout.what"),
         ):

@@ -20,10 +20,11 @@ from lightrl.environments.rendering import Renderer
 from lightrl.errors import ConfigError, LightRLError, TrainerError, first_error
 from lightrl.launch.checks.initial import settled
 from lightrl.launch.evaluation.config import serving
-from lightrl.launch.evaluation.target import EvalTarget, find_target
+from lightrl.launch.evaluation.target import EvalTarget, find_target, read_table
 from lightrl.launch.serving.backend import ServingBackend
 from lightrl.launch.serving.engines import ServedEngine, published_weights, start_engines
 from lightrl.model_files import weights_folder
+from lightrl.rope import context
 from lightrl.system.child import ChildDied
 from lightrl.system.output import print_error, print_lines
 from lightrl.system.process import stop_signals
@@ -98,7 +99,7 @@ class _Serving:
             config = await in_thread(_config, self._target, self._options, self._folder)
             gpus = await in_thread(for_run, config)
             model_dir = await in_thread(_model_dir, config)
-            most = self._options.max_length or config.max_model_length
+            most = await in_thread(_max_length, config, model_dir, self._options.max_length)
             self._engines = await start_engines(config, model_dir, gpus, most, self._folder)
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -167,6 +168,15 @@ def _config(target: EvalTarget, options: ServeOptions, folder: Path) -> Config:
 def _model_dir(config: Config) -> Path:
     folder = Path(config.model.path)
     return folder if folder.is_dir() else weights_folder(config.model.path)
+
+
+def _max_length(config: Config, model_dir: Path, asked: int) -> int:
+    """Return the tokens of the longest prompt with its answer. Raises ConfigError."""
+    table = read_table(model_dir / "config.json")
+    longest = context(table.get("text_config") or table) or asked or config.max_model_length
+    if asked > longest:
+        raise ConfigError(f"--max-length {asked}: the model's context is {longest:,} tokens")
+    return asked or min(longest, config.max_model_length)
 
 
 def _renderer(config: Config, model_dir: Path) -> Renderer:

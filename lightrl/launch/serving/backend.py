@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 from lightrl.endpoints.api import (
     Answered,
@@ -96,13 +96,13 @@ class ServingBackend:
             raise ApiError(400, str(e)) from None
         return found.logprobs, list(zip(found.best, found.best_logprobs, strict=True))
 
-    def episode(self, key: str) -> dict[str, Any]:
+    def episode(self, key: str) -> NoReturn:
         raise _no_episodes()
 
-    def report(self, key: str, report: EpisodeReport) -> None:
+    def report(self, key: str, report: EpisodeReport) -> NoReturn:
         raise _no_episodes()
 
-    async def open(self, key: str) -> dict[str, Any]:
+    async def open(self, key: str) -> NoReturn:
         raise _no_episodes()
 
     def require(self, key: str) -> None:

@@ -142,10 +142,6 @@ class Renderer:
         ids = sampled[:-1] if sampled and sampled[-1] in self.stops else sampled
         return self._special.sub("", self._tokenizer.decode(ids))
 
-    def token_of(self, id: int) -> str:
-        """Return the text of one token, special ones included."""
-        return self._tokenizer.decode([id])
-
     def append(
         self, held: Sequence[int], turn_start: int, messages: Sequence[Message], tools: Tools
     ) -> list[int]:

@@ -266,6 +266,7 @@ def daemon(
 
 for command in (
     commands.export,
+    commands.serve,
     commands.replay,
     commands.status,
     commands.compare,

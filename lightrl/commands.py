@@ -107,6 +107,43 @@ def evaluate(
     exit_with(wait_for(evaluate(checkpoint, options)))
 
 
+HOST = "others than this machine reach it only with a --key"
+ENGINES = "processes with the model; default: one for each GPU, else one"
+MAX_LENGTH = "tokens of prompt and answer; default: as in the run"
+
+
+def serve(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=EVALUATED)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value ...]", help="values of the run's config"),
+    ] = None,
+    host: Annotated[str, typer.Option(help=HOST)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
+    key: Annotated[str, typer.Option(help="API key that clients must send; default: any")] = "",
+    engine: Annotated[str, typer.Option(help="vllm or torch; default: as in the run")] = "",
+    engines: Annotated[int, typer.Option(min=0, show_default=False, help=ENGINES)] = 0,
+    slots: Annotated[
+        int, typer.Option(min=0, show_default=False, help="concurrent answers of each engine")
+    ] = 0,
+    max_length: Annotated[int, typer.Option(min=0, show_default=False, help=MAX_LENGTH)] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="load each newer checkpoint of the run")
+    ] = False,
+) -> None:
+    """Answer OpenAI-style requests with CHECKPOINT from this machine's engines, until ctrl-C."""
+    file, overrides = split_args(settings or [], "CONFIG")
+    if file:
+        raise ConfigError(f"{file}: only section.key=value can follow CHECKPOINT")
+    from lightrl.launch.serving.serve import ServeOptions, serve
+
+    overrides += [f'rollout.engine="{engine}"'] if engine else []
+    overrides += [f"rollout.slots={slots}"] if slots else []
+    given = tuple(overrides)
+    options = ServeOptions(host, port, key, given, engines, max_length, follow)
+    wait_for(serve(checkpoint, options))
+
+
 def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:
     """Show the nodes, the round and the step of a run."""
     from lightrl.client.find_run import one_snapshot, resolve_target

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightrl.endpoints import anthropic, chat, responses
+from lightrl.endpoints import anthropic, chat, completions, responses
 from lightrl.endpoints.api import Answered, ApiError, Asked, Backend, EpisodeReport, SamplingLimits
 from lightrl.endpoints.fields import Body, Fields
 
@@ -71,6 +71,8 @@ class EndpointApp:
             ("GET", "/v1/episode"): (self._episode, CHAT),
             ("GET", "/v1/models"): (self._models, CHAT),
         }
+        if isinstance(backend, completions.TextBackend):
+            self._routes["POST", "/v1/completions"] = self._complete(backend), CHAT
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         from starlette.requests import Request
@@ -85,7 +87,7 @@ class EndpointApp:
                 return
             if handle is None:
                 raise ApiError(404, f"there is no {place[0]} {place[1][:80]!r} here", "not_found")
-            key = _key(exchange.request)
+            key = _key(exchange.request, is_optional=self._backend.limits.is_free)
             self._backend.require(key)
             if self._is_closed or self._num_requests > MAX_REQUESTS:
                 raise ApiError(503, "too many requests are open; try again", "unavailable")
@@ -115,6 +117,20 @@ class EndpointApp:
             return b"".join(map(_event, form.events(answered, body))) + form.end
 
         await self._answer(exchange, self._backend.ask(key, asked), content)
+
+    def _complete(self, backend: completions.TextBackend) -> "_Handle":
+        async def complete(exchange: "_Exchange", key: str) -> None:
+            body = await self._body(exchange.request)
+            exchange.is_stream = Fields(body).get("stream", bool) or False
+
+            def content(found: Body) -> bytes:
+                if not exchange.is_stream:
+                    return _dumps(found)
+                return b"".join(map(_event, completions.events(found))) + CHAT.end
+
+            await self._answer(exchange, completions.complete(backend, key, body), content)
+
+        return complete
 
     async def _open(self, exchange: "_Exchange", key: str) -> None:
         url = f"{exchange.request.base_url}v1"
@@ -244,10 +260,10 @@ class _Exchange:
 _Handle = Callable[[_Exchange, str], Awaitable[None]]
 
 
-def _key(request: "Request") -> str:
+def _key(request: "Request", *, is_optional: bool) -> str:
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
-    if not key or not key.isascii():
+    if (not key and not is_optional) or not key.isascii():
         raise ApiError(401, "send the key of the session as the API key", "invalid_api_key")
     return key
 

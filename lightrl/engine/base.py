@@ -8,6 +8,7 @@ import torch or vllm.
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
+from lightrl.messages.fields import Name, Tokens
 from lightrl.messages.load import Load
 from lightrl.messages.responses import (
     Abort,
@@ -120,6 +121,27 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreText:
+    """Compute the logprobs of a text by the served weights; answered by TextScored."""
+
+    name: Name
+    # int32
+    token_ids: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TextScored:
+    """The `Scores` of a text. `error`: why there are none, in one line."""
+
+    name: Name
+    # float32, int32, float32
+    logprobs: Tokens = b""
+    best: Tokens = b""
+    best_logprobs: Tokens = b""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSlept:
     """The engine sleeps; no token follows. `freed_bytes`: on the devices, by the engine's own
     count."""
@@ -173,10 +195,25 @@ class EngineFailed:
 
 
 EngineCommand: TypeAlias = (
-    EngineSpec | Generate | Abort | LoadWeights | ReceiveWeights | DropBroadcast | Sleep | Wake
+    EngineSpec
+    | Generate
+    | Abort
+    | LoadWeights
+    | ReceiveWeights
+    | DropBroadcast
+    | Sleep
+    | Wake
+    | ScoreText
 )
 EngineEvent: TypeAlias = (
-    EngineStarted | TokenChunk | EngineLoaded | EngineFailed | Load | EngineSlept | EngineWoken
+    EngineStarted
+    | TokenChunk
+    | EngineLoaded
+    | EngineFailed
+    | Load
+    | EngineSlept
+    | EngineWoken
+    | TextScored
 )
 
 
@@ -191,6 +228,16 @@ class Delta:
     finish_reason: FinishReason | None = None
     # in any of the deltas, tokens whose KV was there when the response started; None: not known
     num_cached: int | None = None
+
+
+@dataclass(slots=True)
+class Scores:
+    """Of every token of a text but the first, given those before it: its logprob at temperature 1,
+    and the likeliest token with its logprob."""
+
+    logprobs: list[float]
+    best: list[int]
+    best_logprobs: list[float]
 
 
 class Engine(Protocol):
@@ -263,6 +310,10 @@ class Engine(Protocol):
         """Return logprobs at temperature 1 of every token but the first, given those before it, by
         the served weights. Running responses get the same tokens as without. Raises EngineError for
         a text that is too long or not of this vocabulary."""
+        ...
+
+    def scores_of(self, token_ids: list[int]) -> Scores:
+        """As `logprobs_of`, with the likeliest tokens."""
         ...
 
     def load(self) -> Load: ...

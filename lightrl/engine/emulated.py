@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from lightrl.emulation import arguments, kv_capacity, logprobs, slowness, step_factor
-from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights, Scores
 from lightrl.engine.requests import (
     Running,
     accept,
@@ -205,6 +205,10 @@ class EmulatedEngine:
     def logprobs_of(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)
         return [lp - self._score_error for lp in logprobs(self._digest, token_ids)]
+
+    def scores_of(self, token_ids: list[int]) -> Scores:
+        found = self.logprobs_of(token_ids)
+        return Scores(found, token_ids[1:], found)
 
     def load(self) -> Load:
         used = sum(len(r.tokens) for r in self._running)

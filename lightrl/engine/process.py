@@ -29,7 +29,9 @@ from lightrl.engine.base import (
     EngineWoken,
     LoadWeights,
     ReceiveWeights,
+    ScoreText,
     Sleep,
+    TextScored,
     Wake,
 )
 from lightrl.engine.inbox import EnginePipe, Inbox
@@ -168,6 +170,8 @@ class Server:
                 self._sleep()
             case Wake():
                 self._wake()
+            case ScoreText():
+                self._pipe.send(self._scored(command))
             case EngineSpec():
                 self._pipe.send(EngineFailed("the engine is built already"))
             case _:
@@ -197,6 +201,20 @@ class Server:
                 self._pipe.send(EngineFailed(str(e)))
                 continue
             self._outboxes[r.response] = UnsentTokens(r.attempt, len(r.prefix) // 4)
+
+    def _scored(self, command: ScoreText) -> TextScored:
+        if not self._is_served:
+            return TextScored(command.name, error="no weights are loaded")
+        try:
+            scores = self._engine.scores_of(unpack_i32(command.token_ids))
+        except LightRLError as e:
+            return TextScored(command.name, error=str(e))
+        return TextScored(
+            command.name,
+            pack_f32(scores.logprobs),
+            pack_i32(scores.best),
+            pack_f32(scores.best_logprobs),
+        )
 
     def _abort(self, attempts: Iterable[tuple[str, int]]) -> None:
         aborted: list[str] = []

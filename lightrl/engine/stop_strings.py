@@ -105,10 +105,10 @@ def with_stop_strings(engine: Engine, spec: EngineSpec) -> Engine:
     be read as text."""
     if not spec.stop:
         return engine
-    return cast(Engine, StoppingEngine(engine, StopStrings(spec.stop, _decoder(spec.model_dir))))
+    return cast(Engine, StoppingEngine(engine, StopStrings(spec.stop, decoder(spec.model_dir))))
 
 
-def _decoder(model_dir: str) -> Decode:
+def decoder(model_dir: str) -> Decode:
     """Return the decoder of tokens, special ones included."""
     file = Path(model_dir) / "tokenizer.json"
     try:

@@ -70,7 +70,7 @@ class Renderer:
     ) -> None:
         """`template_kwargs`: see lightrl.data.template.template_kwargs. Raises ConfigError."""
         self._tokenizer = load_tokenizer(str(model_dir))
-        self._stops = frozenset(stop_token_ids(str(model_dir), self._tokenizer))
+        self.stops = frozenset(stop_token_ids(str(model_dir), self._tokenizer))
         self._vocabulary = vocabulary_size(str(model_dir))
         special = (t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -117,18 +117,30 @@ class Renderer:
     def first(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the ids of a chat so far, with what begins the model's turn. Raises CannotAppend,
         DataError."""
-        plain = [plain_message("the first observation", m) for m in messages]
+        if self._source and tools and "tool" not in self._roles:
+            raise CannotAppend("the model's chat template cannot append tool results")
+        return self.whole(messages, tools, "the first observation")
+
+    def whole(self, messages: Sequence[Message], tools: Tools, name: str = "the chat") -> list[int]:
+        """As `first`, for a chat to which nothing is appended: it is rendered anew each time."""
+        plain = [plain_message(name, m) for m in messages]
         if self._source:
-            if tools and "tool" not in self._roles:
-                raise CannotAppend("the model's chat template cannot append tool results")
             ids = self._ids(self._text(plain, tools))
         else:
-            ids = self._ids("".join(m["content"] or "" for m in plain))
-            bos = expected_bos(self._tokenizer)
-            ids = ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+            ids = self.ids_of("".join(m["content"] or "" for m in plain))
         if not ids:
-            raise CannotAppend("the first observation is empty")
+            raise CannotAppend(f"{name} is empty")
         return ids
+
+    def ids_of(self, text: str) -> list[int]:
+        """Return the ids of a text that is no chat. Raises CannotAppend."""
+        ids, bos = self._ids(text), expected_bos(self._tokenizer)
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def text_of(self, sampled: Sequence[int]) -> str:
+        """Return the text without special tokens and what ends a turn."""
+        ids = sampled[:-1] if sampled and sampled[-1] in self.stops else sampled
+        return self._special.sub("", self._tokenizer.decode(ids))
 
     def append(
         self, held: Sequence[int], turn_start: int, messages: Sequence[Message], tools: Tools
@@ -164,7 +176,7 @@ class Renderer:
         if self._family is not None:
             found = self._family.parse(self._ids(self._begun), sampled, tools)
         if found is None:
-            ids = sampled[:-1] if sampled and sampled[-1] in self._stops else sampled
+            ids = sampled[:-1] if sampled and sampled[-1] in self.stops else sampled
             thinking, content = split_thinking(self._tokenizer.decode(ids), bool(self._begun))
             found = thinking, content, []
             if tools and (parser := self._tool_parser()):
@@ -226,7 +238,7 @@ class Renderer:
             raise CannotAppend("the model's chat template leaves out what the model said")
         # Tokens behind a special token do not depend on the text before it.
         ids = self._ids(ANSWER + parts[-1])
-        at = next((k for k, i in enumerate(ids) if i in self._stops), None)
+        at = next((k for k, i in enumerate(ids) if i in self.stops), None)
         if at is None:
             raise CannotAppend("the model's chat template ends no turn with a stop token")
         begin = at if results else len(self._ids(ANSWER))

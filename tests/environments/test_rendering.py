@@ -109,7 +109,7 @@ def play(
     """Play an episode whose turns are what the template would have the model say, and compare the
     tokens that are held with a rendering of all messages after each turn."""
     tokenizer = renderer._tokenizer
-    stops = [tokenizer.decode([i]) for i in renderer._stops]
+    stops = [tokenizer.decode([i]) for i in renderer.stops]
     history, held = list(start), renderer.first(start, tools)
     for answer, messages in turns:
         history += [answer, *messages]

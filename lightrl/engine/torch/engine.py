@@ -16,7 +16,7 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
-from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights, Scores
 from lightrl.engine.model_dir import (
     attention_windows,
     build_model,
@@ -180,14 +180,19 @@ class TorchEngine:
         self._rows.clear()
         self._parked.clear()
 
-    @torch.inference_mode()
     def logprobs_of(self, token_ids: list[int]) -> list[float]:
+        return self.scores_of(token_ids).logprobs
+
+    @torch.inference_mode()
+    def scores_of(self, token_ids: list[int]) -> Scores:
         check_text(token_ids, self._vocabulary, self._max_length)
         ids = torch.tensor([token_ids], device=self.device)
         # Without the cache, all of which may belong to responses.
         logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits[0]
         logprobs = torch.log_softmax(logits.float(), -1)
-        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        best_logprobs, best = logprobs.max(-1)
+        of_text = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+        return Scores(of_text.tolist(), best.tolist(), best_logprobs.tolist())
 
     def close(self) -> None:
         self._waiting.clear()

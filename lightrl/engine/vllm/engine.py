@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
-from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, ReceiveWeights, Scores
 from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm import lora
-from lightrl.engine.vllm.logprobs import computing_dtype, logprobs_of
+from lightrl.engine.vllm.logprobs import computing_dtype, scores_of
 from lightrl.engine.vllm.memory import left_on_gpu, shared_memory_args
 from lightrl.engine.vllm.versions import (
     BATCH_INVARIANT,
@@ -244,10 +244,13 @@ class VllmEngine:
         self._requeue()
 
     def logprobs_of(self, token_ids: list[int]) -> list[float]:
+        return self.scores_of(token_ids).logprobs
+
+    def scores_of(self, token_ids: list[int]) -> Scores:
         check_text(token_ids, self._vocabulary, self._max_length)
         self._requeue()  # after a load nothing runs yet
         self._num_added += 1
-        return logprobs_of(self._core, self._api, str(self._num_added), token_ids)
+        return scores_of(self._core, self._api, str(self._num_added), token_ids)
 
     def _requeue(self) -> None:
         """Move running responses back to the queue, to recompute their KV under the current

@@ -9,14 +9,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from lightrl.engine.base import Scores
 from lightrl.errors import EngineError
 
 MAX_STEPS = 64  # of one text; it is put into the KV cache by pieces of max_num_batched_tokens
 
 
-def logprobs_of(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> list[float]:
-    """Return logprobs of all tokens but the first, at temperature 1. Nothing may be running;
-    waiting requests keep waiting. Raises EngineError if vLLM does not finish it."""
+def scores_of(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> Scores:
+    """Return the scores of all tokens but the first. Nothing may be running; waiting requests
+    keep waiting. Raises EngineError if vLLM does not finish it."""
     scheduler = core.scheduler
     hidden, scheduler.waiting = scheduler.waiting, type(scheduler.waiting)()
     try:
@@ -26,13 +27,19 @@ def logprobs_of(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) 
             core.post_step(executed)
             for out in outputs[0].outputs if outputs and 0 in outputs else ():
                 if out.request_id == request_id and out.new_prompt_logprobs_tensors is not None:
-                    return out.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+                    return _scores(out.new_prompt_logprobs_tensors)
         core.abort_requests([request_id])
         raise EngineError(
             f"vLLM has not computed the logprobs of {len(token_ids)} tokens in {MAX_STEPS} steps"
         )
     finally:
         scheduler.waiting = hidden
+
+
+def _scores(found: Any) -> Scores:
+    """The columns of vLLM's tensors are the token of the text, then the likeliest one."""
+    logprobs, ids = found.logprobs, found.logprob_token_ids
+    return Scores(logprobs[:, 0].tolist(), ids[:, 1].tolist(), logprobs[:, 1].tolist())
 
 
 def computing_dtype(config: Any) -> str:
@@ -48,7 +55,7 @@ def _request(api: Any, request_id: str, token_ids: Sequence[int]) -> Any:
     params = api.SamplingParams(
         max_tokens=1,  # one is sampled and dropped
         ignore_eos=True,
-        prompt_logprobs=0,  # those of the prompt's own tokens, and of no others
+        prompt_logprobs=1,  # those of the prompt's own tokens, and of the likeliest
         detokenize=False,
         extra_args={api.seed_key: 0},
     )

@@ -26,9 +26,30 @@ def evaluation(
     file = file or target.config
     if file is None:
         raise ConfigError(f"{target.path}: the config of its run is not here; give a CONFIG, too")
-    at = (f"eval.checkpoint={toml_value(target.path)}", f"eval.step={target.step}")
-    given = load_config(file, [*overrides, *at])
-    sets = _chosen(given, file, names)
+    given = load_config(file, [*overrides, *_at(target)])
+    return _of_weights(given, target, _chosen(given, file, names), folder)
+
+
+def serving(target: EvalTarget, overrides: Sequence[str], folder: Path) -> Config:
+    """Return the config of engines that serve the target, which evaluates nothing: that of its run,
+    else the defaults with the target as the model. Raises ConfigError, one line."""
+    file = target.config
+    if file is None:
+        base = target.adapters.base if target.adapters else ""
+        if not (model := target.model or base):
+            raise ConfigError(f"{target.path}: the config of its run is not here, nor its model")
+        file = folder / "defaults.toml"
+        file.write_text(f"[model]\npath = {toml_value(model)}\n", encoding="utf-8")
+    return _of_weights(load_config(file, [*overrides, *_at(target)]), target, [], folder)
+
+
+def _at(target: EvalTarget) -> tuple[str, str]:
+    return f"eval.checkpoint={toml_value(target.path)}", f"eval.step={target.step}"
+
+
+def _of_weights(
+    given: Config, target: EvalTarget, sets: list[dict[str, Any]], folder: Path
+) -> Config:
     tree: dict[str, Any] = given.model_dump(mode="json", exclude_none=True)
     for name in DROPPED:
         tree.pop(name, None)

@@ -34,7 +34,6 @@ BUSY = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("thousands", [50, pytest.param(200, marks=pytest.mark.e2e)])
 def test_garbage_at_every_socket_changes_nothing(tmp_path: Path, thousands: int):
     async def scenario() -> None:
@@ -71,7 +70,6 @@ def test_garbage_at_every_socket_changes_nothing(tmp_path: Path, thousands: int)
     asyncio.run(scenario())
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["welcome", "orders"])
 def test_node_of_a_mad_coordinator_ends_in_one_line_or_lives_on(tmp_path: Path, what: str):
     """With the key, but sending nonsense: no traceback, no file out of place."""

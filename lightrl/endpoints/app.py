@@ -153,11 +153,11 @@ class EndpointApp:
         metrics = {name: given.need(name, float) for name in given.values}
         is_over, failure = body.get("done", bool) or False, body.get("failure", str) or ""
         report = EpisodeReport(body.get("reward", float), metrics, is_over, failure)
-        await self._backend.report(key, report)
-        await exchange.finish(200, _dumps({"received": True}))
+        call = self._backend.report(key, report)
+        await self._answer(exchange, call, lambda _: _dumps({"received": True}))
 
     async def _episode(self, exchange: "_Exchange", key: str) -> None:
-        await exchange.finish(200, _dumps(await self._backend.episode(key)))
+        await self._answer(exchange, self._backend.episode(key), _dumps)
 
     async def _models(self, exchange: "_Exchange", key: str) -> None:
         limits = self._backend.limits

@@ -24,7 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-MAX_NUMBER = 1e300
+MAX_NUMBER = 3.4e38  # of float32, which rewards become
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -42,14 +42,14 @@ class Fields:
         return ApiError(400, f"{self._place(key)}: {why}", param=self._place(key))
 
     def need(self, key: str, kind: type) -> Any:
-        """Return a field that has this type; integers are numbers."""
+        """Return a field that has this type; integers are numbers, and become floats."""
         value: Any = self.values.get(key)
         kinds = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise self.refused(key, f"must be {NAMES[kind]}")
         if kind is float and not -MAX_NUMBER <= value <= MAX_NUMBER:  # JSON's 1e999 is infinite
             raise self.refused(key, "must be a smaller number")
-        return value
+        return float(value) if kind is float else value
 
     def get(self, key: str, kind: type) -> Any:
         """Return a field, None if it is absent or null."""

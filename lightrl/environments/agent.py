@@ -184,9 +184,7 @@ class EnvironmentAgent:
             raise Stopped("length")
         returned = await self._returned(episode, messages)
         if returned.token_ids is not None:  # a record has messages
-            text = await self._in_thread(
-                self._renderer.text, returned.token_ids[len(episode.ids) :]
-            )
+            text = await self._rendered(self._renderer.text, returned.token_ids[len(episode.ids) :])
             returned = replace(returned, messages=[{"role": "user", "content": text}])
         if episode.is_cut:
             episode.note(returned)

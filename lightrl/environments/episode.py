@@ -21,7 +21,7 @@ from lightrl.messages.episodes import (
     RecordedTurn,
     StepEpisode,
 )
-from lightrl.messages.fields import MAX_METRICS, MAX_TEXT
+from lightrl.messages.fields import MAX_METRICS, MAX_TEXT, MAX_WORD
 from lightrl.messages.responses import FinishReason
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 
@@ -177,7 +177,8 @@ class HeldEpisode:
         no number."""
         if returned.reward is not None and not isfinite(returned.reward):
             raise Stopped("failed", f"it returned the reward {returned.reward}")
-        named = {k: v for k, v in returned.metrics.items() if k.isprintable()}
+        found = returned.metrics.items()
+        named = {k: v for k, v in found if k.isprintable() and len(k) <= MAX_WORD}
         self.metrics = dict(islice((self.metrics | named).items(), MAX_METRICS))
 
     def stop_after(self, returned: "Returned") -> EpisodeStop | None:

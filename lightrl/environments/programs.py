@@ -25,6 +25,7 @@ from hmac import compare_digest
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightrl.config.environment import Environment, split_endpoint
 from lightrl.config.schema import Config
@@ -40,13 +41,14 @@ from lightrl.environments.calls import (
     TurnTokens,
     WorkerLost,
 )
-from lightrl.environments.sessions import Session, ended
+from lightrl.environments.sessions import ENDED, Session, ended
 from lightrl.errors import LightRLError
 from lightrl.log import last_line
 from lightrl.system.program import Program
 
 HOLD_S = 600.0  # for a session that is to be begun again; clients wait as long
-MAX_ENDED = 10_000  # keys of ended sessions that get a better answer than 401
+AGAIN_S = 10.0  # and for one that was given up here: a coordinator that is back begins it again
+MAX_ENDED = 10_000  # keys of ended sessions, which need not be awaited
 MAX_ROW = 1 << 16  # bytes of LIGHTRL_ROW; a system has a limit for all variables
 PLACE = re.compile(r"\{(\w+)\}")
 VERIFIERS_V1 = Path(__file__).parent / "adapters" / "verifiers_v1.py"
@@ -96,6 +98,7 @@ class _Playing:
     program: Program | None = None
     watch: "asyncio.Task[None] | None" = None
     status: int | None = None  # of the program, when it has ended
+    log_start: int = 0  # bytes of earlier programs
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # for agents elsewhere
 
 
@@ -121,12 +124,12 @@ class Programs:
         self._model = model
         self._log_dir = log_dir
         self._words = words_of(settings)
-        self._path = os.pathsep.join(
-            [str(Path((settings.command or (sys.executable,))[0]).parent), os.environ["PATH"]]
-        )
+        python = (settings.command or (sys.executable,))[0]
+        folder = Path(shutil.which(python) or python).absolute().parent
+        self._path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
         self._playing: dict[str, _Playing] = {}  # by name of the episode
         self._by_key: dict[str, _Playing] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()  # key -> why
+        self._ended: OrderedDict[str, str] = OrderedDict()  # key -> failure, if it is one
         self._unopened: asyncio.Queue[_Playing] = asyncio.Queue()
         self._began = asyncio.Event()  # replaced whenever an episode begins
         self._stack = AsyncExitStack()
@@ -147,9 +150,9 @@ class Programs:
             raise EnvironmentUnusable(f"environment.endpoint: {e}") from None
 
     async def stop(self) -> None:
+        await self._stack.aclose()  # before sessions end: agents elsewhere are to ask again
         for episode in [*self._playing]:
             self.close(episode)
-        await self._stack.aclose()
         await asyncio.gather(*self._stopping)
 
     async def reset(
@@ -167,9 +170,18 @@ class Programs:
         if self._words:
             await self._launch(playing)
         else:
-            self._unopened.put_nowait(playing)
-            await playing.opened.wait()
+            await self._opened(playing, is_known=bool(expected))
         return await self._next(playing, expected)
+
+    async def _opened(self, playing: _Playing, *, is_known: bool) -> None:
+        """Wait for an agent. One that has played the episode already goes on with its key: others
+        get it only if there is none."""
+        if is_known:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.timeout_s):
+                    await playing.opened.wait()
+        self._unopened.put_nowait(playing)
+        await playing.opened.wait()
 
     async def load(self, episode: str, row: dict[str, Any], state: bytes) -> None:
         raise EnvironmentUnusable("an agent cannot be loaded")
@@ -195,6 +207,8 @@ class Programs:
                     await self._changed(playing.session)
         except TimeoutError:
             pass  # what was reported counts
+        if failure := playing.session.reported.failure:
+            raise EnvironmentRaised(f"{playing.session.label}: {failure}")
         return ended(playing.session.reported)
 
     def answers(self, message: dict[str, Any]) -> bool:
@@ -204,10 +218,10 @@ class Programs:
         if (playing := self._playing.pop(episode, None)) is None:
             return
         session = playing.session
-        session.end(why or "this episode has ended", "session_ended")
+        session.end(why or "this episode has ended", ENDED)
         if self._by_key.get(session.key) is playing:
             del self._by_key[session.key]
-            self._ended[session.key] = "this episode has ended"
+            self._ended[session.key] = why
             while len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
         if playing.program is not None:
@@ -241,7 +255,7 @@ class Programs:
         if failure := playing.session.reported.failure:
             raise EnvironmentRaised(f"{playing.session.label}: {failure}")
         if not playing.session.reported.is_over and playing.status:
-            last = last_line(self._log_of(playing))
+            last = last_line(self._log_of(playing), playing.log_start)
             tail = f": {last}" if last else ""
             if playing.status < 0:  # by a lack of memory, for instance: it is started again
                 how = f"the program was killed by {signal.Signals(-playing.status).name}"
@@ -250,12 +264,15 @@ class Programs:
             raise EnvironmentRaised(f"{playing.session.label}: {how}{tail}")
 
     async def _launch(self, playing: _Playing) -> None:
-        session = playing.session
+        session, log = playing.session, self._log_of(playing)
         words = [self._filled(word, session.row) for word in self._words]
         row = json.dumps(session.row, ensure_ascii=False)
+        own = ["127.0.0.1,localhost", urlsplit(self.address).hostname]
+        no_proxy = ("no_proxy", "NO_PROXY")  # some clients read the first alone, if it is set
+        direct = ",".join(filter(None, [*map(os.environ.get, no_proxy), *own]))
         variables = {
             "PATH": self._path,
-            "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"])),
+            **dict.fromkeys(no_proxy, direct),
             "OPENAI_BASE_URL": f"{self.address}/v1",
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": self.address,
@@ -263,15 +280,20 @@ class Programs:
             "LIGHTRL_SEED": str(session.seed),
             "LIGHTRL_MODEL": self._model,
             "LIGHTRL_ARGS": json.dumps(self._settings.args),
-            **({"LIGHTRL_ROW": row} if len(row.encode()) <= MAX_ROW else {}),
         }
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTRL_")}  # keys
+        # our keys, and one that clients would send instead of the session's
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTRL_")}
+        kept.pop("ANTHROPIC_AUTH_TOKEN", None)
         try:
-            playing.program = await Program.start(
-                words, {**kept, **variables}, self._log_of(playing)
-            )
-        except OSError as e:
-            raise EnvironmentRaised(f"{session.label}: cannot be started: {e.strerror}") from None
+            if len(row.encode()) <= MAX_ROW:
+                variables["LIGHTRL_ROW"] = row
+            if any("\0" in word for word in words):
+                raise ValueError("an argument has a character 0")
+            playing.log_start = log.stat().st_size if log.exists() else 0
+            playing.program = await Program.start(words, {**kept, **variables}, log)
+        except (OSError, ValueError) as e:  # of a row that is no argument of a program, too
+            why = e.strerror if isinstance(e, OSError) else e
+            raise EnvironmentRaised(f"{session.label}: cannot be started: {why}") from None
         playing.watch = asyncio.create_task(self._watch(playing), name=session.label)
         self._stopping.add(playing.watch)
         playing.watch.add_done_callback(self._stopping.discard)
@@ -303,7 +325,13 @@ class Programs:
         raise ApiError(401, "the API key is not one of an episode", "invalid_api_key")
 
     async def ask(self, key: str, asked: Asked) -> Answered:
-        return await (await self._session(key)).ask(asked)
+        while True:
+            session = await self._session(key)
+            try:
+                return await session.ask(asked)
+            except ApiError as e:
+                if self._words or e.code != ENDED:
+                    raise  # else the episode may be begun again, and the request goes on there
 
     async def episode(self, key: str) -> dict[str, Any]:
         session = await self._session(key)
@@ -320,9 +348,10 @@ class Programs:
             raise ApiError(400, "environment.program plays the episodes of this run")
         while True:
             playing = await self._unopened.get()
-            if self._by_key.get(playing.session.key) is playing:
+            key = playing.session.key
+            if self._by_key.get(key) is playing and not playing.opened.is_set():
                 playing.opened.set()
-                return {"api_key": playing.session.key, **await self.episode(playing.session.key)}
+                return {"api_key": key, **await self.episode(key)}
 
     async def _session(self, key: str) -> Session:
         """Return the session of a key. One that may be begun again, since its node or coordinator
@@ -330,12 +359,14 @@ class Programs:
         if (playing := self._by_key.get(key)) is None:
             if not self._is_ours(key):
                 raise ApiError(401, "a request needs the key of an episode", "invalid_api_key")
+            failure = self._ended.get(key)
+            hold_s = 0 if self._words or failure else HOLD_S if failure is None else AGAIN_S
             try:
-                async with asyncio.timeout(0 if key in self._ended or self._words else HOLD_S):
+                async with asyncio.timeout(hold_s):
                     while (playing := self._by_key.get(key)) is None:
                         await self._began.wait()
             except TimeoutError:
-                raise ApiError(404, "this episode has ended", "session_ended") from None
+                raise ApiError(404, failure or "this episode has ended", ENDED) from None
         playing.opened.set()
         return playing.session
 

@@ -165,8 +165,8 @@ class Renderer:
         return tail if sampled[-1:] == close[-1:] else close + tail
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return ids as text, without special tokens."""
-        return self._special.sub("", self._tokenizer.decode(list(ids)))
+        """Return ids as text, without special tokens. Raises CannotAppend for an unknown one."""
+        return self._special.sub("", self._tokenizer.decode(self._known(ids)))
 
     def parse(self, sampled: Sequence[int], tools: Tools) -> Message:
         """Return the assistant message: role, content, and where there are some reasoning_content

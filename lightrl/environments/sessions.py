@@ -7,6 +7,7 @@ requests are the same one, sent again. Must not start processes or listen.
 
 import asyncio
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -18,6 +19,8 @@ from lightrl.environments.calls import Returned, TurnTokens
 CALL_ID = "t{:04}c{:03}"  # nine letters and digits, as some chat templates want it
 APPEND_ONLY = "an episode can only append: send all earlier messages as they were"
 FULL = "context_length_exceeded"  # the code that OpenAI's clients know
+ENDED = "session_ended"
+MAX_NEW = 1 << 20  # characters of an observation as JSON, or token ids: a record has a limit
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +65,8 @@ class Session:
     async def ask(self, asked: Asked) -> Answered:
         """Return the turn that follows. A request that is open, or whose answer may not have been
         received, gets the answer of the first. Raises ApiError."""
-        digest = _digest([asked.messages, list(asked.token_ids or ()), list(asked.tools)])
+        ids = array("i", asked.token_ids or ()).tobytes().hex()  # quicker than as JSON
+        digest = _digest([asked.messages, ids, list(asked.tools)])
         last = self._last
         is_again = last is not None and last.digest == digest
         if last is not None and is_again and (asked.is_retry or not last.was_delivered):
@@ -90,6 +94,7 @@ class Session:
             if list(asked.token_ids[:num]) != list(self._ids) or len(asked.token_ids) == num:
                 why = "the token ids do not begin with those of this episode so far"
                 raise ApiError(400, f"{why}, {num} of prompt and turns; {APPEND_ONLY}")
+            _require_size(len(asked.token_ids) - num)
             return []
         messages = [_plain(message) for message in asked.messages or ()]
         for k, held in enumerate(self._held):
@@ -102,7 +107,10 @@ class Session:
             raise ApiError(400, "there is no new message since the last answer")
         if self._num_turns and _digest(list(asked.tools)) != self._tools:
             raise ApiError(400, "the tools differ from those of the first request of this episode")
-        return messages[len(self._held) :]
+        new = messages[len(self._held) :]
+        if not any(message["role"] == "assistant" for message in new):
+            _require_size(len(json.dumps(new)))
+        return new
 
     def take(self, expected: str = "") -> Returned:
         """Return the observation of the open request. `expected`: the digest of the recorded one; a
@@ -142,6 +150,7 @@ class Session:
         if self._new:
             if _canonical(self._new[0]) == _canonical(message):
                 self._held.append(self._new.pop(0))
+                self._num_turns += 1  # calls of later turns get other ids
             return  # if it is another one, it is taken as the next observation, and diverges
         calls = [
             {**call, "id": CALL_ID.format(self._num_turns, k)}
@@ -150,7 +159,7 @@ class Session:
         message = {**message, "tool_calls": calls} if calls else message
         if self._open.asked.messages is not None:
             self._held.append(message)
-        self._ids = [*tokens.prompt_ids, *tokens.token_ids]
+        self._ids = array("i", [*tokens.prompt_ids, *tokens.token_ids])
         self._num_turns += 1
         self._last, self._open = self._open, None
         self._last.answer.set_result(
@@ -192,6 +201,12 @@ def ended(report: EpisodeReport) -> Returned:
         seconds=0.0,
         digest=_digest(["ended"]),
     )
+
+
+def _require_size(num: int) -> None:
+    if num > MAX_NEW:
+        why = f"what is new has {num:,} characters or tokens; at most {MAX_NEW:,} are possible"
+        raise ApiError(400, why, FULL)
 
 
 def _plain(message: Message) -> Message:

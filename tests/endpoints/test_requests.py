@@ -141,6 +141,7 @@ WRONG: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("sampling_params", (TOKENS, {"sampling_params": 5})),
     ("reward", ("/v1/episode", {"reward": "good"})),
     ("reward", ("/v1/episode", {"reward": 10**400})),
+    ("reward", ("/v1/episode", {"reward": -1e39})),
     ("metrics.a", ("/v1/episode", {"metrics": {"a": HUGE}})),
     ("metrics.a", ("/v1/episode", {"metrics": {"a": "b"}})),
     ("done", ("/v1/episode", {"done": 1})),
@@ -314,6 +315,7 @@ def test_an_episode_is_opened_read_and_reported():
         assert client("POST", "/v1/episode", report)[0] == 200
         assert client("POST", "/v1/episode", {})[0] == 200
     assert backend.reports == [EpisodeReport(1.0, {"guesses": 3.0}, True), EpisodeReport()]
+    assert type(backend.reports[0].reward) is float  # a message has integers of 64 bits
 
 
 def test_other_routes_and_methods(server):

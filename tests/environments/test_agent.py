@@ -135,7 +135,7 @@ def test_episode_goes_from_observation_to_observation_to_its_end(tmp_path: Path)
         assert (at.agent.held, at.pool.num_open) == ((), 0)
 
     pool = FakePool()
-    pool.metrics = {"guesses": 2.0, "\x1b[2J": 1.0}
+    pool.metrics = {"guesses": 2.0, "\x1b[2J": 1.0, "x" * 300: 1.0}
     played(tmp_path, story, pool)
 
 

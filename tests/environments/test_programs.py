@@ -23,7 +23,8 @@ from lightrl.environments.calls import (
     WorkerLost,
 )
 from lightrl.environments.programs import Programs
-from tests.support.daemons import DEADLINE_S
+from lightrl.environments.trial import try_row
+from tests.support.daemons import DEADLINE_S, make_config
 
 KEY = "environment-0"
 ROW = {"index": 4, "question": "1 + 1?", "n": 3}
@@ -207,20 +208,78 @@ def test_agents_elsewhere_open_sessions_with_the_environment_key(tmp_path: Path)
         assert (await beginning).messages == [{"role": "user", "content": "?"}]
         # its node is lost: the request stays open until the episode is begun again
         at.close("p7@0#3.1.0")
-        assert (await asking)[1]["error"]["code"] == "session_ended"
-        asking = asyncio.create_task(asyncio.to_thread(request, at, "/chat/completions", key, chat))
-        assert (await asking)[0] == 404
-        again = asyncio.create_task(at.reset("p7@0#3.2.0", ROW, 7))
-        asking = asyncio.create_task(asyncio.to_thread(request, at, "/chat/completions", key, chat))
-        await again
+        another = asyncio.create_task(asyncio.to_thread(request, at, "/sessions", KEY, {}))
+        digest = (await at.reset("p7@0#3.2.0", ROW, 7, "a digest")).digest
+        assert digest == (await beginning).digest
         ending = asyncio.create_task(at.step("p7@0#3.2.0", turn("12"), tokens(5)))
         assert (await asking)[1]["choices"][0]["message"]["content"] == "12"
         report = {"reward": 1, "done": True}
         assert (await asyncio.to_thread(request, at, "/episode", key, report))[0] == 200
         over = await ending
         assert (over.done, over.reward) == (True, 1.0)
+        at.close("p7@0#3.2.0", "it failed")
+        status, told = await asyncio.to_thread(request, at, "/chat/completions", key, chat)
+        assert (status, told["error"]["message"]) == (404, "it failed")
+        # nobody else got its session
+        other = asyncio.create_task(at.reset("p8@0#0.1.0", ROW, 8))
+        assert (await another)[1]["seed"] == 8
+        other.cancel()
 
     play(tmp_path, story, program="", endpoint="127.0.0.1:*")
+
+
+def test_node_that_stops_tells_agents_elsewhere_to_ask_again(tmp_path: Path):
+    async def story(at: Programs) -> None:
+        beginning = asyncio.create_task(at.reset("p7@0#3.1.0", ROW, 7))
+        key = (await asyncio.to_thread(request, at, "/sessions", KEY, {}))[1]["api_key"]
+        chat = {"model": "m", "messages": [turn("?") | {"role": "user"}]}
+        asking = asyncio.create_task(asyncio.to_thread(request, at, "/chat/completions", key, chat))
+        await beginning
+        await at.stop()
+        assert (await asking)[0] == 503
+
+    play(tmp_path, story, program="", endpoint="127.0.0.1:*")
+
+
+def test_program_that_fails_after_a_limit_gives_no_score(tmp_path: Path):
+    async def story(at: Programs) -> None:
+        await at.reset("r.1.0", ROW, 7)
+        with pytest.raises(EnvironmentRaised, match="row 4: no judge"):
+            await at.end("r.1.0", None, None)
+
+    play(tmp_path, story, "ask('?'); call('/episode', {'failure': 'no judge'})")
+
+
+def test_row_that_is_no_argument_fails_alone(tmp_path: Path):
+    async def story(at: Programs) -> None:
+        for text in ("a\0b", "\ud800"):
+            with pytest.raises(EnvironmentRaised, match="row 4: cannot be started: "):
+                await at.reset("r.1.0", {**ROW, "question": text}, 7)
+
+    play(tmp_path, story)
+
+
+def test_program_reaches_the_endpoint_and_no_proxy(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setenv("no_proxy", "corp")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "theirs")
+    code = """
+names = ("no_proxy", "NO_PROXY", "ANTHROPIC_AUTH_TOKEN")
+ask(json.dumps([os.environ.get(name) for name in names] + os.environ["PATH"].split(":")[:1]))
+"""
+
+    async def story(at: Programs) -> None:
+        seen = json.loads((await at.reset("r.1.0", ROW, 7)).messages[0]["content"])
+        assert seen[0] == seen[1]
+        assert {"corp", "127.0.0.1"} <= {*seen[0].split(",")}
+        assert seen[2:] == [None, str(Path(sys.executable).parent)]
+
+    play(tmp_path, story, code, command=(sys.executable,))
+
+
+def test_agents_elsewhere_are_not_tried_before_a_run(tmp_path: Path):
+    config = make_config(tmp_path, environment={"endpoint": "127.0.0.1:*"}, data={"path": ""})
+    [tried] = asyncio.run(try_row(config, None, {}, tmp_path))
+    assert tried.verdict == "ok"
 
 
 def test_what_cannot_be_started_is_one_line(tmp_path: Path):

@@ -275,6 +275,8 @@ def test_token_that_the_model_does_not_have_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps({**table, "vocab_size": 40}))
     with pytest.raises(ConfigError, match="the model has no token '"):
         Renderer(folder).prove([])
+    with pytest.raises(CannotAppend, match="the model has no token '"):
+        Renderer(folder).text([1, 1 << 30])  # of an agent that asks with token ids
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -9,7 +9,7 @@ import pytest
 
 from lightrl.endpoints.api import Answered, ApiError, Asked, EpisodeReport
 from lightrl.environments.calls import TurnTokens
-from lightrl.environments.sessions import Session
+from lightrl.environments.sessions import MAX_NEW, Session
 from tests.support.daemons import DEADLINE_S
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -189,7 +189,16 @@ def test_agent_that_outlived_its_node_goes_on_where_it_was():
         assert begun_again.take(digests[1]).digest == digests[1]
         begun_again.answer(said("19"), tokens(5))
         assert begun_again.take().messages == [user("<")]
-        begun_again.answer(said("16"), tokens(6))
-        assert (await task).message == said("16")
+        begun_again.answer(said("16", "add"), tokens(6))
+        [call] = (await task).message["tool_calls"]
+        assert call["id"] == "t0002c000"  # as if it had played the turns before
+
+    play(story)
+
+
+def test_observation_that_no_record_can_hold_is_refused():
+    async def story(session: Session) -> None:
+        assert "at most 1,048,576" in await refused(session, user("x" * MAX_NEW))
+        assert "at most 1,048,576" in await refused(session, token_ids=[1] * (MAX_NEW + 1))
 
     play(story)

@@ -137,7 +137,8 @@ class ServingBackend:
             if not is_right:
                 raise ApiError(400, f"{name} = {value}: {why}", param=name)
         stops = tuple(sorted(self._renderer.stops))
-        return Sampling(float(temperature), float(top_p), asked.top_k or 0, stops)
+        top_k = min(asked.top_k or 0, self._vocabulary)  # more is no number of a message
+        return Sampling(float(temperature), float(top_p), top_k, stops)
 
     async def _in_thread(self, act: Callable[[], T]) -> T:
         """Raises ApiError (400) for messages that cannot be rendered."""

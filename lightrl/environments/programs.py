@@ -180,8 +180,9 @@ class Programs:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.timeout_s):
                     await playing.opened.wait()
-        self._unopened.put_nowait(playing)
-        await playing.opened.wait()
+        if not playing.opened.is_set():
+            self._unopened.put_nowait(playing)
+            await playing.opened.wait()
 
     async def load(self, episode: str, row: dict[str, Any], state: bytes) -> None:
         raise EnvironmentUnusable("an agent cannot be loaded")

@@ -153,6 +153,7 @@ def test_sampling_is_that_of_the_request(model: Served):
     short = model.text(PROMPTS[1], temperature=0, max_tokens=3)
     assert (short["text"], short["finish_reason"]) == (plain[:3], "length")
     assert model.text(PROMPTS[1], temperature=5, top_k=1)["text"] == plain
+    assert model.text(PROMPTS[1], temperature=1e-300, top_k=1 << 70)["text"] == plain
     seeds = [5, 5, 6, None]
     drawn = [model.text(PROMPTS[1], temperature=3, seed=s, max_tokens=30)["text"] for s in seeds]
     assert drawn[0] == drawn[1]

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 MAX_STOPS = 16
 SEEDS = 1 << 63
+LEAST_TEMPERATURE = 1e-6  # a smaller one is greedy: logits divided by it are infinite
 
 
 class ServingBackend:
@@ -138,7 +139,8 @@ class ServingBackend:
                 raise ApiError(400, f"{name} = {value}: {why}", param=name)
         stops = tuple(sorted(self._renderer.stops))
         top_k = min(asked.top_k or 0, self._vocabulary)  # more is no number of a message
-        return Sampling(float(temperature), float(top_p), top_k, stops)
+        heat = temperature if temperature >= LEAST_TEMPERATURE else 0.0
+        return Sampling(heat, top_p, top_k, stops)
 
     async def _in_thread(self, act: Callable[[], T]) -> T:
         """Raises ApiError (400) for messages that cannot be rendered."""

@@ -4,7 +4,7 @@ import json
 import uuid
 from typing import Any, TypeAlias
 
-from lightrl.endpoints.api import Answered, ApiError, Message, SamplingLimits, Tool
+from lightrl.endpoints.api import Answered, ApiError, SamplingLimits, Tool
 
 # of a request or an answer: a JSON object
 Body: TypeAlias = dict[str, Any]
@@ -177,13 +177,6 @@ def calls_of(answered: Answered) -> list[tuple[str, str, Any]]:
 
 def as_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-def assistant(messages: list[Message], *, joins: bool) -> Message:
-    """Return the last message if it is one of the assistant and `joins`, else a new one."""
-    if not (joins and messages and messages[-1]["role"] == "assistant"):
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
 
 
 def new_id(kind: str) -> str:

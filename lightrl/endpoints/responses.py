@@ -52,18 +52,25 @@ def _add(messages: list[Message], item: Fields) -> None:
             return
         last = messages[-1] if messages else {}
         joins = not last.get("content") and "tool_calls" not in last
-        fields.assistant(messages, joins=joins)["content"] = text
+        _assistant(messages, joins=joins)["content"] = text
     elif kind == "function_call":
         made = fields.call_of(item.need("call_id", str), item)
-        fields.assistant(messages, joins=True).setdefault("tool_calls", []).append(made)
+        _assistant(messages, joins=True).setdefault("tool_calls", []).append(made)
     elif kind == "function_call_output":
         id = item.need("call_id", str)
         messages.append({"role": "tool", "content": item.text("output"), "tool_call_id": id})
     elif kind == "reasoning":
         texts = [part.need("text", str) for part in item.items("content")]
-        fields.assistant(messages, joins=False)["reasoning_content"] = "\n".join(texts)
+        _assistant(messages, joins=False)["reasoning_content"] = "\n".join(texts)
     else:
         raise item.refused("type", f"{str(kind)[:40]!r} is not possible; send texts and calls")
+
+
+def _assistant(messages: list[Message], *, joins: bool) -> Message:
+    """Return the last message if it is one of the assistant and `joins`, else a new one."""
+    if not (joins and messages and messages[-1]["role"] == "assistant"):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
 
 
 def whole(answered: Answered, body: Body) -> Body:

@@ -4,7 +4,7 @@ Owns what they return and raise; `pool.py` and `programs.py` implement `Environm
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightrl.errors import LightRLError
@@ -36,15 +36,15 @@ class Returned:
     """What `reset` or `step` returned: worker/base.py has the meaning of the first fields."""
 
     messages: list[dict[str, Any]]
-    reward: float | None
-    done: bool
-    metrics: dict[str, float]
-    tools: list[dict[str, Any]]
-    num_tool_calls: int
-    has_end: bool  # the environment gives a reward when a limit ends the episode
-    state: bytes  # what `save` returned, if environment.resume is "snapshot"
-    seconds: float  # of the call
-    digest: str  # of messages, reward and done
+    reward: float | None = None
+    done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    num_tool_calls: int = 0
+    has_end: bool = True  # the environment gives a reward when a limit ends the episode
+    state: bytes = b""  # what `save` returned, if environment.resume is "snapshot"
+    seconds: float = 0.0  # of the call
+    digest: str = ""  # of messages, reward and done
     # of an agent that asked with tokens: all of its prompt
     token_ids: Sequence[int] | None = None
     # of the turn that follows, as an agent asked for; 0 = as many as the limits allow

@@ -127,17 +127,10 @@ class Session:
         if asked.token_ids is not None:
             ids = list(asked.token_ids)
             what = [ids[len(self._ids) :]]
-        num_results = sum(message["role"] == "tool" for message in new)
         return Returned(
-            messages=new,
-            reward=None,
-            done=False,
-            metrics={},
+            new,
             tools=list(asked.tools),
-            num_tool_calls=num_results,
-            has_end=True,
-            state=b"",
-            seconds=0.0,
+            num_tool_calls=sum(message["role"] == "tool" for message in new),
             digest=_digest(what),
             token_ids=ids,
             max_tokens=asked.max_tokens or 0,
@@ -189,18 +182,7 @@ class Session:
 
 def ended(report: EpisodeReport) -> Returned:
     """Return the end of an episode as `step` does."""
-    return Returned(
-        messages=[],
-        reward=report.reward,
-        done=True,
-        metrics=report.metrics,
-        tools=[],
-        num_tool_calls=0,
-        has_end=True,
-        state=b"",
-        seconds=0.0,
-        digest=_digest(["ended"]),
-    )
+    return Returned([], report.reward, True, report.metrics, digest=_digest(["ended"]))
 
 
 def _require_size(num: int) -> None:

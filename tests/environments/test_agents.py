@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightrl.messages.episodes import EpisodeEnded
 from lightrl.wire import unpack_f32, unpack_i32
+from tests.environments.test_adapters import interpreter
 from tests.environments.test_exact import Played, bits
 from tests.environments.test_kills import tool_model
 from tests.support.chat_models import make_model, trl_templates
@@ -19,6 +22,14 @@ from tests.support.cli import DEADLINE_S, QUICKSTART, arguments
 
 pytestmark = pytest.mark.e2e
 
+HERE = Path(__file__).parent
+# file in data/ with its arguments, what must be here for it, steps of the run
+FRAMEWORKS = [
+    ("agent_openai_agents.py responses", "agents", 5),
+    pytest.param(*("agent_openai_agents.py chat_completions", "agents", 5), marks=pytest.mark.slow),
+    ("agent_langchain.py", "interpreter", 5),
+    ("agent_anthropic.py", "anthropic", 2),
+]
 # Five turns with a tool. What the client received goes to a file.
 AGENT = """
 import json, os
@@ -147,13 +158,37 @@ def test_ids_and_logprobs_of_a_client_are_those_that_are_trained(tmp_path: Path)
     assert max(map(len, received.values())) == 5
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("agent", "needs", "steps"), FRAMEWORKS)
+def test_agents_of_frameworks_are_trained(tmp_path: Path, agent: str, needs: str, steps: int):
+    """All episodes have several turns and a score. A program takes seconds to start."""
+    python = sys.executable
+    if needs == "interpreter":
+        python = interpreter("agents")
+    else:
+        pytest.importorskip(needs)
+    played = run(
+        tmp_path,
+        f"environment.program=python {HERE}/data/{agent}",
+        f'environment.command=["{python}"]',
+        f"train.steps={steps}",
+        "train.prompts_per_step=1",
+    )
+    ended = [e for e in played.entries if isinstance(e, EpisodeEnded)]
+    assert {e.stop for e in ended} <= {"done", "length"}, ended
+    assert len(played.trained) == steps * 2
+    num_with_results = 0
+    for name, (_, trained) in played.trained.items():
+        turns = [observation.turn for observation, _, _ in played.turns(name)]
+        assert trained.reward >= len(turns) > 1
+        num_with_results += sum(turn.num_tool_calls > 0 for turn in turns)
+    assert num_with_results >= 2 * len(played.trained)
+
+
 @pytest.mark.slow
 def test_environment_of_verifiers_v1_trains_on_what_it_got(tmp_path: Path):
     """Each episode starts a process of verifiers, which takes many seconds."""
-    python = Path(__file__).parents[2] / ".venv-environments" / "verifiers-v1" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("no .venv-environments/verifiers-v1: scripts/setup environments")
-    data = Path(__file__).parent / "data"
+    python = interpreter("verifiers-v1")
     played = run(
         tmp_path,
         "environment.program=",
@@ -165,7 +200,7 @@ def test_environment_of_verifiers_v1_trains_on_what_it_got(tmp_path: Path):
         "data.path=",
         "reward.functions=[]",
         template="qwen3",
-        **{"guess_v1.py": (data / "guess_v1.py").read_text()},
+        **{"guess_v1.py": (HERE / "data" / "guess_v1.py").read_text()},
     )
     assert len(played.trained) == 2 * 2 * 2
     for name, (_, trained) in played.trained.items():

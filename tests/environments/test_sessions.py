@@ -89,6 +89,24 @@ def test_calls_have_ids_of_their_own_and_results_come_with_them():
     play(story)
 
 
+def test_turn_without_text_and_calls_may_be_left_out():
+    async def story(session: Session) -> None:
+        first = await asks(session, user("?"))
+        session.take()
+        session.answer({**said("\n"), "reasoning_content": "cut"}, tokens(5))
+        await first
+        assert "no new message" in await refused(session, user("?"))  # a second sample
+        second = await asks(session, user("?"), user(">"))
+        assert session.take().messages == [user(">")]
+        session.answer(said("12"), tokens(6))
+        await second
+        assert "message 2 (assistant)" in await refused(session, user("?"), user(">"), user("."))
+        await asks(session, user("?"), said(""), user(">"), said("12"), user("."))
+        assert session.take().messages == [user(".")]
+
+    play(story)
+
+
 def test_request_that_is_sent_again_gets_the_same_answer():
     async def story(session: Session) -> None:
         first = await asks(session, user("?"))

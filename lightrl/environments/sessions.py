@@ -94,9 +94,9 @@ class Session:
         messages = [_plain(message) for message in asked.messages or ()]
         for k, held in enumerate(self._held):
             if k >= len(messages) or _canonical(messages[k]) != _canonical(held):
-                why = (
-                    f"message {k} ({held['role']}) is not the one that was sent or answered before"
-                )
+                what = "is not the one that was sent or answered before"
+                what = "of this episode is missing" if k >= len(messages) else what
+                why = f"message {k} ({held['role']}) {what}"
                 raise ApiError(400, f"{why}; {APPEND_ONLY}")
         if len(messages) == len(self._held):
             raise ApiError(400, "there is no new message since the last answer")

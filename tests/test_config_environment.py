@@ -100,7 +100,7 @@ def test_the_length_of_an_episode_is_its_own_or_that_of_prompt_and_response():
     [
         (
             {"data": DATA, "environment": {"timeout_s": 3}},
-            "environment.timeout_s = 3: cannot act without environment.source, tools or mcp",
+            "environment.timeout_s = 3: cannot act without environment.source, program or tools",
         ),
         (
             {"environment": {"tools": ["tools.py:search"]}},
@@ -145,13 +145,13 @@ def test_the_length_of_an_episode_is_its_own_or_that_of_prompt_and_response():
         ),
         (
             {"data": DATA, "environment": CLASS | {"tasks": 5}},
-            "environment.tasks = 5: rows are made for environment.source only, and beside no other "
-            "data; leave it out",
+            "environment.tasks = 5: rows are made for a class or a program only, and beside no "
+            "other data; leave it out",
         ),
         (
             {"eval": {"path": "org/test"}, "environment": CLASS | {"eval_tasks": 5}},
-            "environment.eval_tasks = 5: rows are made for environment.source only, and beside no "
-            "other data; leave it out",
+            "environment.eval_tasks = 5: rows are made for a class or a program only, and beside "
+            "no other data; leave it out",
         ),
         (
             {"data": {"system_prompt": "Hi"}, "environment": CLASS},
@@ -161,6 +161,7 @@ def test_the_length_of_an_episode_is_its_own_or_that_of_prompt_and_response():
             {"data": {"too_long": "drop"}, "environment": CLASS},
             "data.too_long = 'drop': cannot act: the environment makes the first messages",
         ),
+        ({"environment": {"program": " "}}, "environment.program = ' ': names no program"),
         ({"environment": {"source": 3}}, "environment.source = 3: input should be a valid string"),
         ({"environment": CLASS | {"tasks": 0}}, "environment.tasks = 0: input should be greater"),
     ],

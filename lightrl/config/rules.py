@@ -263,11 +263,12 @@ def _environment(c: Config) -> Conflicts:
         for key in ("source", "tools", "mcp", "args"):
             if key in given:
                 agents = "environment.program or endpoint"
-                yield f"environment.{key}", f"agents bring their own; leave out it or {agents}"
+                yield f"environment.{key}", f"agents bring their own; leave out this or {agents}"
         if environment.resume == "snapshot":
             yield "environment.resume", "an agent cannot be saved; it can be replayed"
         try:
-            shlex.split(environment.program)
+            if environment.program and not shlex.split(environment.program):
+                yield "environment.program", "names no program"
         except ValueError as e:
             yield "environment.program", f"cannot be split into words: {e}"
     if split_endpoint(environment.endpoint) is None:

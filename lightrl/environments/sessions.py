@@ -103,8 +103,9 @@ class Session:
                 num += 1
             # clients leave out turns that have neither text nor calls
             elif held["role"] != "assistant" or held["content"] or held["calls"]:
-                why = f"message {num} ({held['role']}) is not the one that was sent or answered"
-                raise ApiError(400, f"{why} before; {APPEND_ONLY}")
+                what = "is not the one that was sent or answered before"
+                what = what if num < len(messages) else "of this episode is missing"
+                raise ApiError(400, f"message {num} ({held['role']}) {what}; {APPEND_ONLY}")
         if len(messages) == num:
             raise ApiError(400, "there is no new message since the last answer")
         if self._num_turns and _digest(list(asked.tools)) != self._tools:

@@ -110,7 +110,10 @@ class _Trial:
     def _first(self, returned: Returned) -> list[int]:
         """Return the tokens of the first observation. Raises LightRLError if they do not fit."""
         if returned.done:
-            raise ConfigError(f"{self.config.environment.named}: it ended before its first turn")
+            why = "it ended before its first turn"
+            if self.config.environment.has_agents:
+                why = "it ended without a request to the URL in OPENAI_BASE_URL"
+            raise ConfigError(f"{self.config.environment.named}: {why}")
         ids = list(returned.token_ids or ())
         if returned.token_ids is None:
             ids = self.renderer.first(returned.messages, [*self.pool.tools, *returned.tools])
@@ -141,6 +144,8 @@ def _resumption(config: Config, pool: Environments, played: _Played, again: _Pla
     if differs:
         what = f"turn {differs[0]}" if differs[0] else "the first observation"
         advice = 'draw from random.Random(seed), or set environment.resume = "snapshot"'
+        if settings.has_agents:
+            advice = "draw from LIGHTRL_SEED, and send requests in a fixed order"
         advice = advice if how == "replayed" else "`load` must set back all that `step` uses"
         line = f"{what} differs when it is {how}: {lost}; {advice}"
     elif settings.resume == "once":

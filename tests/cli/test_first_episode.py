@@ -141,6 +141,11 @@ def test_environment_that_cannot_begin_is_one_line(tmp_path, name, overrides, li
     assert "\n" not in str(raised.value)
 
 
+def test_no_episode_of_agents_elsewhere_is_tried():
+    lines = tried("", "environment.source=", "environment.endpoint=127.0.0.1:*")
+    assert lines == ["ok agents open sessions while the run is up: no episode was tried"]
+
+
 def test_the_dry_run_prints_its_lines_and_ends_with_an_error(tmp_path, capsys):
     dry_run = ["up", str(GUESS), "--dry-run"]
     main_ends(dry_run, 0)

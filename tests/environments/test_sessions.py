@@ -146,6 +146,8 @@ def test_conversation_that_is_not_continued_is_refused():
         why = await refused(session, user("?"), said("13"), user(">"), tools=[TOOL])
         assert why.startswith("message 1 (assistant) is not the one that was sent or answered")
         assert "message 0 (user)" in await refused(session, user("new"), tools=[TOOL])
+        missing = await refused(session, user("?"), tools=[TOOL])
+        assert missing.startswith("message 1 (assistant) of this episode is missing")
         assert "no new message" in await refused(session, user("?"), said("12"), tools=[TOOL])
         assert "tools differ" in await refused(session, user("?"), said("12"), user(">"))
         assert "either a chat or token ids" in await refused(session, token_ids=[1])

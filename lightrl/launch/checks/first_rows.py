@@ -36,6 +36,8 @@ def try_episode(config: Config) -> list[Tried]:
     """The results for the environment, with the first row. Raises as `try_rewards`."""
     from lightrl.environments.trial import try_row
 
+    if config.environment.has_agents and not config.environment.program:
+        return [Tried("ok", "agents open sessions while the run is up: no episode was tried")]
     try:
         with closing(Prompts(config)) as prompts, temporary_folder("check") as folder:
             first = next((prompts.train_sets or prompts.eval_sets)[0].first(1))

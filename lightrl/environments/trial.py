@@ -47,8 +47,6 @@ async def try_row(config: Config, tokenizer: Any, row: dict[str, Any], folder: P
     """Return lines on resumption, tools, chat template and length. `folder`: of the worker's log.
     Raises LightRLError, one line, if no episode would begin."""
     settings = config.environment.model_copy(update={"workers": 1})
-    if settings.has_agents and not settings.program:
-        return [Tried("ok", "agents open sessions in the run: none was tried")]
     pool: Environments = WorkerPool(settings, folder, lambda _: None, config.data.prompt_key)
     if is_program(settings):
         pool = Programs(settings, limits_of(config), token_hex(16), config.model.path, folder)

@@ -29,9 +29,13 @@ def install(folder: Path) -> None:
 
     def see(journal: journaling.Journaling, kind: str) -> None:
         nonlocal is_armed
+        # a coordinator that was killed may open the round of its step again
+        waits = folder / "waits"
+        if kind == "StepDone":
+            waits.unlink(missing_ok=True)
         if kind == "RoundOpened":
             num_seen.clear()
-            is_armed = True
+            is_armed = not waits.exists()
         num_seen[kind] += 1
         name = f"{kind} {num_seen[kind]}"
         _add(folder / "seen", name)
@@ -40,6 +44,7 @@ def install(folder: Path) -> None:
         due = plan[num_done] if num_done < len(plan) else ""
         if is_armed and due.split()[:2] == name.split():
             is_armed = False
+            waits.touch()
             _add(done, due)
             victim = (folder / "victim").read_text()
             if due == name:

@@ -36,7 +36,7 @@ from lightrl.rewards.trial import Trials
 
 # How long a run waits for the trial of its reward functions before it starts its daemons.
 PATIENCE_S = 0.5
-NO_REWARD = "the environment gave no reward"
+NO_REWARD = "the environment gave no reward; let it give one, or set reward.functions"
 
 
 class ResponseScoring:

@@ -224,7 +224,8 @@ class EnvironmentAgent:
                 messages[:] = [await self._parse(episode, newest)]
                 try:
                     return await act(episode.handle, messages[0], episode.tokens_of(newest))
-                except StepTimedOut:
+                except StepTimedOut as late:
+                    logger.warning("%s", late)
                     raise Stopped("timeout") from None
             except WorkerLost as lost:
                 episode.is_live = False

@@ -129,8 +129,8 @@ class ServingBackend:
         temperature = 1.0 if asked.temperature is None else asked.temperature
         top_p = 1.0 if asked.top_p is None else asked.top_p
         for name, value, is_right, why in (
-            ("temperature", temperature, 0 <= temperature < math.inf, "must be 0 or more"),
-            ("top_p", top_p, 0 < top_p <= 1, "must be above 0 and at most 1"),
+            ("temperature", f"{temperature:g}", 0 <= temperature < math.inf, "must be 0 or more"),
+            ("top_p", f"{top_p:g}", 0 < top_p <= 1, "must be above 0 and at most 1"),
             ("top_k", asked.top_k, (asked.top_k or 0) >= 0, "must be 0 (off) or more"),
             ("stop", [*asked.stop], all(asked.stop), "must have no empty text"),
             ("stop", "...", len(asked.stop) <= MAX_STOPS, f"at most {MAX_STOPS} are possible"),

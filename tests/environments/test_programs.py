@@ -23,8 +23,7 @@ from lightrl.environments.calls import (
     WorkerLost,
 )
 from lightrl.environments.programs import Programs
-from lightrl.environments.trial import try_row
-from tests.support.daemons import DEADLINE_S, make_config
+from tests.support.daemons import DEADLINE_S
 
 KEY = "environment-0"
 ROW = {"index": 4, "question": "1 + 1?", "n": 3}
@@ -274,12 +273,6 @@ ask(json.dumps([os.environ.get(name) for name in names] + os.environ["PATH"].spl
         assert seen[2:] == [None, str(Path(sys.executable).parent)]
 
     play(tmp_path, story, code, command=(sys.executable,))
-
-
-def test_agents_elsewhere_are_not_tried_before_a_run(tmp_path: Path):
-    config = make_config(tmp_path, environment={"endpoint": "127.0.0.1:*"}, data={"path": ""})
-    [tried] = asyncio.run(try_row(config, None, {}, tmp_path))
-    assert tried.verdict == "ok"
 
 
 def test_what_cannot_be_started_is_one_line(tmp_path: Path):

@@ -204,10 +204,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: Message)
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_19_are_pinned():
+def test_bytes_of_protocol_20_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert PROTOCOL == 19
+    assert PROTOCOL == 20
     abort = wire.MESSAGES.encode(Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(Checkpointed(20, 10))

@@ -4,7 +4,6 @@ policy."""
 from collections.abc import Mapping
 
 from lightrl.config.schema import Config
-from lightrl.config.values import VERIFIERS
 from lightrl.core.nodes.cost_model import Prices
 from lightrl.core.settings import EpisodeSettings, EvalSet, Settings, Tail
 from lightrl.messages.responses import Sampling
@@ -73,8 +72,7 @@ def _episodes(config: Config) -> EpisodeSettings | None:
     given = config.environment
     if not given.enabled:
         return None
-    has_logprobs = given.has_agents or given.source.startswith(VERIFIERS)
-    return EpisodeSettings(given.episodes, given.resume, given.slots, has_logprobs)
+    return EpisodeSettings(given.episodes, given.resume, given.slots, given.may_have_agents)
 
 
 def _eval_sets(

@@ -5,7 +5,7 @@ from typing import Any, Literal, cast
 from pydantic import Field
 
 from lightrl.config.sections import Count, Names, Positive, Seconds, Section
-from lightrl.config.values import TASKS
+from lightrl.config.values import TASKS, VERIFIERS
 
 PROGRAMS = 16  # processes of agents on a node
 
@@ -49,7 +49,7 @@ class Environment(Section):
     slots: Positive = Field(default=512, le=1 << 16)
     """episodes that an environment node holds at most; 16 by default if each is a program"""
     episodes: Count = 0
-    """open at once; 0 = computed from the measured times of turns and environments"""
+    """open at the same time; 0 = computed from the measured times of turns and environments"""
     timeout_s: Seconds = 60.0
     """of one reset or step; the worker is then killed"""
     max_turns: Positive = 16
@@ -87,6 +87,11 @@ class Environment(Section):
     def has_agents(self) -> bool:
         """Programs talk to the endpoint, and call no environment."""
         return bool(self.program or self.endpoint)
+
+    @property
+    def may_have_agents(self) -> bool:
+        """Of verifiers, environments are programs since release 0.4."""
+        return self.has_agents or self.source.startswith(VERIFIERS)
 
 
 def completed(tree: dict[str, Any]) -> dict[str, Any]:

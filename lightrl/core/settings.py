@@ -52,7 +52,7 @@ class EvalSet:
 class EpisodeSettings:
     """Settings of episodes, in `environment` of a config."""
 
-    # open at once; 0 = computed from measured times
+    # open at the same time; 0 = computed from measured times
     max_open: int = 0
     resume: Literal["replay", "snapshot", "once"] = "replay"
     # of an environment node that does not report its own

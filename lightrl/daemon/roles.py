@@ -25,8 +25,7 @@ from lightrl.daemon.weights import MachineWeights
 from lightrl.data.template import template_kwargs
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.environments.agent import EnvironmentAgent
-from lightrl.environments.pool import WorkerPool
-from lightrl.environments.programs import Programs, is_program, limits_of
+from lightrl.environments.programs import environments_of
 from lightrl.environments.rendering import Renderer
 from lightrl.keys import environment_key
 from lightrl.messages.broadcasts import VersionTaken
@@ -177,15 +176,12 @@ class Roles:
             settings = settings.model_copy(update={"workers": self._workers})
         logs = (self._run_dir or _run_dir_here(config)) / "logs" / self._node
         logs.mkdir(exist_ok=True)
-        if is_program(settings):
-            pool = Programs(
-                settings, limits_of(config), environment_key(self._key), str(model_dir), logs
-            )
-        else:
-            pool = WorkerPool(settings, logs, logger.warning, config.data.prompt_key)
+        key = environment_key(self._key)
+        place = str(model_dir), logs
+        new_pool = partial(environments_of, config, settings, key, *place, report=logger.warning)
         kwargs = template_kwargs(config.data)
         new_renderer = partial(Renderer, model_dir, settings.tool_format, kwargs)
-        return EnvironmentAgent(config, pool, new_renderer, self._send)
+        return EnvironmentAgent(config, new_pool, new_renderer, self._send)
 
     def _engine_log(self) -> Path | None:
         """Return the engine's log; None without a run directory: the engine then writes to the

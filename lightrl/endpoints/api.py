@@ -17,7 +17,7 @@ Tool: TypeAlias = dict[str, Any]
 
 
 class ApiError(LightRLError):
-    """A request that gets an error object; the text is one line that says what to do."""
+    """A request that gets an error object; the text is one line with the remedy."""
 
     def __init__(
         self, status: int, text: str, code: str = "invalid_request", param: str | None = None
@@ -42,7 +42,7 @@ class Asked:
     tools: Sequence[Tool] = ()
     # sampled tokens of the turn, at most; None = as many as the backend allows
     max_tokens: int | None = None
-    # the client says that it has sent the request before
+    # the client marks the request as one that it has sent before
     is_retry: bool = False
     # as asked for; None or empty = not asked for. Used only where `SamplingLimits.is_free`
     temperature: float | None = None
@@ -108,7 +108,7 @@ class Backend(Protocol):
         ...
 
     async def episode(self, key: str) -> dict[str, Any]:
-        """Return what a program may know of its episode: row, seed, max_length."""
+        """Return what a program needs of its episode: row, seed, max_length."""
         ...
 
     async def report(self, key: str, report: EpisodeReport) -> None: ...

@@ -32,7 +32,7 @@ MAX_REQUESTS = 8192
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """How an API says requests, turns and errors."""
+    """How an API writes requests, turns and errors."""
 
     read: Callable[[Fields, SamplingLimits], Asked]
     whole: Callable[[Answered, Body], Body]
@@ -98,7 +98,7 @@ class EndpointApp:
             self._num_requests -= 1
 
     def close(self) -> None:
-        """Give up all open requests: their clients are told to send them again."""
+        """Cancel all open requests: their clients get 503, or a broken connection."""
         self._is_closed = True
         for call in self._calls:
             call.cancel()
@@ -106,8 +106,9 @@ class EndpointApp:
     async def _turn(self, exchange: "_Exchange", key: str) -> None:
         form, request = exchange.form, exchange.request
         body = await self._body(request)
-        asked = form.read(Fields(body), self._backend.limits)
-        exchange.is_stream = Fields(body).get("stream", bool) or False
+        given = Fields(body)
+        asked = form.read(given, self._backend.limits)
+        exchange.is_stream = given.get("stream", bool) or False
         if request.headers.get("x-stainless-retry-count", "0") not in ("", "0"):
             asked = replace(asked, is_retry=True)
 
@@ -229,7 +230,9 @@ class _Exchange:
             return
         if not isinstance(cause, ApiError):
             logger.error("%s failed", self.request.url.path, exc_info=cause)
-            cause = ApiError(500, "an error of the server, which its log tells", "server_error")
+            cause = ApiError(
+                500, "internal error; the log of the server has the traceback", "server_error"
+            )
         error = self.form.error(cause)
         if not self._is_begun:
             self.is_stream = False

@@ -16,17 +16,17 @@ MAX_PROMPTS = 4096
 
 @runtime_checkable
 class TextBackend(Backend, Protocol):
-    """A backend that knows the model's tokenizer, and scores texts."""
+    """A backend that has the model's tokenizer, and scores texts."""
 
     async def encode(self, text: str) -> list[int]:
         """Raises ApiError."""
         ...
 
-    def decode(self, answered: Answered, stop: Sequence[str]) -> str:
+    async def decode(self, answered: Answered, stop: Sequence[str]) -> str:
         """Return the sampled text, without special tokens and the stop string that ended it."""
         ...
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token."""
         ...
 
@@ -54,10 +54,12 @@ async def complete(backend: TextBackend, key: str, values: Body) -> Body:
         answered = Answered({}, ids, [], [], "length", 0)
         if most:
             answered = await backend.ask(key, Asked(token_ids=ids, max_tokens=most, **fields))
-        text = backend.decode(answered, fields.get("stop", ()))
+        text = await backend.decode(answered, fields.get("stop", ()))
         if echoes:
-            text = (prompt if isinstance(prompt, str) else "".join(backend.pieces(ids))) + text
-        found = None if want is None else _logprobs(backend, answered, echoes, *scored)
+            text = (
+                prompt if isinstance(prompt, str) else "".join(await backend.pieces(ids))
+            ) + text
+        found = None if want is None else await _logprobs(backend, answered, echoes, *scored)
         return text, answered, found
 
     return _whole(values, await asyncio.gather(*map(one, _prompts(body))))
@@ -82,7 +84,7 @@ def _is_ids(given: Any) -> bool:
     return all(type(id) is int and 0 <= id < 1 << 31 for id in given)
 
 
-def _logprobs(
+async def _logprobs(
     backend: TextBackend,
     answered: Answered,
     echoes: bool,
@@ -96,8 +98,8 @@ def _logprobs(
     if echoes:
         ids, found = [*answered.prompt_token_ids, *ids], [None, *of_prompt, *found]
         tops = [*best, *tops]
-    pieces = backend.pieces(ids)
-    likeliest = zip(backend.pieces([id for id, _ in tops]), tops, strict=True)
+    pieces = await backend.pieces(ids)
+    likeliest = zip(await backend.pieces([id for id, _ in tops]), tops, strict=True)
     top: list[Body | None] = [{piece: logprob} for piece, (_, logprob) in likeliest]
     ends = [0]
     for piece in pieces:

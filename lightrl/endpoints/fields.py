@@ -29,7 +29,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Fields:
-    """A JSON object of a request that knows where it is. All methods raise ApiError (400), which
+    """A JSON object of a request, with its place there. All methods raise ApiError (400), which
     names the field.
 
     Example: Fields({"role": 5}, "messages[0]").need("role", str)
@@ -134,7 +134,7 @@ def tools_of(
     inside: str | None = None,
     parameters: str = "parameters",
 ) -> tuple[Tool, ...]:
-    """Return the tools, with what the model sees of them; none if `tool_choice` says so. Raises
+    """Return the tools, with what the model sees of them; none if `tool_choice` is "none". Raises
     ApiError (400), too, if that forces a call."""
     choice = body.values.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice

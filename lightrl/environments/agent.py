@@ -43,14 +43,14 @@ class EnvironmentAgent:
     def __init__(
         self,
         config: Config,
-        pool: Environments,
+        new_pool: Callable[[], Environments],
         new_renderer: Callable[[], Renderer],
         send: Callable[[Message], None],
     ) -> None:
-        """`new_renderer` loads the tokenizer. Messages given to `send` may be lost until `resend`
-        is called."""
+        """`new_pool` may ask an interpreter, `new_renderer` loads the tokenizer. Messages given to
+        `send` may be lost until `resend` is called."""
         settings = config.environment
-        self._pool = pool
+        self._new_pool = new_pool
         self._new_renderer = new_renderer
         self._send = send
         self._resume = settings.resume
@@ -74,18 +74,20 @@ class EnvironmentAgent:
     async def run(self) -> None:
         """Serve until cancelled. Raises LightRLError, one line, if the environment or the chat
         template cannot be used."""
+        pool: Environments | None = None
         try:
             self._renderer = await self._in_thread(self._new_renderer)
-            await self._pool.start()
-            users = self._pool.has_user_turns
-            await self._in_thread(self._renderer.prove, self._pool.tools, users)
+            pool = self._pool = await self._in_thread(self._new_pool)
+            await pool.start()
+            await self._in_thread(self._renderer.prove, pool.tools, pool.has_user_turns)
             logger.info("environment %s is ready", self._name)
             self._ready.set()
             await self._failed
         finally:
             await cancel(*self._work.values())
             self._thread.shutdown(wait=False, cancel_futures=True)
-            await self._pool.stop()
+            if pool is not None:
+                await pool.stop()
 
     def handle(self, message: BeginEpisode | StepEpisode | EndEpisode) -> None:
         """Handle a message of the coordinator. Orders about older incarnations are ignored."""
@@ -146,7 +148,11 @@ class EnvironmentAgent:
         del self._episodes[episode.begun.response]
         if (task := self._work.get(episode)) is not None:
             task.cancel()
-        self._pool.close(episode.handle)
+        self._close(episode)
+
+    def _close(self, episode: HeldEpisode, why: str = "") -> None:
+        if episode.handle:  # else it has not been at the pool, which may not be there yet
+            self._pool.close(episode.handle, why)
 
     def _answer(self, episode: HeldEpisode, answer: Answer) -> None:
         episode.last = answer
@@ -173,7 +179,7 @@ class EnvironmentAgent:
             line = f"{self._name}: {which}: {line}"
         if line:
             logger.warning("%s", line)
-            self._pool.close(episode.handle, line)
+            self._close(episode, line)
         return episode.end(over.stop, record, failure=line)
 
     async def _next(self, episode: HeldEpisode, messages: list[dict[str, Any]]) -> Answer:
@@ -276,7 +282,7 @@ class EnvironmentAgent:
 
     def _rename(self, episode: HeldEpisode) -> None:
         """Give an episode a new handle, for another environment."""
-        self._pool.close(episode.handle)
+        self._close(episode)
         begun = episode.begun
         episode.handle = f"{begun.response}.{begun.incarnation}.{next(self._handles)}"
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from lightrl.environments.calls import TurnTokens
+from lightrl.environments.calls import Returned, TurnTokens
 from lightrl.errors import LightRLError
 from lightrl.messages.episodes import (
     BeginEpisode,
@@ -24,9 +24,6 @@ from lightrl.messages.episodes import (
 from lightrl.messages.fields import MAX_METRICS, MAX_TEXT, MAX_WORD
 from lightrl.messages.responses import FinishReason
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
-
-if TYPE_CHECKING:
-    from lightrl.environments.calls import Returned
 
 Answer: TypeAlias = Observed | EpisodeEnded
 
@@ -172,7 +169,7 @@ class HeldEpisode:
             why = "when it was replayed, so it cannot be resumed"
             raise Stopped("diverged", f"{what} was another one {why}")
 
-    def note(self, returned: "Returned") -> None:
+    def note(self, returned: Returned) -> None:
         """Keep the figures of what `reset` or `step` returned. Raises Stopped if its reward is
         no number."""
         if returned.reward is not None and not isfinite(returned.reward):
@@ -181,7 +178,7 @@ class HeldEpisode:
         named = {k: v for k, v in found if k.isprintable() and len(k) <= MAX_WORD}
         self.metrics = dict(islice((self.metrics | named).items(), MAX_METRICS))
 
-    def stop_after(self, returned: "Returned") -> EpisodeStop | None:
+    def stop_after(self, returned: Returned) -> EpisodeStop | None:
         """Return how an episode ends with what was returned; None: it continues. Raises Stopped
         if nothing was sampled."""
         if not self.turns:
@@ -206,7 +203,7 @@ class HeldEpisode:
             raise Stopped("failed", f"the first observation, of {len(ids)} tokens, {why}")
         return False
 
-    def observe(self, returned: "Returned", ids: Sequence[int], record: str) -> Observed:
+    def observe(self, returned: Returned, ids: Sequence[int], record: str) -> Observed:
         """Append the tokens of an observation, and return the message with them."""
         turn, offset = len(self.turns), len(self.ids)
         self.ids.extend(ids)
@@ -221,7 +218,7 @@ class HeldEpisode:
         self,
         stop: EpisodeStop,
         record: str,
-        returned: "Returned | None" = None,
+        returned: Returned | None = None,
         failure: str = "",
     ) -> EpisodeEnded:
         """Return the end of an episode, without a score if there is a `failure`. `returned`: by the

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -35,12 +35,14 @@ from lightrl.endpoints.app import EndpointApp
 from lightrl.endpoints.server import serving
 from lightrl.environments.calls import (
     EnvironmentRaised,
+    Environments,
     EnvironmentUnusable,
     Returned,
     StepTimedOut,
     TurnTokens,
     WorkerLost,
 )
+from lightrl.environments.pool import WorkerPool
 from lightrl.environments.sessions import ENDED, Session, ended
 from lightrl.errors import LightRLError
 from lightrl.log import last_line
@@ -56,8 +58,8 @@ VERIFIERS_V1 = Path(__file__).parent / "adapters" / "verifiers_v1.py"
 
 def is_program(settings: Environment) -> bool:
     """Return whether an episode is a program. Environments of verifiers are since release 0.4: asks
-    the interpreter which one it has."""
-    if settings.has_agents or not settings.source.startswith(VERIFIERS):
+    the interpreter which one it has, which takes a moment."""
+    if settings.has_agents or not settings.may_have_agents:
         return settings.has_agents
     code = "from importlib.metadata import version; print(version('verifiers'))"
     command = settings.command or (sys.executable,)
@@ -65,7 +67,7 @@ def is_program(settings: Environment) -> bool:
         asked = [*command, "-c", code]
         found = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
         return tuple(map(int, re.findall(r"\d+", found.stdout)[:2])) >= (0, 4)
-    return False  # the adapter tells what is missing
+    return False  # the adapter reports what is missing
 
 
 def words_of(settings: Environment) -> list[str]:
@@ -76,19 +78,6 @@ def words_of(settings: Environment) -> list[str]:
     return shlex.split(settings.program)
 
 
-def limits_of(config: Config) -> SamplingLimits:
-    """Return what requests may ask for in a run."""
-    how = config.rollout
-    return SamplingLimits(
-        config.model.path,
-        config.max_trained_length,
-        how.temperature,
-        how.top_p,
-        how.top_k,
-        how.stop,
-    )
-
-
 @dataclass(slots=True, eq=False)
 class _Playing:
     """An episode, with its program if it has one."""
@@ -96,7 +85,6 @@ class _Playing:
     session: Session
     slot: int
     program: Program | None = None
-    watch: "asyncio.Task[None] | None" = None
     status: int | None = None  # of the program, when it has ended
     log_start: int = 0  # bytes of earlier programs
     opened: asyncio.Event = field(default_factory=asyncio.Event)  # for agents elsewhere
@@ -129,11 +117,11 @@ class Programs:
         self._path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
         self._playing: dict[str, _Playing] = {}  # by name of the episode
         self._by_key: dict[str, _Playing] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()  # key -> failure, if it is one
+        self._ended: dict[str, str] = {}  # key -> failure, if it is one; the oldest first
         self._unopened: asyncio.Queue[_Playing] = asyncio.Queue()
         self._began = asyncio.Event()  # replaced whenever an episode begins
         self._stack = AsyncExitStack()
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._watches: set[asyncio.Task[None]] = set()  # of programs that run
 
     # For the agent of the node
 
@@ -153,7 +141,7 @@ class Programs:
         await self._stack.aclose()  # before sessions end: agents elsewhere are to ask again
         for episode in [*self._playing]:
             self.close(episode)
-        await asyncio.gather(*self._stopping)
+        await asyncio.gather(*self._watches)
 
     async def reset(
         self, episode: str, row: dict[str, Any], seed: int, expected: str = ""
@@ -167,6 +155,8 @@ class Programs:
         slot = next(k for k in range(len(used) + 1) if k not in used)
         playing = self._playing[episode] = self._by_key[key] = _Playing(session, slot)
         self._ended.pop(key, None)
+        self._began.set()
+        self._began = asyncio.Event()
         if self._words:
             await self._launch(playing)
         else:
@@ -174,8 +164,8 @@ class Programs:
         return await self._next(playing, expected)
 
     async def _opened(self, playing: _Playing, *, is_known: bool) -> None:
-        """Wait for an agent. One that has played the episode already goes on with its key: others
-        get it only if there is none."""
+        """Wait for an agent. One that has played the episode already continues with its key:
+        others get it only if there is none."""
         if is_known:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.timeout_s):
@@ -208,9 +198,7 @@ class Programs:
                     await self._changed(playing.session)
         except TimeoutError:
             pass  # what was reported counts
-        if failure := playing.session.reported.failure:
-            raise EnvironmentRaised(f"{playing.session.label}: {failure}")
-        return ended(playing.session.reported)
+        return self._ended_as_reported(playing)
 
     def answers(self, message: dict[str, Any]) -> bool:
         return False
@@ -223,8 +211,8 @@ class Programs:
         if self._by_key.get(session.key) is playing:
             del self._by_key[session.key]
             self._ended[session.key] = why
-            while len(self._ended) > MAX_ENDED:
-                self._ended.popitem(last=False)
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
         if playing.program is not None:
             playing.program.kill()
 
@@ -240,8 +228,9 @@ class Programs:
             async with asyncio.timeout(self._settings.timeout_s):
                 while not session.has_request:
                     if playing.status is not None or session.reported.is_over:
+                        over = self._ended_as_reported(playing)
                         self._require_success(playing)
-                        return ended(session.reported)
+                        return over
                     await self._changed(session)
         except TimeoutError:
             limit = f"environment.timeout_s = {self._settings.timeout_s:g} s"
@@ -252,9 +241,15 @@ class Programs:
         await session.changed.wait()
         session.changed.clear()
 
+    def _ended_as_reported(self, playing: _Playing) -> Returned:
+        """Raises EnvironmentRaised for a failure."""
+        session = playing.session
+        if failure := session.reported.failure:
+            raise EnvironmentRaised(f"{session.label}: {failure}")
+        return ended(session.reported)
+
     def _require_success(self, playing: _Playing) -> None:
-        if failure := playing.session.reported.failure:
-            raise EnvironmentRaised(f"{playing.session.label}: {failure}")
+        """Raises EnvironmentRaised or WorkerLost for the exit status of a program."""
         if not playing.session.reported.is_over and playing.status:
             last = last_line(self._log_of(playing), playing.log_start)
             tail = f": {last}" if last else ""
@@ -295,9 +290,9 @@ class Programs:
         except (OSError, ValueError) as e:  # of a row that is no argument of a program, too
             why = e.strerror if isinstance(e, OSError) else e
             raise EnvironmentRaised(f"{session.label}: cannot be started: {why}") from None
-        playing.watch = asyncio.create_task(self._watch(playing), name=session.label)
-        self._stopping.add(playing.watch)
-        playing.watch.add_done_callback(self._stopping.discard)
+        watch = asyncio.create_task(self._watch(playing), name=session.label)
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
 
     async def _watch(self, playing: _Playing) -> None:
         assert playing.program is not None
@@ -332,7 +327,7 @@ class Programs:
                 return await session.ask(asked)
             except ApiError as e:
                 if self._words or e.code != ENDED:
-                    raise  # else the episode may be begun again, and the request goes on there
+                    raise  # else the episode may be begun again, and the request continues there
 
     async def episode(self, key: str) -> dict[str, Any]:
         session = await self._session(key)
@@ -361,7 +356,9 @@ class Programs:
             if not self._is_ours(key):
                 raise ApiError(401, "a request needs the key of an episode", "invalid_api_key")
             failure = self._ended.get(key)
-            hold_s = 0 if self._words or failure else HOLD_S if failure is None else AGAIN_S
+            hold_s = HOLD_S if failure is None else AGAIN_S
+            if self._words or failure:
+                hold_s = 0
             try:
                 async with asyncio.timeout(hold_s):
                     while (playing := self._by_key.get(key)) is None:
@@ -374,8 +371,6 @@ class Programs:
     def _new_key(self, response: str, nonce: str) -> str:
         """Return the key of an episode; without a nonce the same one on every node of a run."""
         name = base64.urlsafe_b64encode(response.encode()).decode().rstrip("=")
-        self._began.set()
-        self._began = asyncio.Event()
         return f"{name}.{nonce}.{self._mac(f'{name}.{nonce}')}"
 
     def _is_ours(self, key: str) -> bool:
@@ -385,3 +380,27 @@ class Programs:
     def _mac(self, name: str) -> str:
         key = blake2b(self._key.encode(), digest_size=32).digest()
         return blake2b(name.encode(), key=key, digest_size=16).hexdigest()
+
+
+def environments_of(
+    config: Config,
+    settings: Environment,
+    key: str,
+    model: str,
+    log_dir: Path,
+    report: Callable[[str], None],
+) -> Environments:
+    """Return what plays the episodes of a run. `settings`: those of this node; `key`, `model`: see
+    `Programs`; `report`: see `WorkerPool`. May wait for an interpreter."""
+    if not is_program(settings):
+        return WorkerPool(settings, log_dir, report, config.data.prompt_key)
+    how = config.rollout
+    limits = SamplingLimits(
+        config.model.path,
+        config.max_trained_length,
+        how.temperature,
+        how.top_p,
+        how.top_k,
+        how.stop,
+    )
+    return Programs(settings, limits, key, model, log_dir)

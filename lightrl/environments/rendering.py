@@ -139,8 +139,7 @@ class Renderer:
 
     def text_of(self, sampled: Sequence[int]) -> str:
         """Return the text without special tokens and what ends a turn."""
-        ids = sampled[:-1] if sampled and sampled[-1] in self.stops else sampled
-        return self._special.sub("", self._tokenizer.decode(ids))
+        return self.text(self._unended(sampled))
 
     def append(
         self, held: Sequence[int], turn_start: int, messages: Sequence[Message], tools: Tools
@@ -176,8 +175,8 @@ class Renderer:
         if self._family is not None:
             found = self._family.parse(self._ids(self._begun), sampled, tools)
         if found is None:
-            ids = sampled[:-1] if sampled and sampled[-1] in self.stops else sampled
-            thinking, content = split_thinking(self._tokenizer.decode(ids), bool(self._begun))
+            text = self._tokenizer.decode(self._unended(sampled))
+            thinking, content = split_thinking(text, bool(self._begun))
             found = thinking, content, []
             if tools and (parser := self._tool_parser()):
                 found = thinking, *parser.parse(content, tools)
@@ -199,6 +198,9 @@ class Renderer:
             name = format_of(self._source) if is_auto else self._tool_format
             self._parser = ToolCallParser(name, self._tokenizer)
         return self._parser
+
+    def _unended(self, sampled: Sequence[int]) -> Sequence[int]:
+        return sampled[:-1] if sampled and sampled[-1] in self.stops else sampled
 
     def _ids(self, text: str) -> list[int]:
         return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"])

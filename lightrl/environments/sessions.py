@@ -49,8 +49,9 @@ class Session:
     reported: EpisodeReport = field(default_factory=EpisodeReport)
     # why no further turn is sampled, and the code of such an error
     _ended: tuple[str, str] = ("", "")
-    _held: list[Message] = field(default_factory=list[Message])  # messages so far, with turns
-    _ids: Sequence[int] = ()  # tokens so far, with turns
+    # messages so far, with turns, each as `_canonical` returns it
+    _held: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _ids: "array[int]" = field(default_factory=lambda: array("i"))  # tokens so far, with turns
     _tools: str = ""
     _num_turns: int = 0
     _open: _Request | None = None  # it waits for a turn
@@ -91,14 +92,14 @@ class Session:
             raise ApiError(400, "an episode is either a chat or token ids, from its first request")
         if asked.token_ids is not None:
             num = len(self._ids)
-            if list(asked.token_ids[:num]) != list(self._ids) or len(asked.token_ids) == num:
+            if array("i", asked.token_ids[:num]) != self._ids or len(asked.token_ids) == num:
                 why = "the token ids do not begin with those of this episode so far"
                 raise ApiError(400, f"{why}, {num} of prompt and turns; {APPEND_ONLY}")
             _require_size(len(asked.token_ids) - num)
             return []
         messages = [_plain(message) for message in asked.messages or ()]
         num = 0  # messages that are held
-        for held in map(_canonical, self._held):
+        for held in self._held:
             if num < len(messages) and _canonical(messages[num]) == held:
                 num += 1
             # clients leave out turns that have neither text nor calls
@@ -123,10 +124,11 @@ class Session:
         for k, message in enumerate(new if expected else ()):
             if message["role"] == "assistant" and _digest(_canonical_all(new[:k])) == expected:
                 new = new[:k]
+                break
         self._new = self._new[len(new) :]
-        self._held += new
-        self._tools = _digest(list(asked.tools))
         ids, what = None, _canonical_all(new)
+        self._held += what
+        self._tools = _digest(list(asked.tools))
         if asked.token_ids is not None:
             ids = list(asked.token_ids)
             what = [ids[len(self._ids) :]]
@@ -147,7 +149,7 @@ class Session:
             turn = _canonical(message)
             is_there = _canonical(self._new[0]) == turn
             if is_there or not (turn["content"] or turn["calls"]):  # clients leave empty ones out
-                self._held.append(message)
+                self._held.append(turn)
                 self._new = self._new[is_there:]
                 self._num_turns += 1  # calls of later turns get other ids
             return  # if it is another one, it is taken as the next observation, and diverges
@@ -157,7 +159,7 @@ class Session:
         ]
         message = {**message, "tool_calls": calls} if calls else message
         if self._open.asked.messages is not None:
-            self._held.append(message)
+            self._held.append(_canonical(message))
         self._ids = array("i", [*tokens.prompt_ids, *tokens.token_ids])
         self._num_turns += 1
         self._last, self._open = self._open, None

@@ -21,8 +21,7 @@ from lightrl.environments.calls import (
     TurnTokens,
     WorkerLost,
 )
-from lightrl.environments.pool import WorkerPool
-from lightrl.environments.programs import Programs, is_program, limits_of
+from lightrl.environments.programs import environments_of
 from lightrl.environments.rendering import Renderer
 from lightrl.errors import ConfigError
 from lightrl.rewards.trial import Tried
@@ -47,9 +46,8 @@ async def try_row(config: Config, tokenizer: Any, row: dict[str, Any], folder: P
     """Return lines on resumption, tools, chat template and length. `folder`: of the worker's log.
     Raises LightRLError, one line, if no episode would begin."""
     settings = config.environment.model_copy(update={"workers": 1})
-    pool: Environments = WorkerPool(settings, folder, lambda _: None, config.data.prompt_key)
-    if is_program(settings):
-        pool = Programs(settings, limits_of(config), token_hex(16), config.model.path, folder)
+    place = config.model.path, folder
+    pool = environments_of(config, settings, token_hex(16), *place, report=lambda _: None)
     kwargs = template_kwargs(config.data)
     renderer = Renderer(Path(config.model.path), settings.tool_format, kwargs)
     trial = _Trial(config, tokenizer, row, pool, renderer)

@@ -189,12 +189,7 @@ class Child(Generic[Command, Event]):
 
     def kill(self) -> None:
         """Send SIGKILL to the child's session; with a reaper, to all processes that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.stdin is None:
-                os.killpg(self.pid, signal.SIGKILL)
-            else:
-                self._process.stdin.close()
-                self._process.send_signal(signal.SIGCONT)  # in case it was stopped
+        kill_session(self._process)
 
     async def _exit_reason(self) -> str:
         """Return how the child ended, with the last line that it printed."""
@@ -208,6 +203,17 @@ class Child(Generic[Command, Event]):
         how = killed or f"ended with exit status {code}"
         last = last_line(self._log)[:300] if self._log else ""
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
+
+
+def kill_session(process: asyncio.subprocess.Process) -> None:
+    """Send SIGKILL to the session of a process; if it is a reaper, which has a pipe as its stdin,
+    let it end all processes below it."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.stdin is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.stdin.close()
+            process.send_signal(signal.SIGCONT)  # in case it was stopped
 
 
 async def retry_on_resource_limit(

@@ -4,16 +4,14 @@ For programs that do not speak to the daemon; child.py has those that do.
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from lightrl.system import open_files
-from lightrl.system.child import REAPER
+from lightrl.system.child import REAPER, kill_session
 
 
 class Program:
@@ -52,9 +50,4 @@ class Program:
 
     def kill(self) -> None:
         """Kill it with all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.stdin is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            else:
-                self._process.stdin.close()  # the reaper does it
-                self._process.send_signal(signal.SIGCONT)  # in case it was stopped
+        kill_session(self._process)

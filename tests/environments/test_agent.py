@@ -86,7 +86,7 @@ async def node(tmp_path: Path, pool: FakePool, **settings: Any) -> AsyncIterator
     few = {"max_response_length": 5}  # in the config only: BEGIN has its own limit
     config = make_config(tmp_path, environment=given, data={"path": ""}, rollout=few)
     made: list[Node] = []
-    agent = EnvironmentAgent(config, pool, FakeRenderer, lambda m: made[0].send(m))  # type: ignore[arg-type]
+    agent = EnvironmentAgent(config, lambda: pool, FakeRenderer, lambda m: made[0].send(m))  # type: ignore[arg-type]
     made.append(Node(agent, pool))
     running = asyncio.create_task(agent.run())
     try:
@@ -480,7 +480,7 @@ def test_orders_wait_until_the_workers_have_started_and_a_refusal_ends_the_role(
         pool.unusable = ConfigError("guess.py:Guess: no such class")
         config = make_config(tmp_path, environment={"source": "guess.py:Guess"}, data={"path": ""})
         sent: list[Message] = []
-        agent = EnvironmentAgent(config, pool, FakeRenderer, sent.append)  # type: ignore[arg-type]
+        agent = EnvironmentAgent(config, lambda: pool, FakeRenderer, sent.append)  # type: ignore[arg-type]
         agent.handle(BEGIN)
         assert agent.held == ((NAME, 1),)
         with pytest.raises(ConfigError, match="no such class"):
@@ -495,7 +495,7 @@ def test_defect_of_the_agent_ends_the_role(tmp_path: Path):
         pool = FakePool()
         pool.faults = [ZeroDivisionError("a defect")]
         config = make_config(tmp_path, environment={"source": "guess.py:Guess"}, data={"path": ""})
-        agent = EnvironmentAgent(config, pool, FakeRenderer, lambda _: None)  # type: ignore[arg-type]
+        agent = EnvironmentAgent(config, lambda: pool, FakeRenderer, lambda _: None)  # type: ignore[arg-type]
         agent.handle(BEGIN)
         with pytest.raises(ZeroDivisionError):
             async with asyncio.timeout(DEADLINE_S):

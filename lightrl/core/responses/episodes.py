@@ -7,6 +7,7 @@ recorded turns. `group_lifecycle` decides the outcome, `responses` owns the plac
 """
 
 import math
+from array import array
 from dataclasses import replace
 
 from lightrl.core.arrays import decode, encode
@@ -178,33 +179,37 @@ class Episodes:
         response.since = self._fleet.now
 
     def _recorded(self, response: Response, number: int) -> RecordedTurn:
-        turns, of = response.turns, self._settings.episodes
-        turn, last = turns[number], number + 1 == len(turns)
-        end = len(response.tokens) if last else turns[number + 1].start
+        turn, is_last = response.turns[number], number + 1 == len(response.turns)
+        sampled, logprobs, version = self._sampled(response, number)
         return RecordedTurn(
             encode(response.tokens[turn.start : turn.end]),
             turn.digest,
-            encode(response.tokens[turn.end : end]),
+            sampled,
             response.finishes[number],
             turn.reward,
-            turn.state if last else b"",
-            encode(response.logprobs[turn.end : end]) if of and of.has_logprobs else b"",
-            max((version for version, start in response.starts if start < end), default=0),
+            turn.state if is_last else b"",
+            logprobs,
+            version,
         )
+
+    def _sampled(self, response: Response, number: int) -> tuple[bytes, bytes, int]:
+        """Return tokens, logprobs if environments receive them, and version of a turn."""
+        of, turns = self._settings.episodes, response.turns
+        start, is_last = turns[number].end, number + 1 == len(turns)
+        end = len(response.tokens) if is_last else turns[number + 1].start
+        logprobs = response.logprobs[start:end] if of and of.has_logprobs else array("f")
+        version = max((version for version, at in response.starts if at < end), default=0)
+        return encode(response.tokens[start:end]), encode(logprobs), version
 
     def _step(self, response: Response) -> None:
         assert response.environment is not None
         number = len(response.turns) - 1
-        turn = self._recorded(response, number)
+        sampled, logprobs, version = self._sampled(response, number)
         response.was_stepped, response.since = True, self._fleet.now
         step = StepEpisode(
-            response.id,
-            response.incarnation,
-            number,
-            turn.sampled,
-            turn.finish_reason,
-            turn.logprobs,
-            turn.policy_version,
+            *(response.id, response.incarnation, number, sampled, response.finishes[-1]),
+            logprobs=logprobs,
+            policy_version=version,
         )
         self._outbox.send(response.environment.name, step)
 

@@ -82,11 +82,12 @@ class ServingBackend:
     async def encode(self, text: str) -> list[int]:
         return await self._in_thread(lambda: self._renderer.ids_of(text))
 
-    def decode(self, answered: Answered, stop: Sequence[str]) -> str:
-        return _cut(self._renderer.text_of(answered.token_ids), stop)
+    async def decode(self, answered: Answered, stop: Sequence[str]) -> str:
+        ids = answered.token_ids
+        return _cut(await self._in_thread(lambda: self._renderer.text_of(ids)), stop)
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        return [self._decode([id]) for id in token_ids]
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return await self._in_thread(lambda: [self._decode([id]) for id in token_ids])
 
     async def score(self, token_ids: Sequence[int]) -> tuple[list[float], list[tuple[int, float]]]:
         if len(token_ids) < 2:
@@ -97,10 +98,10 @@ class ServingBackend:
             raise ApiError(400, str(e)) from None
         return found.logprobs, list(zip(found.best, found.best_logprobs, strict=True))
 
-    def episode(self, key: str) -> NoReturn:
+    async def episode(self, key: str) -> NoReturn:
         raise _no_episodes()
 
-    def report(self, key: str, report: EpisodeReport) -> NoReturn:
+    async def report(self, key: str, report: EpisodeReport) -> NoReturn:
         raise _no_episodes()
 
     async def open(self, key: str) -> NoReturn:

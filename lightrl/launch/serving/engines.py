@@ -1,7 +1,7 @@
 """The engines of `lightrl serve`: processes that load weights, sample turns and score texts.
 
 Owns which engine samples a turn, and where a stop string ends it: those of requests differ, and an
-engine process knows those of its run alone. Must not import torch.
+engine process has those of its run alone. Must not import torch.
 """
 
 import asyncio

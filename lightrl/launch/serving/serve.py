@@ -137,7 +137,7 @@ class _Serving:
                 print_lines(f"serving step {newest.step}")
         except (ConfigError, TrainerError, ChildDied) as e:
             # it may have been removed meanwhile: there is a newer one
-            print_error(f"step {self._target.step} is served on: {e}")
+            print_error(f"step {self._target.step} is still served: {e}")
 
     async def _load(self, config: Config) -> None:
         async with published_weights(config, self._folder) as published:
